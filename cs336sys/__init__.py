@@ -1,0 +1,3 @@
+"""Benchmark, profile and parallelise Transformer training."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,69 @@
+"""Options that several commands share, and the reading of their values."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from cs336sys.errors import UsageError
+
+FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
+
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help=f"Output format: {', '.join(FORMATS)}. Default: table on a terminal, markdown otherwise.",
+        show_default=False,
+    ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the result to this file instead of stdout.")
+]
+SaveOption = Annotated[
+    Path | None, typer.Option("--save", help="Append every cell with its raw samples to this .jsonl file.")
+]
+
+Value = TypeVar("Value")
+
+
+def split_list(values: Sequence[str], option: str, convert: Callable[[str], Value] = str) -> list[Value]:
+    """Values of a list option given as ``a,b,c``, by repetition, or both; repeated values are dropped.
+
+    Raises:
+        UsageError: nothing was given, or ``convert`` refuses a value.
+    """
+    converted = []
+    for text in (part.strip() for value in values for part in value.split(",")):
+        try:
+            converted.append(convert(text))
+        except ValueError as error:
+            rule = str(error) if isinstance(error, UsageError) else "not a number"
+            raise UsageError(f"{option} '{text}': {rule}") from error
+    if not converted:
+        raise UsageError(f"{option} needs at least one value")
+    return list(dict.fromkeys(converted))
+
+
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """A converter for :func:`split_list` that takes only the given names."""
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise UsageError(f"choose from {', '.join(choices)}")
+        return text
+
+    return convert
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A converter for :func:`split_list` that takes whole numbers from ``minimum`` on."""
+
+    def convert(text: str) -> int:
+        number = int(text)
+        if number < minimum:
+            raise UsageError(f"must be at least {minimum}")
+        return number
+
+    return convert

@@ -1,0 +1,13 @@
+"""The two errors that end a command with one sentence instead of a traceback."""
+
+
+class UsageError(ValueError):
+    """What was asked for makes no sense: the command exits with 2."""
+
+    exit_code = 2
+
+
+class CapabilityError(RuntimeError):
+    """What was asked for makes sense, but this machine or installation cannot do it: the command exits with 3."""
+
+    exit_code = 3

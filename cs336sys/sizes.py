@@ -1,0 +1,96 @@
+"""The model sizes of both handouts, and custom ones. Plain data, no torch."""
+
+from dataclasses import dataclass, replace
+
+from cs336sys.errors import UsageError
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Shape of a ``BasicsTransformerLM`` with the batch that it is benchmarked on unless another is asked for.
+
+    The handouts give vocabulary 10,000, batch 4 and context 512 to every size but the leaderboard's.
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 10_000
+    context: int = 512
+    batch_size: int = 4
+    precision: str = "fp32"
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        ModelSize("tiny", d_model=128, d_ff=512, num_layers=2, num_heads=4),
+        ModelSize("small", d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+        ModelSize("medium", d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+        ModelSize("large", d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+        ModelSize("xl", d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+        # The 2026 handout calls this shape "xl".
+        ModelSize("2.7b", d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        ModelSize("10b", d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+        # The 2026 leaderboard's model.
+        ModelSize(
+            "8b",
+            d_model=4096,
+            d_ff=11008,
+            num_layers=34,
+            num_heads=32,
+            vocab_size=151_936,
+            context=32_768,
+            batch_size=2,
+            precision="bf16",
+        ),
+    )
+}
+
+
+def choose_size(
+    name: str,
+    *,
+    d_model: int | None = None,
+    d_ff: int | None = None,
+    num_layers: int | None = None,
+    num_heads: int | None = None,
+    vocab_size: int | None = None,
+    context: int | None = None,
+    batch_size: int | None = None,
+) -> ModelSize:
+    """The named size with the given fields put in the place of its own.
+
+    A size whose shape was changed is called after its fields, so that no result is filed under a name it does not fit.
+
+    Raises:
+        UsageError: the name is unknown, a count is not positive, the heads do not divide ``d_model`` or leave an odd
+            head dimension, which rotary embeddings cannot split into pairs.
+    """
+    if name not in SIZES:
+        raise UsageError(f"unknown size '{name}': choose from {', '.join(SIZES)}")
+    shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
+    batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
+    given = {field: value for field, value in (shape | batch).items() if value is not None}
+    for field, value in given.items():
+        if value < 1:
+            raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")
+    size = replace(SIZES[name], **given)
+    if size.d_model % size.num_heads:
+        raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")
+    if size.head_dim % 2:
+        raise UsageError(
+            f"d_model {size.d_model} over {size.num_heads} heads gives head dimension {size.head_dim}: "
+            "rotary embeddings need an even one"
+        )
+    if any(getattr(size, field) != getattr(SIZES[name], field) for field in shape):
+        size = replace(size, name=f"{size.d_model}/{size.d_ff}/{size.num_layers}/{size.num_heads}")
+    return size
