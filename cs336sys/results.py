@@ -156,7 +156,7 @@ def read_results(path: Path) -> Results:
         raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             version, kind = record.pop("schema_version"), record.pop("kind")
@@ -164,10 +164,13 @@ def read_results(path: Path) -> Results:
             continue
         if version != SCHEMA_VERSION:
             raise UsageError(f"{path} has schema version {version}, this cs336sys reads version {SCHEMA_VERSION}")
-        if kind == "run":
-            runs[record["run_id"]] = Run(**record | {"arguments": tuple(record["arguments"])})
-        elif kind == "cell":
-            cells.append(Cell(**record | {"samples": {n: _samples(s) for n, s in record["samples"].items()}}))
+        try:
+            if kind == "run":
+                runs[record["run_id"]] = Run(**record | {"arguments": tuple(record["arguments"])})
+            elif kind == "cell":
+                cells.append(Cell(**record | {"samples": {n: _samples(s) for n, s in record["samples"].items()}}))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"{path}: line {number} is no {kind} of this schema") from error
     if not runs and not cells:
         raise UsageError(f"{path} holds no results: it should be a file written by --save")
     return Results(runs, tuple(cells))

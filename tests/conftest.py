@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, and tests that need GPUs are skipped with the reason."""
+"""Without a GPU, Triton kernels run in Triton's interpreter, and tests that need one are skipped with the reason."""
 
 import os
 

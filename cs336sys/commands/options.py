@@ -67,3 +67,15 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return number
 
     return convert
+
+
+def between(lowest: float, highest: float) -> Callable[[str], float]:
+    """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``."""
+
+    def convert(text: str) -> float:
+        number = float(text)
+        if not lowest <= number <= highest:
+            raise UsageError(f"must be between {lowest:g} and {highest:g}")
+        return number
+
+    return convert

@@ -1,0 +1,269 @@
+"""Checks attention implementations against a float64 reference and times them: the cells of ``flash`` and ``attn``."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.benchmark
+import triton.testing
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cs336sys.accounting.flops import attention_flops
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.attention.reference import plain_attention
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.memory import GIB, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.timing import time_phases
+from cs336sys.results import Samples
+from cs336sys.workload import AttentionWorkload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Largest relative error ||x - reference|| / ||reference|| of an output or a gradient that counts as right. bf16 rounds
+# to 8 bits, fp16 to 11: rounding P and dS once each gives a few times 2^-9 and 2^-12. fp32 leaves room for the order of
+# sums, and none for TF32, whose error is near 1e-3.
+TOLERANCES = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
+
+# do_bench's durations of warm-up and measurement; the course's grid has 80 shapes for each implementation.
+WARMUP_MS = 25
+REPETITION_MS = 100
+
+# Rows of the score matrix that the float64 reference holds at a time: 0.5 GiB at context 65,536.
+_REFERENCE_ROWS = 1024
+
+_SDPA_BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Query, key and value that require gradients, and the output's gradient: (batch, heads, context, head_dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+
+    @property
+    def differentiable(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+
+def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(workload.seed)
+    shape = (workload.batch_size, workload.heads, workload.context, workload.head_dim)
+    tensors = [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[workload.dtype]) for _ in range(4)]
+    for tensor in tensors[:3]:
+        tensor.requires_grad_()
+    return Inputs(*tensors)
+
+
+@contextlib.contextmanager
+def implementation(name: str, causal: bool, context: int, device: torch.device):
+    """The named implementation as a function of query, key and value.
+
+    What an implementation needs once (a backend choice, a compiled function, a block mask) is done on entry, so that it
+    is not timed with every call.
+
+    Raises:
+        CapabilityError: this machine does not have it; some say so only when they are called.
+    """
+    if name in _SDPA_BACKENDS:
+        with sdpa_kernel(_SDPA_BACKENDS[name]):
+            yield functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+    elif name == "flex":
+        yield _flex(causal, context, device)
+    elif name in ("eager", "compiled"):
+        function = torch.compile(plain_attention, dynamic=False) if name == "compiled" else plain_attention
+        yield functools.partial(function, is_causal=causal)
+    else:
+        yield functools.partial(flash_attention, is_causal=causal, implementation=name)
+
+
+def _flex(causal: bool, context: int, device: torch.device) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if device.type != "cuda":
+        raise CapabilityError("implementation 'flex' needs a CUDA GPU: its backward pass does not run on a CPU")
+    mask = None
+    if causal:
+        mask = create_block_mask(_sees, None, None, context, context, device=device.type, _compile=True)
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+@functools.lru_cache(maxsize=1)
+def reference_results(workload: AttentionWorkload, device: torch.device) -> dict[str, Tensor]:
+    """Output and gradients of :func:`random_inputs` in float64, computed a few rows of scores at a time.
+
+    Plain softmax attention and its derivative (FlashAttention-2 handout, equations 4 to 6 and 13 to 19). The last
+    result is kept, because every implementation of a sweep is compared with the same one.
+    """
+    inputs = random_inputs(workload, device)
+    query, key, value, grad_out = (tensor.detach().double() for tensor in (*inputs.differentiable, inputs.grad_out))
+    scale = 1 / math.sqrt(workload.head_dim)
+    out, grad_query = torch.empty_like(query), torch.empty_like(query)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    for batch in range(workload.batch_size):
+        for head in range(workload.heads):
+            for start in range(0, workload.context, _REFERENCE_ROWS):
+                at = batch, head, slice(start, start + _REFERENCE_ROWS)
+                seen = batch, head, slice(0, start + _REFERENCE_ROWS if workload.causal else None)
+                scores = scale * query[at] @ key[seen].mT
+                if workload.causal:
+                    row, column = (torch.arange(size, device=device) for size in scores.shape)
+                    scores.masked_fill_(column > start + row[:, None], -math.inf)
+                weights = scores.softmax(-1)
+                out[at] = weights @ value[seen]
+                grad_value[seen] += weights.mT @ grad_out[at]
+                delta = (grad_out[at] * out[at]).sum(-1, keepdim=True)
+                grad_scores = weights * (grad_out[at] @ value[seen].mT - delta)
+                grad_query[at] = scale * grad_scores @ key[seen]
+                grad_key[seen] += scale * grad_scores.mT @ query[at]
+    return {"out": out, "dq": grad_query, "dk": grad_key, "dv": grad_value}
+
+
+def relative_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
+    """``||x - reference|| / ||reference||`` of the output and of each gradient."""
+    # The implementation decides neither inputs nor reference.
+    workload = replace(workload, implementation="")
+    inputs = random_inputs(workload, device)
+    out = attention(*inputs.differentiable)
+    gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
+    results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    norm = torch.linalg.vector_norm
+    return {
+        name: (norm(results[name].double() - expected) / norm(expected)).item()
+        for name, expected in reference_results(workload, device).items()
+    }
+
+
+def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Check, then time one implementation on one shape: a cell of ``flash``, run in the worker process.
+
+    Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. An implementation
+    whose output or gradient is off by more than :data:`TOLERANCES` is ``wrong`` and is not timed.
+    """
+    workload = AttentionWorkload(**configuration)
+    device = choose_device(workload.device)
+    progress("checking")
+    with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
+        errors = _checked(attention, workload, device)
+        derived: dict[str, Any] = {f"{name}_error": error for name, error in errors.items()}
+        tolerance = TOLERANCES[workload.dtype]
+        # Written so that NaN is wrong too.
+        wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
+        if wrong:
+            return Outcome("wrong", {}, derived, f"relative error over {tolerance:g}: {', '.join(wrong)}")
+        progress("timing")
+        inputs = random_inputs(workload, device)
+        derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
+        samples = _time(attention, inputs, device)
+    shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
+    forward_flops = attention_flops(*shape, causal=workload.causal, backward=False)
+    all_flops = attention_flops(*shape, causal=workload.causal, backward=True)
+    flops = {"forward": forward_flops, "backward": all_flops - forward_flops, "end_to_end": all_flops}
+    derived |= {f"{name}_tflops": count / samples[name].median / 1e9 for name, count in flops.items()}
+    return Outcome("ok", samples, derived)
+
+
+def _checked(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
+    try:
+        return relative_errors(attention, workload, device)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        refused = f"{workload.implementation} has no kernel for {workload.dtype}, head dim {workload.head_dim}"
+        raise CapabilityError(f"{refused} on this {device.type.upper()}") from error
+
+
+def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: torch.device) -> float | None:
+    """GiB held at once by inputs, output, gradients and whatever the implementation keeps."""
+    reset_peak_memory(device)
+    others_gib = 0.0
+    if device.type == "cuda":
+        held = sum(tensor.nbytes for tensor in (*inputs.differentiable, inputs.grad_out))
+        others_gib = (torch.cuda.memory_allocated(device) - held) / GIB
+    torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
+    peak_gib = peak_memory_gib(device)
+    return None if peak_gib is None else peak_gib - others_gib
+
+
+def _time(attention: Attention, inputs: Inputs, device: torch.device) -> dict[str, Samples]:
+    def forward() -> Tensor:
+        return attention(*inputs.differentiable)
+
+    def backward() -> None:
+        torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=True)
+
+    def end_to_end() -> None:
+        torch.autograd.grad(forward(), inputs.differentiable, inputs.grad_out)
+
+    samples = {"forward": _repeat(forward, device)}
+    out = forward()
+    samples["backward"] = _repeat(backward, device)
+    samples["end_to_end"] = _repeat(end_to_end, device)
+    return samples
+
+
+def _repeat(call: Callable[[], Any], device: torch.device) -> Samples:
+    """Times of one call, each with a cold L2 cache on a GPU."""
+    if device.type == "cuda":
+        times_ms = triton.testing.do_bench(call, warmup=WARMUP_MS, rep=REPETITION_MS, return_mode="all")
+        return Samples("ms", "triton do_bench", tuple(times_ms))
+    measurement = torch.utils.benchmark.Timer("call()", globals={"call": call}).blocked_autorange(
+        min_run_time=REPETITION_MS / 1e3
+    )
+    return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
+
+
+def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Time plain attention and the memory it holds: a cell of ``attn``, run in the worker process.
+
+    Samples (ms): ``forward`` and ``backward``, the device synchronised after each step of both. Derived: memory in use
+    when the forward pass is done and the backward pass has not begun, and the peak, both with the inputs.
+    """
+    warmup, steps = configuration["warmup"], configuration["steps"]
+    workload = AttentionWorkload(
+        **{name: value for name, value in configuration.items() if name not in ("warmup", "steps")}
+    )
+    device = choose_device(workload.device)
+    progress("building the inputs")
+    with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
+        base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        inputs = random_inputs(workload, device)
+        out = None
+
+        def forward() -> None:
+            nonlocal out
+            out = attention(*inputs.differentiable)
+
+        def backward() -> None:
+            torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
+
+        reset_peak_memory(device)
+        samples = time_phases(
+            {"forward": forward, "backward": backward}, warmup=warmup, steps=steps, device=device, progress=progress
+        )
+        derived: dict[str, Any] = {"held_gib": None, "peak_gib": None}
+        if device.type == "cuda":
+            derived["peak_gib"] = peak_memory_gib(device) - base / GIB
+            forward()
+            derived["held_gib"] = (torch.cuda.memory_allocated(device) - base) / GIB
+    return Outcome("ok", samples, derived)

@@ -1,0 +1,144 @@
+"""Runs the cells of a sweep one after another, keeps what was measured, and shows progress."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.measure.cells import Outcome, Worker
+from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
+
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Skip the cells that the --save file holds for the same machine already.")
+]
+CellTimeoutOption = Annotated[
+    float | None, typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False)
+]
+
+INTERRUPTED = 130
+
+# A resumed sweep measures these again; every other status would come out the same.
+_WORTH_RETRYING = ("error", "timeout")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep measured.
+
+    Attributes:
+        cells: one for each configuration, in their order; fewer when it was interrupted.
+        run: the machine they were measured on; None when it was interrupted before that was known.
+    """
+
+    cells: tuple[Cell, ...]
+    run: Run | None
+    interrupted: bool
+
+    def exit(self) -> None:
+        """End the command as the documented exit codes say, once the cells are printed.
+
+        Cells that ran out of memory, timed out or broke are results; a sweep in which nothing could be measured failed.
+        """
+        statuses = {cell.status for cell in self.cells}
+        if self.interrupted:
+            raise typer.Exit(INTERRUPTED)
+        if statuses and statuses <= {"unsupported"}:
+            raise CapabilityError(self.cells[0].reason)
+        if "error" in statuses and "ok" not in statuses:
+            raise typer.Exit(1)
+
+
+def run_sweep(
+    command: str,
+    measure: str,
+    configurations: Sequence[dict[str, Any]],
+    *,
+    save: Path | None = None,
+    resume: bool = False,
+    cell_timeout: float | None = None,
+    fresh_worker: bool = False,
+) -> Sweep:
+    """Measure every configuration with ``measure`` (``module:function``, see :class:`Worker`).
+
+    Args:
+        fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
+
+    Raises:
+        UsageError: ``save`` cannot be written or, on ``resume``, read; the timeout is not positive.
+        CapabilityError: the measuring process does not start.
+    """
+    if cell_timeout is not None and cell_timeout <= 0:
+        raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
+    if resume and save is None:
+        raise UsageError("--resume needs --save: the file that holds the cells to skip")
+    results = read_results(save) if resume and save.exists() and save.stat().st_size else None
+    file = ResultsFile(save) if save else None
+    worker = Worker(measure, tuple(sys.argv[1:]))
+    cells: list[Cell] = []
+    run = None
+    interrupted = False
+    try:
+        run = worker.run
+        known = {}
+        if results is not None:
+            known = {
+                configuration_key(cell.configuration): cell
+                for cell in results.measured_on(run.machine)
+                if cell.command == command and cell.status not in _WORTH_RETRYING
+            }
+        run_is_saved = False
+        with _progress_bar() as bar:
+            task = bar.add_task(command, total=len(configurations), stage="")
+            for configuration in configurations:
+                cell = known.get(configuration_key(configuration))
+                if cell is None:
+                    outcome = worker.measure(
+                        configuration,
+                        timeout_s=cell_timeout,
+                        progress=lambda stage: bar.update(task, stage=stage),
+                    )
+                    cell = _cell(command, configuration, outcome, run)
+                    if file is not None:
+                        if not run_is_saved:
+                            file.append(run)
+                            run_is_saved = True
+                        file.append(cell)
+                    if fresh_worker:
+                        worker.close()
+                cells.append(cell)
+                bar.advance(task)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted: {len(cells)} of {len(configurations)} cells measured", file=sys.stderr)
+    finally:
+        worker.close()
+        if file is not None:
+            file.close()
+    return Sweep(tuple(cells), run, interrupted)
+
+
+def _cell(command: str, configuration: dict[str, Any], outcome: Outcome, run: Run) -> Cell:
+    return Cell(
+        command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id=run.run_id
+    )
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[stage]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal or os.environ.get("TERM") == "dumb",
+    )

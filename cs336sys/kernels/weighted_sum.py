@@ -1,0 +1,195 @@
+"""The course's first Triton kernel: a weighted sum over the last dimension, forward and backward (handout, 4.2.1)."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import FunctionCtx
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels.autograd import once_differentiable
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
+ROW_TILE = 16
+COLUMN_TILE = 128
+# A backward program sums over 16 tiles of rows before it writes, so the partial sums are 1/256 of x.
+BACKWARD_ROWS = 16 * ROW_TILE
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    output_ptr,
+    x_row_stride,
+    x_column_stride,
+    weight_stride,
+    num_rows,
+    num_columns,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+):
+    """Each program sums one tile of rows, walking along the columns."""
+    # Offsets are int64, for tensors of more than 2**31 elements.
+    row = tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
+    row_mask = row < num_rows
+    total = tl.zeros((ROW_TILE,), dtype=tl.float32)
+    for start in range(0, num_columns, COLUMN_TILE):
+        column = start + tl.arange(0, COLUMN_TILE).to(tl.int64)
+        column_mask = column < num_columns
+        x = tl.load(
+            x_ptr + row[:, None] * x_row_stride + column[None, :] * x_column_stride,
+            mask=row_mask[:, None] & column_mask[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
+        total += tl.sum(x * weight[None, :], axis=1)
+    tl.store(output_ptr + row, total, mask=row_mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    weight_ptr,
+    grad_output_ptr,
+    grad_x_ptr,
+    partial_grad_weight_ptr,
+    x_row_stride,
+    x_column_stride,
+    weight_stride,
+    grad_output_stride,
+    grad_x_row_stride,
+    grad_x_column_stride,
+    num_rows,
+    num_columns,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Each program takes one tile of columns and walks along its strip of ROWS rows."""
+    num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
+    strip = tl.program_id(0).to(tl.int64) // num_column_tiles
+    column = (tl.program_id(0).to(tl.int64) % num_column_tiles) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
+    column_mask = column < num_columns
+    weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros((COLUMN_TILE,), dtype=tl.float32)
+    for start in range(0, ROWS, ROW_TILE):
+        row = strip * ROWS + start + tl.arange(0, ROW_TILE)
+        row_mask = row < num_rows
+        mask = row_mask[:, None] & column_mask[None, :]
+        grad_output = tl.load(grad_output_ptr + row * grad_output_stride, mask=row_mask, other=0.0).to(tl.float32)
+        # grad_x[r, d] = w[d] grad_output[r]
+        grad_x_offset = row[:, None] * grad_x_row_stride + column[None, :] * grad_x_column_stride
+        tl.store(grad_x_ptr + grad_x_offset, grad_output[:, None] * weight[None, :], mask=mask)
+        # grad_w[d] = sum_r x[r, d] grad_output[r]
+        x_offset = row[:, None] * x_row_stride + column[None, :] * x_column_stride
+        x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+        grad_weight += tl.sum(x * grad_output[:, None], axis=0)
+    tl.store(partial_grad_weight_ptr + strip * num_columns + column, grad_weight, mask=column_mask)
+
+
+def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.dtype != weight.dtype:
+        raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"dtype {x.dtype} is not supported: weighted_sum takes {', '.join(map(str, DTYPES))}")
+    if x.device != weight.device:
+        raise ValueError(f"x and weight must be on the same device, got {x.device} and {weight.device}")
+    if not x.is_cuda and isinstance(_forward_kernel, triton.JITFunction):
+        raise CapabilityError(
+            f"weighted_sum runs on CUDA tensors, got {x.device}: set TRITON_INTERPRET=1 before the first import "
+            "to run it on the CPU in Triton's interpreter"
+        )
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    _check_inputs(x, weight)
+    num_columns = x.shape[-1]
+    rows = x.reshape(math.prod(x.shape[:-1]), num_columns)
+    output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
+            rows,
+            weight,
+            output,
+            *rows.stride(),
+            weight.stride(0),
+            len(rows),
+            num_columns,
+            ROW_TILE=ROW_TILE,
+            COLUMN_TILE=COLUMN_TILE,
+        )
+    return output
+
+
+def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_columns = x.shape[-1]
+    rows = x.reshape(math.prod(x.shape[:-1]), num_columns)
+    grad_output = grad_output.reshape(len(rows))
+    grad_rows = torch.empty_like(rows)
+    num_strips = triton.cdiv(len(rows), BACKWARD_ROWS)
+    num_column_tiles = triton.cdiv(num_columns, COLUMN_TILE)
+    partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        # One dimension, as the second of a CUDA grid ends at 65535.
+        _backward_kernel[(num_strips * num_column_tiles,)](
+            rows,
+            weight,
+            grad_output,
+            grad_rows,
+            partial_grad_weight,
+            *rows.stride(),
+            weight.stride(0),
+            grad_output.stride(0),
+            *grad_rows.stride(),
+            len(rows),
+            num_columns,
+            ROW_TILE=ROW_TILE,
+            COLUMN_TILE=COLUMN_TILE,
+            ROWS=BACKWARD_ROWS,
+        )
+    return grad_rows.reshape(x.shape), partial_grad_weight.sum(dim=0).to(weight.dtype)
+
+
+class WeightedSum(torch.autograd.Function):
+    """``WeightedSum.apply(x, weight)``; see :func:`weighted_sum`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _forward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _backward(*ctx.saved_tensors, grad_output)
+
+
+def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sums the last dimension of ``x`` with ``weight``: f(x, w)[...] = sum_d w[d] x[..., d].
+
+    Sums are in float32, forward and backward. Differentiable once, in ``x`` and ``weight``.
+
+    Args:
+        x: (..., D), float32, float16 or bfloat16, with any number of leading dimensions and any strides.
+        weight: (D,), of the dtype and on the device of ``x``.
+
+    Returns:
+        (...), of the dtype of ``x``.
+
+    Raises:
+        ValueError: the shapes do not fit together, or the tensors are on different devices.
+        TypeError: the dtypes differ or are not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+    """
+    return WeightedSum.apply(x, weight)
+
+
+def reference_weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same in one line of PyTorch, (..., D) and (D,) -> (...), for any dtypes: the ground truth of the tests."""
+    return (x * weight).sum(dim=-1)

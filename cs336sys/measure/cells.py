@@ -1,0 +1,217 @@
+"""Measures the cells of a sweep in a worker process, so that no cell can end the sweep or keep memory from the next.
+
+The worker imports torch; its parent need not, and never creates a CUDA context of its own. It is replaced after a cell
+that ran out of memory, crashed or timed out, because memory stays held by tracebacks and by the allocator's cache.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.results import Run, Samples, Status
+
+Progress = Callable[[str], None]
+
+# PR_SET_PDEATHSIG of prctl(2): the kernel sends this process the signal when its parent dies.
+_SET_PARENT_DEATH_SIGNAL = 1
+
+# What allocators outside torch.OutOfMemoryError say when memory runs out.
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise."""
+
+    status: Status
+    samples: dict[str, Samples] = field(default_factory=dict)
+    derived: dict[str, Any] = field(default_factory=dict)
+    reason: str | None = None
+
+
+# Called in the worker with a cell's configuration; reports what it is doing through the second argument.
+Measure = Callable[[dict[str, Any], Progress], Outcome]
+
+
+class Worker:
+    """A process that measures one cell after another.
+
+    Args:
+        measure: where to find the :data:`Measure` function, as ``package.module:function``; a name and not the function
+            itself, so that the parent need not import its module.
+        arguments: the command line, for the run's record.
+    """
+
+    def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
+        self._measure = measure
+        self._arguments = arguments
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: multiprocessing.connection.Connection | None = None
+        self._run: Run | None = None
+
+    @property
+    def run(self) -> Run:
+        """The machine that the worker found itself on.
+
+        Raises:
+            CapabilityError: the worker could not start.
+        """
+        if self._run is None:
+            self._start()
+        return self._run
+
+    def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
+        """Measure one cell; whatever goes wrong in it comes back as an outcome.
+
+        Raises:
+            UsageError, CapabilityError: the worker could not start.
+        """
+        if self._process is None:
+            self._start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._connection.send(configuration)
+        while True:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            message = self._receive(remaining)
+            if isinstance(message, str):
+                progress(message)
+                continue
+            if message is None:
+                message = Outcome("timeout", reason=f"not done after {timeout_s:g} s")
+            if message.status not in ("ok", "unsupported"):
+                self.close()
+            return message
+
+    def close(self) -> None:
+        """Kill the worker and all that it started."""
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has not made its own process group yet, or is gone already.
+            self._process.kill()
+        self._process.join()
+        self._connection.close()
+        self._process = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._measure, self._arguments, os.getpid()))
+        # The worker inherits that Ctrl-C is ignored: the parent decides what becomes of it.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        theirs.close()
+        message = self._receive(None)
+        if isinstance(message, Outcome):
+            self.close()
+            raise CapabilityError(f"the measuring process did not start: {message.reason}")
+        # A replaced worker goes on with its predecessor's run.
+        self._run = self._run or message
+
+    def _receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
+        """The worker's next message, an ``error`` outcome when it died, None when the time is up."""
+        ready = multiprocessing.connection.wait([self._connection, self._process.sentinel], timeout_s)
+        if not ready:
+            return None
+        if self._connection in ready:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                return self._connection.recv()
+        self._process.join()
+        return Outcome("error", reason=f"the measuring process {_cause_of_death(self._process.exitcode)}")
+
+
+def _cause_of_death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = ": out of host memory, or killed from outside" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _serve(
+    connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...], parent: int
+) -> None:
+    """The worker's life: say what machine this is, then measure configurations until the parent closes the pipe."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    # Results are the parent's to print: what a cell prints is log.
+    os.dup2(2, 1)
+
+    from cs336sys.measure.environment import new_run
+
+    module, function = measure.split(":")
+    measure_cell = getattr(importlib.import_module(module), function)
+    connection.send(new_run(arguments))
+    with contextlib.suppress(EOFError):
+        while True:
+            configuration = connection.recv()
+            connection.send(_guarded(measure_cell, configuration, connection.send))
+            _release_memory()
+
+
+def _guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress) -> Outcome:
+    """Run one cell and turn what it raises into its status."""
+    stage = "start"
+
+    def progress(text: str) -> None:
+        nonlocal stage
+        stage = text
+        send(text)
+
+    try:
+        return measure_cell(configuration, progress)
+    except (CapabilityError, UsageError) as error:
+        return Outcome("unsupported", reason=str(error))
+    except Exception as error:
+        if _is_out_of_memory(error):
+            return Outcome("oom", reason=f"out of memory at {stage}: {_first_sentences(error)}")
+        traceback.print_exc()
+        return Outcome("error", reason=f"{type(error).__name__} at {stage}: {_first_sentences(error)}")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    import torch
+
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
+            return True
+        # Compilers wrap what the compiled code raised.
+        error = error.__cause__
+    return False
+
+
+def _first_sentences(error: BaseException) -> str:
+    """An error's message, short enough for a table: its first line, at most two sentences."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ". ".join(lines[0].split(". ")[:2]).rstrip(".")
+
+
+def _release_memory() -> None:
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

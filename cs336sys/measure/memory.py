@@ -1,0 +1,17 @@
+"""Peak device memory of a stretch of work."""
+
+import torch
+
+GIB = 2**30
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Most memory that tensors held at once since the last reset, in GiB; None where torch does not count it (CPU)."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) / GIB

@@ -1,0 +1,107 @@
+"""Times the phases of a repeated step: CUDA events around each phase, the CPU clock around the step."""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import torch
+from torch.autograd import DeviceType
+
+from cs336sys.results import Samples
+
+
+def time_phases(
+    phases: Mapping[str, Callable[[], None]],
+    *,
+    warmup: int,
+    steps: int,
+    device: torch.device,
+    synchronize_steps: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Samples]:
+    """Run ``warmup + steps`` steps, each the given phases in order, and time every one of them.
+
+    On CUDA a phase lasts from the event before its first kernel to the event after its last one, so a GPU that waits
+    for launches counts as busy: compare with :func:`gpu_busy_ms`. ``wall`` is the CPU clock from a step's start to the
+    end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all work).
+
+    Returns:
+        Samples in milliseconds by phase name, and for ``step`` and ``wall``.
+    """
+    on_gpu = device.type == "cuda"
+    marks, clocks = [], []
+    for index in range(warmup + steps):
+        kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)
+        progress(f"{kind} {number + 1}/{count}")
+        started = time.perf_counter()
+        step_marks = [_mark(on_gpu)]
+        for phase in phases.values():
+            phase()
+            step_marks.append(_mark(on_gpu))
+        if on_gpu and synchronize_steps:
+            torch.cuda.synchronize(device)
+        marks.append(step_marks)
+        clocks.append((started, time.perf_counter()))
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    if not synchronize_steps:
+        starts = [started for started, _ in clocks] + [time.perf_counter()]
+        clocks = list(pairwise(starts))
+
+    method = "cuda events" if on_gpu else "cpu clock"
+    durations = {
+        name: [_elapsed_ms(step[number], step[number + 1]) for step in marks] for number, name in enumerate(phases)
+    }
+    durations["step"] = [_elapsed_ms(step[0], step[-1]) for step in marks]
+    samples = {
+        name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
+        for name, values in durations.items()
+    }
+    wall = [(ended - started) * 1e3 for started, ended in clocks]
+    samples["wall"] = Samples("ms", "cpu clock", measured=tuple(wall[warmup:]), warmup=tuple(wall[:warmup]))
+    return samples
+
+
+def _mark(on_gpu: bool) -> "torch.cuda.Event | float":
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_ms(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def gpu_busy_ms(step: Callable[[], None]) -> float | None:
+    """How long at least one kernel or copy ran on the GPU during ``step``, by torch.profiler.
+
+    The profiler slows the CPU down but not the kernels, so set this against the time of an unprofiled step.
+
+    Returns:
+        Milliseconds, or None when the profiler saw no GPU work (it cannot trace on this machine).
+    """
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    intervals = [
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA
+    ]
+    return covered(intervals) / 1e6 if intervals else None
+
+
+def covered(intervals: list[tuple[int, int]]) -> int:
+    """Length of the union of intervals given as (start, end)."""
+    total, reached = 0, None
+    for start, end in sorted(intervals):
+        if reached is None or start > reached:
+            total += end - start
+            reached = end
+        elif end > reached:
+            total += end - reached
+            reached = end
+    return total

@@ -1,0 +1,180 @@
+"""Builds a model, a batch and a training step with named phases, and measures one benchmark cell."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cs336_basics.model
+import torch
+import torch.nn.functional as F
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.optimizer import AdamW
+from torch import Tensor, nn
+
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import CapabilityError
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.timing import gpu_busy_ms, time_phases
+from cs336sys.workload import PHASES, Workload
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_model_attention = cs336_basics.model.scaled_dot_product_attention
+
+
+def _sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's own attention in the signature of the model's; the only mask the model passes is the causal one."""
+    return F.scaled_dot_product_attention(Q, K, V, is_causal=mask is not None)
+
+
+# What takes the place of cs336_basics.model.scaled_dot_product_attention, by the name of workload.ATTENTION.
+ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": _sdpa}
+
+
+def build_model(workload: Workload, device: torch.device) -> nn.Module:
+    """A ``BasicsTransformerLM`` on ``device`` with the workload's attention, compiled as the workload says.
+
+    Attention is replaced for the whole process: the model looks it up in its module at every call.
+    """
+    size = workload.size
+    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
+    with device:
+        model = cs336_basics.model.BasicsTransformerLM(
+            vocab_size=size.vocab_size,
+            context_length=size.context,
+            d_model=size.d_model,
+            num_layers=size.num_layers,
+            num_heads=size.num_heads,
+            d_ff=size.d_ff,
+            rope_theta=10_000.0,
+        )
+    if workload.compile == "model":
+        model.compile(dynamic=False)
+    elif workload.compile == "block":
+        for module in model.modules():
+            if isinstance(module, cs336_basics.model.TransformerBlock):
+                module.compile(dynamic=False)
+    return model
+
+
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "fused":
+        return torch.optim.AdamW(model.parameters(), fused=True)
+    return AdamW(model.parameters())
+
+
+def random_batch(workload: Workload, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and next-token targets, each (batch_size, context), int64."""
+    size = workload.size
+    tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), device=device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class TrainStep:
+    """One training step of a workload, cut into the phases that are timed.
+
+    Attributes:
+        phases: the phases of the workload's mode in order; calling them all is one step.
+        loss: what the last forward pass returned.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device):
+        if workload.precision == "fp16" and device.type == "cpu":
+            _check_fp16_on_cpu()
+        torch.manual_seed(workload.seed)
+        self.workload = workload
+        self.device = device
+        self.model = build_model(workload, device)
+        self.inputs, self.targets = random_batch(workload, device)
+        self.optimizer = build_optimizer(workload.optimizer, self.model) if workload.mode == "train" else None
+        # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
+        self.scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+        self._loss_function = cross_entropy
+        if workload.compile != "off":
+            self._loss_function = torch.compile(cross_entropy, dynamic=False)
+        self.loss: Tensor | None = None
+        runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
+        self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES[workload.mode]}
+
+    def __call__(self) -> None:
+        for phase in self.phases.values():
+            phase()
+
+    def forward(self) -> None:
+        """Logits and loss; without gradients in mode ``forward``."""
+        dtype = AUTOCAST_DTYPES.get(self.workload.precision)
+        autocast = torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+        gradients = torch.no_grad() if self.workload.mode == "forward" else contextlib.nullcontext()
+        with autocast, gradients:
+            self.loss = self._loss_function(self.model(self.inputs), self.targets)
+
+    def backward(self) -> None:
+        self.scaler.scale(self.loss).backward()
+        if self.optimizer is None:
+            self.model.zero_grad()
+
+    def optimizer_step(self) -> None:
+        """Update the parameters and drop the gradients."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def _check_fp16_on_cpu() -> None:
+    try:
+        with torch.autocast("cpu", torch.float16):
+            F.linear(torch.ones(1, 1), torch.ones(1, 1))
+    except RuntimeError as error:
+        raise CapabilityError(f"precision 'fp16': torch cannot run it on this CPU ({error}); choose bf16") from error
+
+
+def step_flops(workload: Workload) -> float:
+    """Model FLOPs of one step of the workload's mode: the optimizer's are negligible and not counted."""
+    return model_flops(workload.size, backward=workload.mode != "forward")
+
+
+def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``bench``: runs in the worker process.
+
+    Samples (ms): one series a phase, ``step`` and ``wall``. Derived columns: see ``docs/columns.md``.
+    """
+    workload = Workload.from_configuration(configuration)
+    device = choose_device(workload.device)
+    # "high" allows TF32 in fp32 matrix products, "highest" does not.
+    torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
+    progress("building the model")
+    started = time.perf_counter()
+    step = TrainStep(workload, device)
+    build_s = time.perf_counter() - started
+    reset_peak_memory(device)
+    samples = time_phases(
+        step.phases,
+        warmup=workload.warmup,
+        steps=workload.steps,
+        device=device,
+        synchronize_steps=workload.synchronize == "step",
+        progress=progress,
+    )
+    wall = samples["wall"]
+    seconds = samples["step"].mean / 1e3
+    flops = step_flops(workload)
+    derived: dict[str, Any] = {
+        "parameters": count_parameters(workload.size),
+        "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
+        "peak_gib": peak_memory_gib(device),
+        "tokens_per_s": workload.tokens / seconds,
+        "tflops": flops / seconds / 1e12,
+        "mfu_percent": None,
+        "gpu_busy_ms": None,
+    }
+    if device.type == "cuda":
+        progress("profiling one step")
+        derived["gpu_busy_ms"] = gpu_busy_ms(step)
+        peak = peak_tflops(torch.cuda.get_device_name(device), workload.precision, workload.tf32)
+        derived["mfu_percent"] = None if peak is None else 100 * derived["tflops"] / peak
+    return Outcome("ok", samples, derived)

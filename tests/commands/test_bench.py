@@ -1,0 +1,217 @@
+"""``bench`` as a user runs it: sweeps, statuses, formats, interruption and bad input."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.results import read_results
+
+TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
+
+
+def invoke(*arguments, tiny=True):
+    return CliRunner().invoke(app, [*(TINY if tiny else ["bench"]), *arguments])
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two contexts in two precisions, with one cell that cannot fit any machine."""
+    path = tmp_path_factory.mktemp("bench") / "r.jsonl"
+    arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "200000000000", "--save", str(path))
+    return invoke(*arguments, "--format", "json"), path, arguments
+
+
+def test_sweep_reports_every_cell_and_ends_well(sweep):
+    result, path, _ = sweep
+    found = tables(result)
+    rows = found["bench"]["rows"]
+    statuses = [(row["batch_size"], row["precision"], row["status"]) for row in rows]
+    huge = 200_000_000_000
+    assert statuses == [(2, "fp32", "ok"), (2, "bf16", "ok"), (huge, "fp32", "oom"), (huge, "bf16", "oom")]
+    assert all(row["parameters"] == 3_084_928 for row in rows)
+    for row in rows[:2]:
+        phases = sum(row[f"{phase}_ms_mean"] for phase in ("forward", "backward", "optimizer"))
+        assert phases == pytest.approx(row["step_ms_mean"])
+        assert row["tokens_per_s"] == pytest.approx(32e3 / row["step_ms_mean"])
+    assert all(row["step_ms_mean"] is None for row in rows[2:]), "a cell out of memory has no number"
+    assert any(note.startswith("oom: out of memory at building the model: ") for note in found["bench"]["notes"])
+    speedups = found["speedup"]["rows"]
+    assert [(row["precision"], row["over"]) for row in speedups] == [("bf16", "fp32")]
+    assert [cell.status for cell in read_results(path).cells] == ["ok", "ok", "oom", "oom"]
+
+
+def test_speedup_is_the_ratio_of_medians(sweep):
+    result, path, _ = sweep
+    fp32, bf16 = read_results(path).cells[:2]
+    expected = fp32.samples["step"].median / bf16.samples["step"].median
+    assert tables(result)["speedup"]["rows"][0]["step_speedup"] == pytest.approx(expected)
+
+
+def test_resume_measures_nothing_again_and_shows_the_same(sweep):
+    result, path, arguments = sweep
+    before = path.read_bytes()
+    again = invoke(*arguments, "--resume", "--format", "json")
+    assert tables(again) == tables(result)
+    assert path.read_bytes() == before
+
+
+def test_every_format_shows_the_same_cells(sweep):
+    result, _, arguments = sweep
+    step_ms = tables(result)["bench"]["rows"][0]["step_ms_mean"]
+    text = invoke(*arguments, "--resume", "--format", "csv").stdout
+    main, speedup = text.split("\n\n")
+    rows = list(csv.DictReader(main.splitlines()))
+    assert [row["status"] for row in rows] == ["ok", "ok", "oom", "oom"]
+    assert float(rows[0]["step_ms_mean"]) == step_ms
+    assert len(list(csv.DictReader(speedup.splitlines()))) == 1
+    markers = {"table": "│", "markdown": "| tiny", "latex": r"\toprule", "typst": "#figure("}
+    for format, marker in markers.items():
+        shown = invoke(*arguments, "--resume", "--format", format)
+        assert shown.exit_code == 0
+        assert marker in shown.stdout
+        assert "oom" in shown.stdout
+
+
+def test_output_goes_to_the_file(tmp_path):
+    result = invoke("--warmup", "0", "--mode", "forward", "--output", str(tmp_path / "t.md"))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "| tiny" in (tmp_path / "t.md").read_text()
+
+
+def test_warmup_study_shows_the_first_step_of_a_fresh_process():
+    rows = tables(invoke("--warmup", "0,2", "--format", "json"))["bench"]["rows"]
+    assert [row["warmup"] for row in rows] == [0, 2]
+    assert rows[0]["first_measured_ms"] > rows[1]["first_measured_ms"]
+
+
+def test_percentiles_on_request():
+    row = tables(invoke("--steps", "3", "--percentiles", "0,50,100", "--format", "json"))["bench"]["rows"][0]
+    assert row["step_ms_p0"] <= row["step_ms_p50"] == row["step_ms_median"] <= row["step_ms_p100"]
+
+
+def test_dry_run_predicts_memory_and_measures_nothing():
+    arguments = ("--size", "small,10b", "--context", "128,512", "--bf16", "--dry-run", "--format", "json")
+    rows = tables(invoke(*arguments, tiny=False))["plan"]["rows"]
+    assert [(row["size"], row["context"]) for row in rows] == [
+        ("small", 128),
+        ("small", 512),
+        ("10b", 128),
+        ("10b", 512),
+    ]
+    for row in rows:
+        parts = [row[f"{part}_gib"] for part in ("parameters", "gradients", "optimizer_state", "activations")]
+        assert parts[2] == pytest.approx(8 * row["parameters"] / 2**30)
+        assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--size", "huge"], 2, "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
+        (["--precision", "fp8"], 2, "--precision 'fp8': choose from fp32, bf16, fp16"),
+        (["--precision", "fp32", "--bf16"], 2, "--precision, --bf16 and --fp16: give one of them"),
+        (["--context", "0"], 2, "--context '0': must be at least 1"),
+        (["--batch-size", "-4"], 2, "--batch-size '-4': must be at least 1"),
+        (["--batch-size", "four"], 2, "--batch-size 'four': not a number"),
+        (["--num-layers", "0"], 2, "--num-layers 0: must be at least 1"),
+        (["--steps", "0"], 2, "--steps 0: must be at least 1"),
+        (["--warmup", "-1"], 2, "--warmup '-1': must be at least 0"),
+        (["--num-heads", "3"], 2, "3 heads do not divide d_model 128: choose a divisor of it"),
+        (["--num-heads", "128"], 2, "head dimension 1: rotary embeddings need an even one"),
+        (["--mode", "backward"], 2, "unknown mode 'backward': choose from forward, forward-backward, train"),
+        (["--device", "tpu"], 2, "unknown device 'tpu': choose from auto, cuda, cpu"),
+        (["--format", "xml"], 2, "unknown format 'xml'"),
+        (["--resume"], 2, "--resume needs --save"),
+        (["--cell-timeout", "-1"], 2, "--cell-timeout -1: must be more than 0 seconds"),
+        (["--save", "/proc/no/r.jsonl"], 2, "cannot write results to /proc/no/r.jsonl"),
+        (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),
+        (["--percentiles", "120"], 2, "--percentiles '120': must be between 0 and 100"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, code, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke(*arguments)
+    assert result.exit_code == code
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_gpu_is_one_sentence():
+    result = invoke("--device", "cuda")
+    assert result.exit_code == 3
+    assert result.stderr.strip().splitlines()[-1].startswith("error: device 'cuda': torch sees no CUDA GPU here")
+
+
+def test_interrupted_sweep_prints_what_was_measured(tmp_path):
+    path = tmp_path / "r.jsonl"
+    arguments = [*TINY, "--warmup", "0", "--context", "16", "--mode", "forward", "--seed", "1", "--save", str(path)]
+    command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (path.exists() and b'"cell"' in path.read_bytes()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "| tiny" in stdout
+    assert stderr.strip() == "interrupted: 1 of 2 cells measured"
+
+
+def test_options_can_be_set_by_variables():
+    result = CliRunner().invoke(
+        app,
+        ["bench", "--dry-run", "--format", "json"],
+        env={"CS336SYS_BENCH_SIZE": "tiny"},
+        auto_envvar_prefix="CS336SYS",
+    )
+    assert [row["size"] for row in tables(result)["plan"]["rows"]] == ["tiny"]
+
+
+def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
+    """A package of the same names that is found first is the one that is timed."""
+    package = tmp_path / "cs336_basics"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "nn_utils.py").write_text(
+        "import torch.nn.functional as F\ndef cross_entropy(inputs, targets):\n"
+        "    return F.cross_entropy(inputs.flatten(0, 1), targets.flatten())\n"
+    )
+    (package / "optimizer.py").write_text("from torch.optim import SGD\nclass AdamW(SGD):\n    pass\n")
+    (package / "model.py").write_text(
+        "import sys, torch\nprint('another model', file=sys.stderr)\n"
+        "def scaled_dot_product_attention(Q, K, V, mask=None):\n    return V\n"
+        "class TransformerBlock(torch.nn.Module):\n    pass\n"
+        "class BasicsTransformerLM(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):\n"
+        "        super().__init__()\n"
+        "        self.embedding = torch.nn.Embedding(vocab_size, d_model)\n"
+        "        self.head = torch.nn.Linear(d_model, vocab_size)\n"
+        "    def forward(self, x):\n        return self.head(self.embedding(x))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "cs336sys", *TINY, "--format", "json"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "another model" in done.stderr
+    assert json.loads(done.stdout)["tables"][0]["rows"][0]["status"] == "ok"

@@ -1,0 +1,24 @@
+import math
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """Fills uninitialised memory with NaN, so that an element that a kernel leaves unwritten shows."""
+
+    def poisoned(allocate):
+        def allocate_nan(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+        return allocate_nan
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

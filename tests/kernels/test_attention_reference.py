@@ -1,0 +1,200 @@
+"""The plain attentions against torch's own and against one query at a time, and what every implementation refuses."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336sys.kernels.attention.reference import plain_attention, reference_attention
+from cs336sys.kernels.attention.tiled import FlashAttentionTorch
+from cs336sys.kernels.attention.validation import check_attention_inputs
+
+# (leading dimensions, S_q, S_k, D)
+SHAPES = [((), 1, 1, 4), ((2,), 17, 17, 8), ((2, 3), 5, 33, 16), ((2, 1, 2), 33, 5, 3)]
+SHAPE_IDS = ["2d-1x1", "3d-17x17", "4d-5x33", "5d-33x5"]
+
+
+def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float64):
+    torch.manual_seed(0)
+    return tuple(
+        torch.randn(*leading, length, head_dim, dtype=dtype).requires_grad_()
+        for length in (num_queries, num_keys, num_keys)
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
+def test_agrees_with_torch(shape, is_causal):
+    inputs = random_inputs(*shape)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+    grad_out = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, inputs, grad_out)
+    for function in (plain_attention, lambda *args: reference_attention(*args)[0]):
+        out = function(*inputs, is_causal)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        gradients = torch.autograd.grad(out, inputs, grad_out)
+        for name, gradient, expected_gradient in zip("qkv", gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(
+                gradient, expected_gradient, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"d{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 7), (4, 9), (9, 4)])
+def test_agrees_with_one_query_at_a_time(num_queries, num_keys, is_causal):
+    query, key, value = random_inputs((), num_queries, num_keys, 8)
+    out, logsumexp = reference_attention(query, key, value, is_causal)
+    for i in range(num_queries):
+        visible = i + 1 if is_causal else num_keys
+        weights = torch.exp(key[:visible] @ query[i] / math.sqrt(8))
+        torch.testing.assert_close(logsumexp[i], weights.sum().log())
+        torch.testing.assert_close(out[i], weights @ value[:visible] / weights.sum())
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_first_and_second_derivatives_of_output_and_logsumexp(is_causal):
+    inputs = random_inputs((2,), 4, 3, 2)
+    assert torch.autograd.gradcheck(lambda *args: reference_attention(*args, is_causal), inputs)
+    assert torch.autograd.gradgradcheck(lambda *args: reference_attention(*args, is_causal), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_compute_dtype(dtype):
+    inputs = random_inputs((2,), 9, 9, 8, dtype)
+    out, logsumexp = reference_attention(*inputs)
+    assert out.dtype == logsumexp.dtype == dtype
+
+    out, logsumexp = reference_attention(*inputs, compute_dtype=torch.float64)
+    expected, expected_logsumexp = reference_attention(*(tensor.detach().double() for tensor in inputs))
+    assert torch.equal(out, expected)
+    assert torch.equal(logsumexp, expected_logsumexp)
+    out.sum().backward()
+    assert all(tensor.grad.dtype == dtype for tensor in inputs)
+
+
+def test_scores_of_minus_infinity_give_zeros_and_clean_gradients():
+    query, key, value = random_inputs((2,), 3, 4, 8)
+    with torch.no_grad():
+        query[..., 0] = 1.0
+        key[1, :, 0] = -math.inf  # the second batch element sees nothing
+        key[0, 2, 0] = -math.inf  # one key of the first is invisible
+    out, logsumexp = reference_attention(query, key, value)
+    assert torch.equal(out[1], torch.zeros(3, 8, dtype=torch.float64))
+    assert (logsumexp[1] == -math.inf).all()
+    visible = [0, 1, 3]
+    expected, expected_logsumexp = reference_attention(query[0], key[0, visible], value[0, visible])
+    torch.testing.assert_close(out[0], expected)
+    torch.testing.assert_close(logsumexp[0], expected_logsumexp)
+
+    _, grad_key, grad_value = torch.autograd.grad(out.sum(), (query, key, value))
+    assert grad_key.isfinite().all()
+    assert grad_value[0].isfinite().all()
+    assert (grad_value[1] == 0.0).all()
+
+
+def test_nan_reaches_what_depends_on_it():
+    query, key, value = random_inputs((), 6, 6, 8)
+    with torch.no_grad():
+        query[2, 0] = math.nan
+    out, logsumexp = reference_attention(query, key, value, True)
+    assert out.isnan().all(dim=-1).nonzero().flatten().tolist() == [2]
+    assert logsumexp.isnan().nonzero().flatten().tolist() == [2]
+
+    query, key, value = random_inputs((), 6, 6, 8)
+    with torch.no_grad():
+        key[4, 0] = math.nan
+    out, logsumexp = reference_attention(query, key, value, True)
+    assert out.isnan().all(dim=-1).nonzero().flatten().tolist() == [4, 5]
+    assert logsumexp.isnan().nonzero().flatten().tolist() == [4, 5]
+
+
+class QuadraticOperations(TorchDispatchMode):
+    """Names the operations, views apart, that make or change a tensor of at least ``numel`` elements."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel = numel
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= self.numel and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "expected"),
+    [
+        pytest.param(False, ["bmm", "_softmax"], id="full"),
+        pytest.param(True, ["bmm", "masked_fill_", "_softmax"], id="causal"),
+    ],
+)
+def test_the_baseline_does_nothing_that_it_need_not(is_causal, expected):
+    inputs = random_inputs((4,), 32, 32, 4)
+    saved = []
+    with (
+        QuadraticOperations(4 * 32 * 32) as operations,
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor),
+    ):
+        plain_attention(*inputs, is_causal)
+    assert [name for name in operations.names if name != "_unsafe_view"] == expected
+    quadratic = {tensor.data_ptr(): tensor for tensor in saved if tensor.shape[-2:] == (32, 32)}
+    mask_bytes = 32 * 32 if is_causal else 0
+    assert sum(tensor.nbytes for tensor in quadratic.values()) == 4 * 32 * 32 * 8 + mask_bytes
+
+
+def ones(*shape, dtype=torch.float32, device="cpu"):
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+BAD_INPUTS = [
+    pytest.param(ones(4), ones(4), ones(4), ValueError, r"at least 2 dimensions .* got shapes \(4,\)", id="1d"),
+    pytest.param(ones(2, 4), ones(2, 5), ones(2, 5), ValueError, "head dimension, got 4, 5 and 5", id="key-head-dim"),
+    pytest.param(ones(2, 4), ones(2, 4), ones(2, 5), ValueError, "head dimension, got 4, 4 and 5", id="value-head-dim"),
+    pytest.param(ones(2, 0), ones(2, 0), ones(2, 0), ValueError, "head dimension is 0", id="no-head-dim"),
+    pytest.param(ones(2, 4), ones(3, 4), ones(5, 4), ValueError, "sequence length, got 3 and 5", id="value-length"),
+    pytest.param(ones(2, 4), ones(0, 4), ones(0, 4), ValueError, "at least 1 key", id="no-keys"),
+    pytest.param(
+        ones(2, 3, 4), ones(1, 3, 4), ones(1, 3, 4), ValueError, r"got \(2,\), \(1,\) and \(1,\)", id="leading-sizes"
+    ),
+    pytest.param(ones(2, 3, 4), ones(3, 4), ones(3, 4), ValueError, r"got \(2,\), \(\) and \(\)", id="leading-number"),
+    pytest.param(
+        ones(2, 4), ones(2, 4).half(), ones(2, 4), TypeError, "got torch.float32, torch.float16 and", id="mixed-dtypes"
+    ),
+    pytest.param(ones(2, 4).int(), ones(2, 4).int(), ones(2, 4).int(), TypeError, "torch.int32 is not", id="int32"),
+    pytest.param(
+        ones(2, 4), ones(2, 4, device="meta"), ones(2, 4), ValueError, "got cpu, meta and cpu", id="mixed-devices"
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [check_attention_inputs, plain_attention, reference_attention, FlashAttentionTorch.apply],
+    ids=["check", "plain", "reference", "tiled"],
+)
+@pytest.mark.parametrize(("query", "key", "value", "error", "sentence"), BAD_INPUTS)
+def test_bad_input_is_refused_in_one_sentence(attention, query, key, value, error, sentence):
+    with pytest.raises(error, match=sentence) as raised:
+        attention(query, key, value)
+    assert "\n" not in str(raised.value)
+
+
+def test_limits_of_the_kernels_only():
+    wide, double = ones(2, 257), ones(2, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="head dimension 257 is too large: the kernels take at most 256"):
+        check_attention_inputs(wide, wide, wide)
+    with pytest.raises(TypeError, match="float64 is not supported: the kernels take"):
+        check_attention_inputs(double, double, double)
+    check_attention_inputs(wide, wide, wide, for_kernel=False)
+    check_attention_inputs(double, double, double, for_kernel=False)
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (2, 3)], ids=["2d", "empty-batch", "4d"])
+@pytest.mark.parametrize("num_queries", [0, 3])
+def test_no_queries_and_no_batch_are_fine(leading, num_queries):
+    query, key = ones(*leading, num_queries, 8), ones(*leading, 5, 8)
+    for attention in (plain_attention, lambda *args: reference_attention(*args)[0], FlashAttentionTorch.apply):
+        torch.testing.assert_close(attention(query, key, key), torch.ones_like(query))

@@ -1,0 +1,260 @@
+"""FlashAttention-2 in PyTorch against the float64 reference, with tiles small enough for several in both directions."""
+
+import math
+import os
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336sys.kernels.attention import tiled
+from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.kernels.attention.tiled import FlashAttentionCompiledBackward, FlashAttentionTorch
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "small_tiles")
+
+# Sums are in float64 or float32; half dtypes add the rounding of the stored output, which backward reads again.
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 1e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 8e-3, "atol": 2e-2},
+}
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def set_tiles(monkeypatch, query_tile, key_tile):
+    monkeypatch.setattr(tiled, "CPU_TILE", (query_tile, key_tile))
+    monkeypatch.setattr(tiled, "GPU_TILE", (query_tile, key_tile))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    set_tiles(monkeypatch, 16, 32)
+
+
+def random_inputs(leading, num_queries, num_keys, head_dim, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    return tuple(
+        torch.randn(*leading, length, head_dim, dtype=dtype, device=device).requires_grad_()
+        for length in (num_queries, num_keys, num_keys)
+    )
+
+
+def assert_matches_float64(inputs, is_causal, grad_out=None, attention=FlashAttentionTorch):
+    out = attention.apply(*inputs, is_causal)
+    expected_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal)
+    grad_out = torch.randn_like(out) if grad_out is None else grad_out
+
+    actual = {"out": out, "logsumexp": out.grad_fn.saved_tensors[-1]}
+    actual |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, grad_out), strict=True)
+    expected = {"out": expected_out, "logsumexp": expected_logsumexp}
+    gradients = torch.autograd.grad(expected_out, expected_inputs, grad_out.double())
+    expected |= zip(("dq", "dk", "dv"), gradients, strict=True)
+
+    dtype = inputs[0].dtype
+    for name, tensor in actual.items():
+        assert tensor.dtype == (torch.promote_types(dtype, torch.float32) if name == "logsumexp" else dtype), name
+        torch.testing.assert_close(
+            tensor.double(), expected[name], **TOLERANCES[dtype], msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@CAUSAL
+@pytest.mark.parametrize("num_keys", [1, 17, 33, 65])
+@pytest.mark.parametrize("num_queries", [1, 17, 33, 65])
+def test_lengths(num_queries, num_keys, is_causal, device):
+    inputs = random_inputs((2,), num_queries, num_keys, 8, torch.float64, device)
+    assert_matches_float64(inputs, is_causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=["2d", "3d", "4d"])
+def test_dtypes_and_leading_dimensions(leading, dtype, is_causal, device):
+    assert_matches_float64(random_inputs(leading, 65, 49, 16, dtype, device), is_causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize("tiles", [(32, 16), (16, 16), (7, 5), (128, 128)], ids=str)
+def test_tile_shapes(tiles, is_causal, device, monkeypatch):
+    set_tiles(monkeypatch, *tiles)
+    assert_matches_float64(random_inputs((2,), 140, 131, 8, torch.float64, device), is_causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [1, 64, 257])
+def test_head_dims(head_dim, is_causal, device):
+    assert_matches_float64(random_inputs((1,), 33, 33, head_dim, torch.float64, device), is_causal)
+
+
+LAYOUTS = {
+    "heads-after-sequence": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every-other-row": lambda x: x.repeat_interleave(2, dim=-2)[..., ::2, :],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@CAUSAL
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, is_causal, device):
+    inputs = [layout(tensor.detach()).requires_grad_() for tensor in random_inputs((2, 3), 33, 33, 8, device=device)]
+    assert not any(tensor.is_contiguous() for tensor in inputs)
+    assert_matches_float64(inputs, is_causal, grad_out=layout(torch.randn(2, 3, 33, 8, device=device)))
+
+
+def test_only_the_gradients_asked_for(device):
+    query, key, value = random_inputs((2,), 33, 33, 8, torch.float64, device)
+    FlashAttentionTorch.apply(query.detach(), key, value.detach()).sum().backward()
+    expected = torch.autograd.grad(reference_attention(query, key, value)[0].sum(), key)[0]
+    torch.testing.assert_close(key.grad, expected)
+
+
+def test_saves_exactly_one_tensor_of_the_shape_of_the_logsumexp(device):
+    inputs = random_inputs((4,), 33, 65, 16, device=device)
+    out = FlashAttentionTorch.apply(*inputs)
+    (logsumexp,) = (tensor for tensor in out.grad_fn.saved_tensors if tensor.shape == (4, 33))
+    expected = reference_attention(*inputs, compute_dtype=torch.float64)[1]
+    torch.testing.assert_close(logsumexp.double(), expected, **TOLERANCES[torch.float32])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name and keeps the size of the largest tensor that one of them returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+        self.largest_numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        if isinstance(out, torch.Tensor):
+            self.largest_numel = max(self.largest_numel, out.numel())
+        return out
+
+
+@CAUSAL
+def test_no_tensor_grows_with_the_square_of_the_sequence(is_causal, device):
+    inputs = random_inputs((2,), 512, 512, 8, device=device)
+    with Operations() as operations:
+        FlashAttentionTorch.apply(*inputs, is_causal).sum().backward()
+    assert operations.largest_numel == 2 * 512 * 8
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "tiles", "masked_tiles"),
+    # Square tiles of 16 over 128 x 128: 8 x 8 of them, of which 8 lie on the diagonal and 28 above it.
+    [pytest.param(False, 64, 0, id="full"), pytest.param(True, 36, 8, id="causal")],
+)
+def test_tiles_above_the_diagonal_are_skipped_and_only_those_on_it_masked(
+    is_causal, tiles, masked_tiles, device, monkeypatch
+):
+    set_tiles(monkeypatch, 16, 16)
+    inputs = random_inputs((2,), 128, 128, 8, device=device)
+    with Operations() as forward:
+        out = FlashAttentionTorch.apply(*inputs, is_causal)
+    assert (forward.calls["bmm"], forward.calls["masked_fill_"]) == (2 * tiles, masked_tiles)
+    with Operations() as backward:
+        out.backward(torch.ones_like(out))
+    assert (backward.calls["bmm"], backward.calls["masked_fill_"]) == (5 * tiles, masked_tiles)
+
+
+def test_scores_of_minus_infinity_give_zeros_and_clean_gradients(device):
+    query, key, value = random_inputs((2,), 20, 40, 8, torch.float64, device)
+    with torch.no_grad():
+        query[..., 0] = 1.0
+        key[1, :, 0] = -math.inf  # the second batch element sees nothing
+        key[0, :32, 0] = -math.inf  # the first sees nothing in its first tile of keys
+    out = FlashAttentionTorch.apply(query, key, value)
+    expected, expected_logsumexp = reference_attention(query, key, value)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out.grad_fn.saved_tensors[-1], expected_logsumexp)
+    assert (out[1] == 0.0).all()
+
+    actual = torch.autograd.grad(out.sum(), (query, key, value))
+    expected = torch.autograd.grad(expected.sum(), (query, key, value))
+    for name, gradient, expected_gradient in zip("qkv", actual, expected, strict=True):
+        # dQ = dS K is 0 * inf there in the reference, too.
+        torch.testing.assert_close(
+            gradient, expected_gradient, equal_nan=name == "q", msg=lambda text, name=name: f"d{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_nan_and_infinity_propagate_as_in_the_reference(poisoned, poison, device):
+    inputs = random_inputs((), 40, 40, 8, torch.float64, device)
+    with torch.no_grad():
+        inputs[("query", "key", "value").index(poisoned)][35, 0] = poison
+    out, expected = FlashAttentionTorch.apply(*inputs), reference_attention(*inputs)[0]
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    actual = torch.autograd.grad(out.sum(), inputs)
+    for name, gradient, expected_gradient in zip(
+        "qkv", actual, torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient, expected_gradient, equal_nan=True, msg=lambda text, name=name: f"d{name}: {text}"
+        )
+
+
+def test_large_scores_do_not_overflow(device):
+    inputs = random_inputs((2,), 33, 65, 8, torch.float32, device)
+    with torch.no_grad():
+        inputs[0].mul_(1000.0)
+    out = FlashAttentionTorch.apply(*inputs)
+    expected, expected_logsumexp = reference_attention(*inputs, compute_dtype=torch.float64)
+    assert expected_logsumexp.max() > 1000.0
+    # Scores near 1000 are stored to within 6e-5, which the exponential turns into a relative error.
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.grad_fn.saved_tensors[-1].double(), expected_logsumexp, rtol=1e-5, atol=1e-3)
+
+
+def test_autocast_does_not_lower_the_precision(device):
+    inputs = random_inputs((2,), 33, 33, 8, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert_matches_float64(inputs, is_causal=False)
+
+
+def test_activation_checkpointing(device):
+    inputs = random_inputs((2,), 33, 33, 8, torch.float64, device)
+    expected = torch.autograd.grad(FlashAttentionTorch.apply(*inputs, True).sum(), inputs)
+    out = torch.utils.checkpoint.checkpoint(FlashAttentionTorch.apply, *inputs, True, use_reentrant=False)
+    for actual, gradient in zip(torch.autograd.grad(out.sum(), inputs), expected, strict=True):
+        assert torch.equal(actual, gradient)
+
+
+def test_second_derivative_and_function_transforms_are_refused(device):
+    query, key, value = random_inputs((2,), 5, 5, 8, device=device)
+    with pytest.raises(RuntimeError, match="FlashAttentionTorch is differentiable once"):
+        torch.autograd.grad(FlashAttentionTorch.apply(query, key, value).sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.vmap(FlashAttentionTorch.apply)(query, key, value)
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(65, 33), (17, 65)])
+def test_untiled_backward(num_queries, num_keys, dtype, is_causal, device, monkeypatch):
+    monkeypatch.setattr(tiled, "_compiled_backward", lambda: tiled._untiled_backward)
+    inputs = random_inputs((2, 2), num_queries, num_keys, 16, dtype, device)
+    assert_matches_float64(inputs, is_causal, attention=FlashAttentionCompiledBackward)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="torch.compile needs a C++ compiler without a GPU",
+)
+def test_compiled_backward(device):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    inputs = random_inputs((2,), 33, 33, 16, device=device)
+    assert_matches_float64(inputs, is_causal=True, attention=FlashAttentionCompiledBackward)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -1,0 +1,123 @@
+"""Imports go strictly down: this walks every import statement of the package and compares it with the layers."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "cs336sys"
+
+# The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
+LAYERS = (
+    {"", "errors", "sizes", "workload", "results", "accounting"},
+    {"kernels", "parallel", "measure"},
+    {"training", "attention_timing"},
+    {"report"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+
+# Libraries that only the named modules (or rooms) may import.
+RESERVED = {
+    "typer": ("commands", "cli"),
+    "rich.table": ("report.tables",),
+    "tabulate": ("report.tables",),
+    "matplotlib": ("report",),
+    "cs336_basics": ("training", "measure.phases"),
+}
+
+# Modules of commands/ that are no command: what commands share.
+SHARED_BY_COMMANDS = {"commands.options", "commands.sweep", "commands.workloads"}
+
+
+def imports_of(source: str) -> set[str]:
+    """Dotted names that a module imports, at any depth in its code; ``from a import b`` counts as ``a`` and ``a.b``."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide their layer"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(module: str) -> int:
+    room = module.split(".")[0]
+    return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def is_within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def violations(module: str, imported: set[str], modules: set[str]) -> list[str]:
+    """What is wrong with ``module`` (dotted, without the package's name) importing these names."""
+    wrong = []
+    for name in imported:
+        for library, allowed in RESERVED.items():
+            if is_within(name, library) and not any(is_within(module, room) for room in allowed):
+                wrong.append(f"{module} imports {library}, which only {', '.join(allowed)} may")
+        own = name.removeprefix("cs336sys").removeprefix(".")
+        if not is_within(name, "cs336sys") or own not in modules:
+            continue
+        if layer_of(own) > layer_of(module):
+            wrong.append(f"{module} imports {own} from a higher layer")
+        same_layer = layer_of(own) == layer_of(module) and layer_of(module) > 0
+        if same_layer and own.split(".")[0] != module.split(".")[0]:
+            wrong.append(f"{module} imports {own} from beside it")
+        if (
+            is_within(own, "commands")
+            and is_within(module, "commands")
+            and own not in SHARED_BY_COMMANDS | {"commands"}
+        ):
+            wrong.append(f"{module} imports the command {own}")
+    if layer_of(module) == 0 and any(is_within(name, "torch") for name in imported):
+        wrong.append(f"{module} is plain data and imports torch")
+    return wrong
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(path): path for path in PACKAGE.rglob("*.py")}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_module_imports_only_what_its_layer_may(module):
+    assert violations(module, imports_of(MODULES[module].read_text()), set(MODULES)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("sizes", "import torch"),
+        ("accounting.flops", "from cs336sys.measure import timing"),
+        ("kernels.weighted_sum", "from cs336sys.measure.timing import time_phases"),
+        ("measure.timing", "def f():\n    from cs336sys.training import TrainStep"),
+        ("measure.timing", "import cs336_basics.model"),
+        ("commands.bench", "from cs336sys.commands.compare import compare"),
+        ("commands.bench", "from rich.table import Table"),
+        ("training", "import typer"),
+        ("report.tables", "from cs336sys.commands.options import FORMATS"),
+        ("results", "from tabulate import tabulate"),
+    ],
+)
+def test_a_wrong_import_is_found(module, source):
+    modules = set(MODULES) | {"commands.compare", "training", "kernels.weighted_sum"}
+    assert violations(module, imports_of(source), modules)
+
+
+def test_help_imports_no_torch():
+    script = (
+        "import sys, importlib, cs336sys.cli as cli\n"
+        "[importlib.import_module(f'cs336sys.commands.{name}') for name in cli.COMMANDS]\n"
+        "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'tabulate') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

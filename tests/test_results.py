@@ -1,0 +1,114 @@
+import json
+import os
+
+import pytest
+
+from cs336sys.errors import UsageError
+from cs336sys.results import Cell, ResultsFile, Run, Samples, configuration_key, read_results
+
+RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"device": "NVIDIA H200"}, {"seed": 0})
+CELL = Cell(
+    "bench",
+    {"size": "tiny", "steps": 2},
+    "ok",
+    {"step": Samples("ms", "cuda events", (1.0, 2.5), warmup=(9.0,))},
+    {"tokens_per_s": 10.0, "mfu_percent": None},
+    run_id="r1",
+)
+FAILED = Cell("bench", {"size": "10b"}, "oom", reason="out of memory", run_id="r1")
+
+
+def write(path, *records):
+    file = ResultsFile(path)
+    for record in records:
+        file.append(record)
+    file.close()
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    path = tmp_path / "new folder" / "r.jsonl"
+    write(path, RUN, CELL, FAILED)
+    results = read_results(path)
+    assert results.runs == {"r1": RUN}
+    assert results.cells == (CELL, FAILED)
+
+
+def test_every_record_is_on_disk_before_the_next_is_measured(tmp_path):
+    path = tmp_path / "r.jsonl"
+    file = ResultsFile(path)
+    file.append(RUN)
+    file.append(CELL)
+    assert read_results(path).cells == (CELL,)
+    file.close()
+
+
+def test_a_truncated_last_line_costs_only_its_own_cell(tmp_path):
+    path = tmp_path / "r.jsonl"
+    write(path, RUN, CELL, FAILED)
+    os.truncate(path, path.stat().st_size - 20)
+    assert read_results(path).cells == (CELL,)
+    write(path, FAILED)
+    assert read_results(path).cells == (CELL, FAILED)
+
+
+def test_files_can_be_concatenated(tmp_path):
+    first, second, both = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "ab.jsonl"))
+    write(first, RUN, CELL)
+    other = Run("r2", RUN.time, (), {"device": "cpu"}, {})
+    write(second, other, Cell("bench", {"size": "small"}, "ok", run_id="r2"))
+    both.write_bytes(first.read_bytes() + second.read_bytes())
+    results = read_results(both)
+    assert set(results.runs) == {"r1", "r2"}
+    assert [cell.configuration["size"] for cell in results.measured_on({"device": "cpu"})] == ["small"]
+
+
+def test_schema_version_is_in_every_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    write(path, RUN, CELL)
+    assert [json.loads(line)["schema_version"] for line in path.read_text().splitlines()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a text\nthat is none\n", b"[1, 2]\n3\n", b"\x00\xff\n", b'{"kind": "cell"}\n']
+)
+def test_a_file_that_holds_no_results_is_refused(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="holds no results"):
+        read_results(path)
+
+
+def test_a_file_of_a_newer_version_is_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"schema_version": 99, "kind": "run"}\n')
+    with pytest.raises(UsageError, match="schema version 99"):
+        read_results(path)
+
+
+def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"schema_version": 1, "kind": "run", "of": "another program"}\n')
+    with pytest.raises(UsageError, match="line 1 is no"):
+        read_results(path)
+
+
+def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write results to"):
+        ResultsFile(tmp_path / "file" / "r.jsonl")
+    with pytest.raises(UsageError, match="cannot write results to"):
+        ResultsFile(tmp_path)
+
+
+def test_configuration_key_does_not_depend_on_order():
+    assert configuration_key({"a": 1, "b": 2}) == configuration_key({"b": 2, "a": 1})
+    assert configuration_key({"a": 1, "steps": 2}, ignore=("steps",)) == configuration_key({"a": 1})
+    assert configuration_key({"a": 1}) != configuration_key({"a": "1"})
+
+
+def test_statistics_of_samples():
+    samples = Samples("ms", "cpu clock", (4.0, 1.0, 3.0, 2.0), warmup=(1000.0,))
+    assert (samples.mean, samples.median) == (2.5, 2.5)
+    assert samples.std == pytest.approx((5 / 3) ** 0.5)
+    assert [samples.percentile(p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 2.5, 3.7, 4.0])
+    assert Samples("ms", "cpu clock", (4.0,)).std == 0.0

@@ -1,0 +1,66 @@
+import pytest
+
+from cs336sys.errors import UsageError
+from cs336sys.sizes import SIZES, choose_size
+from cs336sys.workload import Workload
+
+
+def test_every_size_keeps_the_rules_that_custom_ones_must():
+    for name, size in SIZES.items():
+        assert choose_size(name) == size
+
+
+def test_given_fields_take_the_place_of_the_sizes_own():
+    size = choose_size("small", context=128, batch_size=2, vocab_size=50)
+    assert (size.name, size.context, size.batch_size, size.vocab_size) == ("small", 128, 2, 50)
+
+
+def test_a_changed_shape_is_called_after_its_fields():
+    assert choose_size("small", num_layers=2).name == "768/3072/2/12"
+    assert choose_size("small", num_layers=12).name == "small"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        ("huge", {}, "unknown size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
+        ("small", {"context": 0}, "--context 0: must be at least 1"),
+        ("small", {"batch_size": -3}, "--batch-size -3: must be at least 1"),
+        ("small", {"num_heads": 7}, "7 heads do not divide d_model 768: choose a divisor of it"),
+        (
+            "small",
+            {"num_heads": 256},
+            "d_model 768 over 256 heads gives head dimension 3: rotary embeddings need an even one",
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_in_one_sentence(name, fields, sentence):
+    with pytest.raises(UsageError) as refused:
+        choose_size(name, **fields)
+    assert str(refused.value) == sentence
+
+
+def test_workload_survives_the_way_through_its_configuration():
+    workload = Workload(choose_size("small", num_layers=2, context=64), precision="bf16", compile="block", warmup=0)
+    assert Workload.from_configuration(workload.configuration()) == workload
+
+
+def test_configuration_of_8b_does_not_depend_on_its_default_precision():
+    workload = Workload(SIZES["8b"], precision="fp32")
+    assert Workload.from_configuration(workload.configuration()).precision == "fp32"
+    assert workload.configuration()["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("precision", "fp8", "unknown precision 'fp8': choose from fp32, bf16, fp16"),
+        ("mode", "backward", "unknown mode 'backward': choose from forward, forward-backward, train"),
+        ("steps", 0, "--steps 0: must be at least 1"),
+        ("warmup", -1, "--warmup -1: must be at least 0"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_refused_in_one_sentence(field, value, sentence):
+    with pytest.raises(UsageError) as refused:
+        Workload(SIZES["tiny"], **{field: value})
+    assert str(refused.value) == sentence
