@@ -10,7 +10,7 @@ from cs336sys import __version__
 from cs336sys.errors import CapabilityError, UsageError
 
 # Every subcommand is a function of its name in a module of its name.
-COMMANDS = ("bench", "precision", "compare", "doctor")
+COMMANDS = ("bench", "attn", "flash", "precision", "compare", "doctor")
 
 INTERRUPTED = 130
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from cs336_basics.optimizer import AdamW
 from torch import Tensor, nn
 
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome, Progress
@@ -147,6 +148,8 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     device = choose_device(workload.device)
     # "high" allows TF32 in fp32 matrix products, "highest" does not.
     torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
+    # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     progress("building the model")
     started = time.perf_counter()
     step = TrainStep(workload, device)
@@ -176,5 +179,6 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         progress("profiling one step")
         derived["gpu_busy_ms"] = gpu_busy_ms(step)
         peak = peak_tflops(torch.cuda.get_device_name(device), workload.precision, workload.tf32)
-        derived["mfu_percent"] = None if peak is None else 100 * derived["tflops"] / peak
+        utilization = model_flops_utilization(flops, seconds, peak)
+        derived["mfu_percent"] = None if utilization is None else 100 * utilization
     return Outcome("ok", samples, derived)

@@ -46,6 +46,15 @@ def split_list(values: Sequence[str], option: str, convert: Callable[[str], Valu
     return list(dict.fromkeys(converted))
 
 
+def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
+    """The value of an option that takes one name.
+
+    Raises:
+        UsageError: it is none of the choices.
+    """
+    return split_list([value], option, one_of(choices))[0]
+
+
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
     """A converter for :func:`split_list` that takes only the given names."""
 

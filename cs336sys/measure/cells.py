@@ -27,6 +27,9 @@ Progress = Callable[[str], None]
 # PR_SET_PDEATHSIG of prctl(2): the kernel sends this process the signal when its parent dies.
 _SET_PARENT_DEATH_SIGNAL = 1
 
+# How long a worker that has nothing to do may take to end its own helpers (compiler processes) and exit.
+_EXIT_S = 10.0
+
 # What allocators outside torch.OutOfMemoryError say when memory runs out.
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED")
 
@@ -60,6 +63,7 @@ class Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: multiprocessing.connection.Connection | None = None
         self._run: Run | None = None
+        self._is_measuring = False
 
     @property
     def run(self) -> Run:
@@ -82,6 +86,7 @@ class Worker:
             self._start()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._connection.send(configuration)
+        self._is_measuring = True
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             message = self._receive(remaining)
@@ -89,23 +94,29 @@ class Worker:
                 progress(message)
                 continue
             if message is None:
-                message = Outcome("timeout", reason=f"not done after {timeout_s:g} s")
-            if message.status not in ("ok", "unsupported"):
+                self.close()
+                return Outcome("timeout", reason=f"not done after {timeout_s:g} s")
+            self._is_measuring = False
+            if message.status not in ("ok", "unsupported", "wrong"):
                 self.close()
             return message
 
     def close(self) -> None:
-        """Kill the worker and all that it started."""
+        """End the worker: by itself when it waits for the next cell, else kill it and all that it started."""
         if self._process is None:
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            # It has not made its own process group yet, or is gone already.
-            self._process.kill()
-        self._process.join()
         self._connection.close()
+        if not self._is_measuring:
+            self._process.join(_EXIT_S)
+        if self._process.is_alive():
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                # It has not made its own process group yet.
+                self._process.kill()
+        self._process.join()
         self._process = None
+        self._is_measuring = False
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

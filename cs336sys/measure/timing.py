@@ -83,7 +83,8 @@ def gpu_busy_ms(step: Callable[[], None]) -> float | None:
         Milliseconds, or None when the profiler saw no GPU work (it cannot trace on this machine).
     """
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    # acc_events only silences a warning about further profiling cycles: there is one.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
     intervals = [

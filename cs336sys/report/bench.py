@@ -5,6 +5,7 @@ from typing import Any
 
 from cs336sys.accounting.memory import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.machine import machine_words
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.workload import PHASES, Workload
@@ -131,14 +132,6 @@ def _title(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column]) 
         if name not in settings
     ]
     return f"bench: {', '.join([*constant, *machine_words(run)])}"
-
-
-def machine_words(run: Run | None) -> list[str]:
-    """The GPU or CPU and the versions that a title names."""
-    if run is None:
-        return []
-    device = run.machine["gpu"] or run.machine["cpu"] or "unknown CPU"
-    return [device, f"torch {run.machine['torch']}"]
 
 
 def _method(cells: Sequence[Cell]) -> tuple[str, ...]:

@@ -71,6 +71,19 @@ def test_cell_is_given_up_after_its_time(worker):
     assert run(worker, "measure")[0].status == "ok"
 
 
+def test_idle_worker_ends_by_itself_and_a_measuring_one_is_killed():
+    worker = Worker("fake_cells:measure")
+    run(worker, "measure")
+    process = worker._process
+    worker.close()
+    assert process.exitcode == 0
+    run(worker, "measure")
+    process = worker._process
+    run(worker, "sleep", timeout_s=0.2)
+    assert process.exitcode == -signal.SIGKILL
+    worker.close()
+
+
 def test_what_a_cell_prints_goes_to_stderr(worker, capfd):
     run(worker, "print")
     captured = capfd.readouterr()

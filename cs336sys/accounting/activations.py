@@ -1,0 +1,179 @@
+"""What autograd holds between the forward and the backward pass on paper: of the whole model, and of attention alone.
+
+All of it is for eager execution, the model's under torch autocast; compilation saves less. The formulas were read off
+what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``), and the tests hold them to that.
+
+Letters in the derivations: ``T`` tokens (batch * context), ``S`` context, ``H`` heads, ``d`` d_model, ``f`` d_ff, ``V``
+vocabulary, ``L`` layers, ``BHSS`` attention scores of a layer (batch * heads * S^2), and ``e`` bytes of a matrix
+product's result: 4 in fp32, 2 under autocast.
+"""
+
+from dataclasses import astuple, dataclass
+
+from cs336sys.accounting.parameters import parameters_by_component
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ModelSize
+
+ATTENTION = ("reference", "sdpa", "flash")
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes that autograd holds when the backward pass starts, all layers together; parameters are not among them.
+
+    Attributes:
+        tokens: token ids and targets, int64, saved by the embedding and the loss: ``16 T``.
+        residual_stream: the fp32 input of each of the ``2L + 1`` norms: ``4 T d``.
+        norms: a norm's normalized input (its gain's gradient needs it) and inverse RMS, fp32: ``4 T d + 4 T``.
+        linear_inputs: what the projections multiply. In fp32 q, k, v share the norm's output, and so do w1 and w3;
+            under autocast each casts its own copy, so a layer holds 5 of ``2 T d`` instead of 2 of ``4 T d``. The heads
+            side by side, which the output projection multiplies, are another ``e T d`` a layer, and so is, once, the
+            LM head's input. The input of w2 counts under ``swiglu``.
+        queries_keys_values: rotated q and k (reference attention: q scaled) and v, ``3 e T d``; rotation saves nothing.
+        mask: reference attention: one byte a position of the square, made anew in each layer: ``S^2``.
+        exponentials: reference attention: ``exp(scores - max)``, always fp32: ``4 BHSS``. The scores themselves are
+            not saved.
+        probabilities: reference attention: ``e BHSS``, what multiplies v.
+        attention_statistics: one fp32 a query: the softmax's denominator, or the logsumexp of sdpa and flash.
+        attention_output: sdpa and flash: their output, ``e T d``. It lies in memory head by head, so the heads side
+            by side are a copy of it.
+        swiglu: ``w1(x)``, its sigmoid and its SiLU, ``w3(x)``, and the product that w2 takes: ``5 e T f``.
+        logits: the LM head's output, ``e T V``, and an fp32 maximum and sum a token, ``8 T``: the loss saves no more.
+        weight_copies: autocast: each projection's weight in half precision, ``2`` bytes a parameter. The model
+            multiplies by a transposed view, which autocast's cache passes over, but the backward pass needs the copy.
+    """
+
+    tokens: int
+    residual_stream: int
+    norms: int
+    linear_inputs: int
+    queries_keys_values: int
+    mask: int
+    exponentials: int
+    probabilities: int
+    attention_statistics: int
+    attention_output: int
+    swiglu: int
+    logits: int
+    weight_copies: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def saved_activations(size: ModelSize, precision: str, attention: str) -> SavedActivations:
+    """Bytes that autograd saves in the forward pass of one training step, logits and loss included.
+
+    Raises:
+        UsageError: ``attention`` is not in :data:`ATTENTION`.
+    """
+    if attention not in ATTENTION:
+        raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
+    reference, autocast = attention == "reference", precision != "fp32"
+    e, layers, norms = ELEMENT_BYTES[precision], size.num_layers, 2 * size.num_layers + 1
+    tokens = size.batch_size * size.context
+    stream = tokens * size.d_model
+    statistics = size.batch_size * size.num_heads * size.context
+    scores = statistics * size.context if reference else 0
+    norm_outputs = 2 * (5 * layers + 1) * stream if autocast else 4 * norms * stream
+    counts = parameters_by_component(size)
+    return SavedActivations(
+        tokens=16 * tokens,
+        residual_stream=norms * 4 * stream,
+        norms=norms * 4 * (stream + tokens),
+        linear_inputs=norm_outputs + layers * e * stream,
+        queries_keys_values=layers * 3 * e * stream,
+        mask=layers * size.context**2 if reference else 0,
+        exponentials=layers * 4 * scores,
+        probabilities=layers * e * scores,
+        attention_statistics=layers * 4 * statistics,
+        attention_output=0 if reference else layers * e * stream,
+        swiglu=layers * 5 * e * tokens * size.d_ff,
+        logits=tokens * (e * size.vocab_size + 8),
+        weight_copies=2 * (counts.attention + counts.feed_forward + counts.lm_head) if autocast else 0,
+    )
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of one attention call on its own, when its backward pass is about to start.
+
+    Attributes:
+        inputs: query, key and value.
+        scaled_query: query divided by the root of the head dimension, which the scores' gradient needs.
+        mask: one byte a position of the square.
+        probabilities: the matrix that multiplies value, and the only one of its size that lives on: the scores are
+            masked in place and freed after the softmax, whose gradient is computed from its result.
+        statistics: one fp32 logsumexp a query, from which FlashAttention computes the probabilities again.
+        output: the result, which its consumer holds.
+        backward: what the backward pass adds where it is widest.
+    """
+
+    inputs: int
+    scaled_query: int
+    mask: int
+    probabilities: int
+    statistics: int
+    output: int
+    backward: int
+
+    @property
+    def held(self) -> int:
+        """Memory held before the backward pass."""
+        return sum(astuple(self)) - self.backward
+
+    @property
+    def peak(self) -> int:
+        """The most memory of forward and backward pass."""
+        return self.held + self.backward
+
+
+def attention_memory(
+    batch: int, context: int, head_dim: int, dtype: str, *, causal: bool, implementation: str
+) -> AttentionMemory:
+    """Memory of attention alone, query, key and value (batch, context, head_dim) in ``dtype``: quadratic or linear.
+
+    With ``n`` bytes in query (key, value and output are as large) and ``s`` bytes in the ``batch * context^2`` scores:
+
+    - ``eager`` is plain PyTorch, ``kernels.attention.reference.plain_attention``. It holds ``5 n + s`` and, if causal,
+      the mask. Its backward pass is widest in the softmax: probabilities, their gradient and the scores' gradient,
+      beside the gradients of output and value: ``2 n + 2 s`` more. Doubling the context quadruples ``s``.
+    - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): ``4 n`` and the logsumexp are
+      held, and the backward pass adds the four gradients and one fp32 a query (the row sums of dO * O): all linear in
+      the context. Kernels that accumulate a gradient in fp32 need room for it beside that.
+
+    Args:
+        batch: sequences times heads.
+        dtype: ``fp32``, ``bf16`` or ``fp16``.
+        implementation: ``eager`` or ``flash``.
+
+    Raises:
+        UsageError: ``implementation`` is neither.
+    """
+    tensor = ELEMENT_BYTES[dtype] * batch * context * head_dim
+    scores = ELEMENT_BYTES[dtype] * batch * context**2
+    statistics = 4 * batch * context
+    if implementation == "eager":
+        return AttentionMemory(
+            inputs=3 * tensor,
+            scaled_query=tensor,
+            mask=context**2 if causal else 0,
+            probabilities=scores,
+            statistics=0,
+            output=tensor,
+            backward=2 * tensor + 2 * scores,
+        )
+    if implementation == "flash":
+        return AttentionMemory(
+            inputs=3 * tensor,
+            scaled_query=0,
+            mask=0,
+            probabilities=0,
+            statistics=statistics,
+            output=tensor,
+            backward=4 * tensor + statistics,
+        )
+    raise UsageError(f"unknown implementation '{implementation}': choose from eager, flash")

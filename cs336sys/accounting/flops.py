@@ -1,0 +1,96 @@
+"""Floating-point operations of a Transformer step on paper: what TFLOP/s and MFU columns divide by time.
+
+What is counted, everywhere in this project:
+
+- Matrix multiplications only, a multiply-add as two operations. Norms, softmax, rotary embeddings, SiLU, the loss and
+  the optimizer are left out, as the field does (Kaplan et al. 2020, section 2.1; PaLM, appendix B).
+- ``model_flops`` are the operations that the mathematics needs: the backward pass of every matrix multiplication is
+  two of its size (the gradient of each operand), hence twice the forward. Nothing recomputed counts, neither by
+  activation checkpointing nor inside FlashAttention.
+- Causal attention needs half of the query-key pairs. This is counted as ``S^2 / 2``, the FlashAttention papers'
+  convention, and not as the exact ``S (S + 1) / 2``, so that figures compare with published ones. MFU columns use
+  ``causal=True`` whatever implementation ran; ``causal=False`` is the work of an implementation that computes the full
+  square and masks it (``cs336_basics``' reference attention), which is also what ``FlopCounterMode`` counts.
+- ``attention_flops`` alone follows the FlashAttention papers in the backward pass too: 2.5 times the forward, because
+  five matrix products are counted there, the recomputed ``Q K^T`` among them. It serves kernel benches, not MFU.
+"""
+
+from dataclasses import dataclass
+
+from cs336sys.sizes import ModelSize
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """FLOPs by component, the whole model's (all layers together).
+
+    Attributes:
+        projections: q, k, v and output projections of attention.
+        attention: the two products ``Q K^T`` and ``P V``.
+        feed_forward: the three SwiGLU matrices.
+    """
+
+    projections: int
+    attention: int
+    feed_forward: int
+    lm_head: int
+
+    @property
+    def total(self) -> int:
+        return self.projections + self.attention + self.feed_forward + self.lm_head
+
+
+def linear_flops(tokens: int, d_in: int, d_out: int, *, backward: bool) -> int:
+    """FLOPs of a linear layer without bias on ``tokens`` rows: ``2 * tokens * d_in * d_out`` forward.
+
+    Args:
+        backward: add the backward pass, the gradients of input and weight: twice the forward, three times in all.
+    """
+    return 2 * tokens * d_in * d_out * (3 if backward else 1)
+
+
+def attention_flops(
+    batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool, backward: bool
+) -> int:
+    """FLOPs of attention as the FlashAttention papers count them (FlashAttention-2, section 4.1).
+
+    The forward pass is ``Q K^T`` and ``P V``: ``4 * batch * heads * queries * keys * head_dim``, half if causal.
+
+    Args:
+        backward: add the backward pass, 2.5 times the forward: 3.5 times in all. The backward pass alone is the
+            difference of both counts.
+    """
+    forward = _attention_forward_flops(batch, heads, queries, keys, head_dim, causal=causal)
+    return forward * 7 // 2 if backward else forward
+
+
+def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool = True) -> FlopCounts:
+    """Model FLOPs of one step on ``size.batch_size`` sequences of ``size.context`` tokens, by component.
+
+    The embedding is a look-up, which has no FLOPs. The first layer's input gradient counts: the embedding needs it.
+
+    Args:
+        backward: count forward and backward passes; False counts the forward alone.
+        causal: count the half of the attention square that the mathematics needs; False counts all of it.
+    """
+    tokens = size.batch_size * size.context
+    d_model, d_ff, layers = size.d_model, size.d_ff, size.num_layers
+    attention = _attention_forward_flops(
+        size.batch_size, size.num_heads, size.context, size.context, size.head_dim, causal=causal
+    )
+    return FlopCounts(
+        projections=layers * 4 * linear_flops(tokens, d_model, d_model, backward=backward),
+        attention=layers * attention * (3 if backward else 1),
+        feed_forward=layers * 3 * linear_flops(tokens, d_model, d_ff, backward=backward),
+        lm_head=linear_flops(tokens, d_model, size.vocab_size, backward=backward),
+    )
+
+
+def model_flops(size: ModelSize, *, backward: bool = True, causal: bool = True) -> int:
+    """Model FLOPs of one step, the sum of :func:`flops_by_component` (same arguments)."""
+    return flops_by_component(size, backward=backward, causal=causal).total
+
+
+def _attention_forward_flops(batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool) -> int:
+    square = 4 * batch * heads * queries * keys * head_dim
+    return square // 2 if causal else square

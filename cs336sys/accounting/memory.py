@@ -1,0 +1,212 @@
+"""GPU memory of the model on paper: its training state, and the peak of a step.
+
+Eager execution of ``cs336_basics`` under torch autocast; compilation needs less. The formulas were read off what the
+allocator really hands out in each place, and the tests hold them to that. Letters as in ``accounting.activations``:
+``T`` tokens, ``S`` context, ``d`` d_model, ``f`` d_ff, ``e`` bytes of a matrix product's result.
+"""
+
+from dataclasses import astuple, dataclass, replace
+
+from cs336sys.accounting.activations import ATTENTION, ELEMENT_BYTES, saved_activations
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ModelSize
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes that live from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    master_parameters: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def training_state(size: ModelSize, precision: str, *, autocast: bool = True) -> TrainingState:
+    """Bytes of parameters, gradients, AdamW's two moments and fp32 master parameters.
+
+    Autocast leaves parameters, and so their gradients and moments, in fp32 whatever the precision: 16 bytes a
+    parameter. Without it, parameters and gradients are held in ``precision`` themselves, and a half precision needs
+    fp32 master parameters beside the fp32 moments: 2 + 2 + 8 + 4 bytes (ZeRO, https://arxiv.org/abs/1910.02054, 3.1).
+    """
+    count = count_parameters(size)
+    width = 4 if autocast else ELEMENT_BYTES[precision]
+    return TrainingState(width * count, width * count, 8 * count, 0 if width == 4 else 4 * count)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """What is alive in bytes at the moment of a step when most is; the parts add up to the total.
+
+    Attributes:
+        moment: which moment that is.
+        gradients: those that exist already at that moment: none before the backward pass, all at its end.
+        activations: saved for the backward pass and not yet freed, and everything temporary; also the batch and the
+            rotary table, which are always there.
+    """
+
+    moment: str
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state + self.activations
+
+    @property
+    def parameters_gib(self) -> float:
+        return self.parameters / GIB
+
+    @property
+    def gradients_gib(self) -> float:
+        return self.gradients / GIB
+
+    @property
+    def optimizer_state_gib(self) -> float:
+        return self.optimizer_state / GIB
+
+    @property
+    def activations_gib(self) -> float:
+        return self.activations / GIB
+
+    @property
+    def total_gib(self) -> float:
+        return self.total / GIB
+
+
+def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str) -> PeakMemory:
+    """The most memory alive at once in a step, to compare with ``torch.cuda.max_memory_allocated``.
+
+    Counts tensors alone: the CUDA context, cuBLAS workspaces (tens of MiB) and the allocator's rounding come on top.
+    Gradients are dropped after each step (``zero_grad(set_to_none=True)``), and the optimizer's state exists already,
+    so this is a second or later step. The widest moments are exact; where a block's activations and gradients are about
+    equally large, some moment between them can hold up to 2 % more than the total given here.
+
+    Args:
+        precision: ``fp32``, or autocast to ``bf16`` or ``fp16``.
+        mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
+        attention: one of :data:`~cs336sys.accounting.activations.ATTENTION`.
+
+    Raises:
+        UsageError: ``mode`` or ``attention`` is unknown.
+    """
+    if attention not in ATTENTION:
+        raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
+    modes = {"forward": _forward_moments, "forward-backward": _backward_moments, "train": _train_moments}
+    if mode not in modes:
+        raise UsageError(f"unknown mode '{mode}': choose from {', '.join(modes)}")
+    state = training_state(size, precision)
+    tables = 4 * size.context * size.head_dim
+    moment, gradients, activations = max(modes[mode](size, precision, attention), key=lambda moment: sum(moment[1:]))
+    return PeakMemory(
+        moment=moment,
+        parameters=state.parameters,
+        gradients=gradients,
+        optimizer_state=state.optimizer_state if mode == "train" else 0,
+        activations=activations + tables,
+    )
+
+
+# A moment is its name, the bytes of gradients and the bytes of activations at that time.
+_Moment = tuple[str, int, int]
+
+
+def _forward_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
+    """What a forward pass without gradients holds where it is widest, beside the batch (``16 T``).
+
+    - Softmax of reference attention: the block's input and the norm's output (fp32), q, k, v, the mask, and 12 bytes a
+      score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the scores, the
+      exponentials, the fp32 probabilities and their cast.
+    - Feed-forward: the block's input, the residual stream and the norm's output (fp32), and three of ``e T f``:
+      ``w1(x)``, sigmoid and SiLU, or SiLU, ``w3(x)`` and product. Under autocast ``w3(x)`` needs casts of input and
+      weight beside SiLU and result, which is more where a batch has few tokens.
+    - LM head: its input and the residual stream, the logits, and under autocast the casts of input and weight.
+    - Loss: the logits, one fp32 temporary of their shape, and two numbers a token.
+    """
+    e, autocast = ELEMENT_BYTES[precision], precision != "fp32"
+    tokens = size.batch_size * size.context
+    stream, inner, logits = tokens * size.d_model, tokens * size.d_ff, tokens * size.vocab_size
+    statistics = size.batch_size * size.num_heads * size.context
+
+    def casts(d_out: int) -> int:
+        return 2 * (stream + size.d_model * d_out) if autocast else 0
+
+    moments = {
+        "feed-forward": 12 * stream + max(3 * e * inner, 2 * e * inner + casts(size.d_ff)),
+        "LM head": 8 * stream + e * logits + casts(size.vocab_size),
+        "loss": (e + 4) * logits + 8 * tokens,
+    }
+    if attention == "reference":
+        scores = statistics * size.context
+        moments["softmax"] = (8 + 3 * e) * stream + size.context**2 + 12 * scores + 4 * statistics
+    return [(name, 0, 16 * tokens + held) for name, held in moments.items()]
+
+
+def _backward_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
+    """What a backward pass holds where it is widest; the forward pass before it holds less.
+
+    - Loss: all saved activations, the fp32 gradient of the logits, and its cast under autocast.
+    - Feed-forward of a block: the blocks after it have left their gradients and freed their activations. It holds its
+      own saved activations, but for the product, of which it has the gradient, that of SiLU and that of ``w3(x)``
+      (``2 e T f`` more in all); the fp32 gradient of the residual stream; and w2's gradient in place of its cast.
+    - Softmax of a block, reference attention: its feed-forward is done. In place of exponentials and probabilities
+      there are four fp32 matrices: the exponentials, the gradient of the probabilities, and that times each factor of
+      the softmax's last product. The heads side by side and v are gone; v's gradient exists.
+    - End: all gradients, and that of the embedded tokens.
+
+    From one block to the next memory changes by a constant amount, so the widest block is the last, where the backward
+    pass starts, or the first.
+    """
+    e = ELEMENT_BYTES[precision]
+    copy = 2 if e < 4 else 0
+    tokens = size.batch_size * size.context
+    stream, inner = tokens * size.d_model, tokens * size.d_ff
+    statistics = size.batch_size * size.num_heads * size.context
+    scores = statistics * size.context
+    w2, projection = size.d_ff * size.d_model, size.d_model**2
+
+    all_gradients = 4 * count_parameters(size)
+    moments = [
+        ("loss", 0, _saved(size, precision, attention) + (4 + copy) * tokens * size.vocab_size),
+        ("end of backward", all_gradients, 16 * tokens + 4 * stream),
+    ]
+    head = _saved(replace(size, num_layers=0), precision, attention) - 16 * tokens
+    for name, layers in (("last", size.num_layers), ("first", 1)):
+        below = replace(size, num_layers=layers)
+        saved = _saved(below, precision, attention) - head
+        # Of what is not in a block, only the LM head and the last norm have their gradients yet.
+        gradients = all_gradients - 4 * count_parameters(below) + 4 * (size.vocab_size + 1) * size.d_model
+        moments.append(
+            (f"feed-forward backward, {name} block", gradients + 4 * w2, saved + 4 * stream + 2 * e * inner - copy * w2)
+        )
+        if attention == "reference":
+            # Stream, normalized and output are 12 T d in either precision.
+            feed_forward = 12 * stream + 4 * tokens + 5 * e * inner + 3 * copy * w2
+            held = saved - feed_forward - copy * projection + (4 - e) * stream + (12 - e) * scores + 4 * statistics
+            done = gradients + 4 * (3 * w2 + projection + size.d_model)
+            moments.append((f"softmax backward, {name} block", done, held))
+    return moments
+
+
+def _train_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
+    """Those of the backward pass, and AdamW's step: all gradients, and one temporary as large as the largest parameter.
+
+    torch's fused AdamW makes no temporary; its ``foreach`` variant makes one of all parameters and would need more.
+    """
+    tokens = size.batch_size * size.context
+    largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
+    optimizer = ("optimizer", 4 * count_parameters(size), 16 * tokens + 4 * largest)
+    return [*_backward_moments(size, precision, attention), optimizer]
+
+
+def _saved(size: ModelSize, precision: str, attention: str) -> int:
+    return saved_activations(size, precision, attention).total

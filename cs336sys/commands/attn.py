@@ -1,0 +1,67 @@
+"""``cs336sys attn``: time and memory of plain PyTorch attention."""
+
+from itertools import product
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.workloads import DeviceOption, SeedOption
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import DEVICES, AttentionWorkload
+
+IMPLEMENTATIONS = ("eager", "compiled")
+
+
+def attn(
+    implementations: Annotated[list[str], typer.Option(help=f"{', '.join(IMPLEMENTATIONS)}.")] = ["eager,compiled"],
+    batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.")] = 8,
+    d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
+    context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["fp32"],
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
+    warmup: Annotated[int, typer.Option(help="Warm-up passes.")] = 10,
+    steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.")] = 100,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Time plain PyTorch attention and the memory that it holds for the backward pass, eager and compiled.
+
+    cs336sys attn --context 256,1024,4096,8192,16384 --d-model 16,32,64,128
+    """
+    from cs336sys.report.attention import attn_tables
+    from cs336sys.report.tables import check_output, emit
+
+    axes = (
+        split_list(context, "--context", at_least(1)),
+        split_list(d_model, "--d-model", at_least(1)),
+        split_list(dtype, "--dtype", one_of(PRECISIONS)),
+        split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS)),
+    )
+    for name, value, lowest in (("--batch-size", batch_size, 1), ("--warmup", warmup, 0), ("--steps", steps, 1)):
+        split_list([str(value)], name, at_least(lowest))
+    check_choice(device, "--device", DEVICES)
+    check_output(output, format)
+    configurations = [
+        AttentionWorkload(
+            implementation, batch_size, 1, tokens, head_dim, chosen_dtype, causal, device, seed
+        ).configuration()
+        | {"warmup": warmup, "steps": steps}
+        for tokens, head_dim, chosen_dtype, implementation in product(*axes)
+    ]
+    sweep = run_sweep(
+        "attn",
+        "cs336sys.attention_timing:measure_attn",
+        configurations,
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+    )
+    emit(attn_tables(sweep.cells, sweep.run), format=format, output=output)
+    sweep.exit()

@@ -1,0 +1,36 @@
+"""``cs336sys doctor``: what this machine has and lacks."""
+
+from dataclasses import asdict
+
+import typer
+
+from cs336sys.commands.options import FormatOption, OutputOption
+from cs336sys.errors import CapabilityError
+
+
+def doctor(format: FormatOption = None, output: OutputOption = None) -> None:
+    """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to mend what is wrong.
+
+    Exits with 3 when something is missing that cs336sys cannot do without. A machine without a GPU is no such case.
+
+    cs336sys doctor --format json
+    """
+    from cs336sys.report.tables import Column, Table, check_output, emit
+
+    check_output(output, format)
+
+    from cs336sys.measure.diagnosis import diagnose
+
+    checks = diagnose()
+    verdicts = [check.verdict for check in checks]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
+    columns = (
+        Column("name", "check"),
+        Column("verdict", "verdict"),
+        Column("found", "found"),
+        Column("mend", "mend"),
+    )
+    table = Table("doctor", f"What cs336sys finds here: {counts}", columns, [asdict(check) for check in checks])
+    emit([table], format=format, output=output)
+    if "missing" in verdicts:
+        raise typer.Exit(CapabilityError.exit_code)

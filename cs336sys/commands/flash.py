@@ -1,0 +1,96 @@
+"""``cs336sys flash``: our FlashAttention kernels against every implementation that the machine has."""
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.workloads import DeviceOption, SeedOption
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import DEVICES, IMPLEMENTATIONS, AttentionWorkload
+
+# The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
+GRIDS = {
+    "course": {
+        "batch_size": ["1"],
+        "heads": ["1"],
+        "context": ["128,256,512,1024,2048,4096,8192,16384,32768,65536"],
+        "head_dim": ["16,32,64,128"],
+        "dtype": ["bf16,fp32"],
+    },
+    "board": {"batch_size": ["1"], "heads": ["16"], "context": ["16384"], "head_dim": ["64"], "dtype": ["bf16"]},
+}
+
+
+def flash(
+    implementations: Annotated[
+        list[str], typer.Option(help=f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
+    ] = [",".join(IMPLEMENTATIONS)],
+    batch_size: Annotated[list[str], typer.Option(help="Batch sizes.")] = ["1"],
+    heads: Annotated[list[str], typer.Option(help="Numbers of heads.")] = ["16"],
+    head_dim: Annotated[list[str], typer.Option(help="Head dimensions, 1 to 256.")] = ["64"],
+    context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["1024,4096"],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
+    grid: Annotated[
+        str | None, typer.Option(help="Shapes of the handouts instead: course or board.", show_default=False)
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
+    plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Check attention implementations against float64, then time their forward and backward passes.
+
+    cs336sys flash --grid board --baseline sdpa-flash
+
+    cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementations triton,sdpa-cudnn,flex --plot flash.png
+    """
+    from cs336sys.report.attention import flash_tables
+    from cs336sys.report.plots import check_plot, plot_flash
+    from cs336sys.report.tables import check_output, emit
+
+    shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}
+    if grid is not None:
+        shapes = GRIDS[check_choice(grid, "--grid", tuple(GRIDS))]
+        causal = True
+    chosen = split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS))
+    check_choice(baseline, "--baseline", IMPLEMENTATIONS)
+    converters = {"dtype": one_of(PRECISIONS)}
+    axes = {
+        name: split_list(values, f"--{name.replace('_', '-')}", converters.get(name, at_least(1)))
+        for name, values in shapes.items()
+    }
+    if max(axes["head_dim"]) > 256:
+        raise UsageError(f"--head-dim {max(axes['head_dim'])}: must be at most 256")
+    check_choice(device, "--device", DEVICES)
+    check_output(output, format)
+    check_plot(plot)
+    configurations = [
+        AttentionWorkload(
+            implementation, **dict(zip(axes, values, strict=True)), causal=causal, device=device, seed=seed
+        ).configuration()
+        for values in product(*axes.values())
+        for implementation in chosen
+    ]
+    sweep = run_sweep(
+        "flash",
+        "cs336sys.attention_timing:measure_flash",
+        configurations,
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+    )
+    if plot is not None:
+        plot_flash(sweep.cells, plot)
+    emit(flash_tables(sweep.cells, sweep.run, baseline), format=format, output=output)
+    sweep.exit()

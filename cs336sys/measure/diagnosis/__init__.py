@@ -1,0 +1,24 @@
+"""Checks what this machine has and lacks for cs336sys, each lack with its mend."""
+
+from cs336sys.measure.diagnosis import host, profilers, software
+from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.system import installed_version, read_gpus
+
+
+def diagnose() -> list[Check]:
+    """All checks, in the order to read and mend them; those that do not apply to this machine are left out.
+
+    Starts a few short-lived processes (nvidia-smi, compilers, Triton probes), each with a time limit.
+    """
+    checks = [software.check_python(), software.check_torch()]
+    if checks[-1].verdict == "missing":
+        # All the rest depends on torch: mend it first.
+        return checks
+    from cs336sys.measure.diagnosis import gpu
+
+    checks += [*gpu.check_devices(read_gpus()), software.check_triton()]
+    if installed_version("triton") is not None:
+        checks += [*gpu.check_triton_kernel(), software.check_triton_interpreter()]
+    checks += [software.check_compiler(), software.check_scipy()]
+    checks += [*profilers.check_nsys(), profilers.check_ncu()]
+    return checks + host.check_host()

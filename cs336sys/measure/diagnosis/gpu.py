@@ -1,0 +1,205 @@
+"""Checks of GPUs, driver, links between GPUs, and of what disturbs timings."""
+
+import os
+import re
+from itertools import combinations
+
+import torch
+
+from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.diagnosis.software import probe_triton
+from cs336sys.measure.environment import nccl_version
+from cs336sys.measure.system import GpuState, run_tool
+
+# Application clocks are somebody's choice and steady; these come and go while a timing runs.
+SLOWDOWNS = {"power cap", "hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
+
+# The driver keeps a few per cent for itself; with less free than this, another program holds memory.
+FREE_MEMORY_SHARE = 0.9
+
+MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+
+
+def check_devices(gpus: list[GpuState]) -> list[Check]:
+    """Everything about the GPUs but running a kernel on them.
+
+    Args:
+        gpus: what nvidia-smi sees; empty without nvidia-smi.
+    """
+    # Asked first, so that this process is not among them.
+    processes = check_processes()
+    checks = [check_gpu(gpus)]
+    if gpus:
+        checks += [check_driver(gpus), check_memory(gpus), processes, check_clocks(gpus)]
+    if torch.cuda.is_available():
+        checks += [check_architecture(), check_nccl(), check_multicast()]
+        if torch.cuda.device_count() > 1:
+            checks.append(check_peer_to_peer())
+    return checks
+
+
+def check_gpu(gpus: list[GpuState]) -> Check:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Check("GPU", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+    if not gpus:
+        return Check(
+            "GPU",
+            "none: everything runs on the CPU, at --size tiny",
+            "warn",
+            "Where there is one, install NVIDIA's driver until `nvidia-smi` shows it.",
+        )
+    found = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
+    if torch.version.cuda is None:
+        mend = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        mend = "CUDA_VISIBLE_DEVICES hides it: `unset CUDA_VISIBLE_DEVICES`."
+    else:
+        mend = "See why: `python -c 'import torch; torch.cuda.init()'`."
+    return Check("GPU", found, "warn", mend)
+
+
+def check_driver(gpus: list[GpuState]) -> Check:
+    """A driver runs every CUDA of its own major version and all older ones (CUDA minor version compatibility)."""
+    match = re.search(r"CUDA Version: (\d+)\.(\d+)", run_tool(["nvidia-smi"]) or "")
+    if match is None or torch.version.cuda is None:
+        return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
+    found = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
+    if int(match[1]) < int(torch.version.cuda.partition(".")[0]):
+        return Check(
+            "driver",
+            found,
+            "warn",
+            f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch.",
+        )
+    return Check("driver", found)
+
+
+def check_architecture() -> Check:
+    """Whether this torch holds machine code, or PTX to compile, for every GPU."""
+    built = torch.cuda.get_arch_list()
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    found = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
+    if built and not all(_runs_on(capability, built) for capability in capabilities):
+        return Check(
+            "compute capability",
+            f"{found}, this torch is built for {' '.join(built)}",
+            "missing",
+            "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU.",
+        )
+    return Check("compute capability", found)
+
+
+def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
+    """Machine code (sm_86) runs on its own and later minor versions, PTX (compute_90) on everything later."""
+    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built)):
+        code = int(major), int(minor)
+        if code <= capability and (kind == "compute" or code[0] == capability[0]):
+            return True
+    return False
+
+
+def check_memory(gpus: list[GpuState]) -> Check:
+    known = [gpu for gpu in gpus if gpu.memory_total_gib and gpu.memory_free_gib is not None]
+    found = "; ".join(
+        f"GPU {gpu.index}: {gpu.memory_free_gib:.1f} of {gpu.memory_total_gib:.1f} GiB free" for gpu in known
+    )
+    if any(gpu.memory_free_gib < FREE_MEMORY_SHARE * gpu.memory_total_gib for gpu in known):
+        return Check("GPU memory", found, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
+    return Check("GPU memory", found or "unknown")
+
+
+def check_processes() -> Check:
+    text = run_tool(["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"])
+    if text is None:
+        return Check("GPU processes", "unknown")
+    processes = [line.split(", ") for line in text.splitlines() if line]
+    if not processes:
+        return Check("GPU processes", "none")
+    return Check(
+        "GPU processes",
+        "; ".join(f"process {pid} holds {memory}" for pid, memory in processes),
+        "warn",
+        "Timings beside another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`.",
+    )
+
+
+def check_clocks(gpus: list[GpuState]) -> Check:
+    found = "; ".join(
+        f"GPU {gpu.index}: {_amount(gpu.sm_clock_mhz)} of {_amount(gpu.max_sm_clock_mhz)} MHz, "
+        f"{_amount(gpu.temperature_c)} C, {_amount(gpu.power_w)} of {_amount(gpu.power_limit_w)} W, "
+        f"limited by {', '.join(gpu.clock_limits) or 'nothing'}"
+        for gpu in gpus
+    )
+    if any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus):
+        return Check(
+            "GPU clocks",
+            found,
+            "warn",
+            "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
+            "`nvidia-smi -q -d PERFORMANCE`.",
+        )
+    return Check("GPU clocks", found)
+
+
+def _amount(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
+
+
+def check_triton_kernel() -> list[Check]:
+    """Compile and run a kernel on the GPU, where there is one."""
+    if not torch.cuda.is_available():
+        return []
+    found = probe_triton("cuda")
+    if found == "ok":
+        return [Check("Triton on the GPU", "compiles and runs a kernel")]
+    return [
+        Check(
+            "Triton on the GPU",
+            found,
+            "missing",
+            "See the whole error: `python -m cs336sys.measure.diagnosis.triton_probe cuda`.",
+        )
+    ]
+
+
+def check_nccl() -> Check:
+    version = nccl_version()
+    if version is not None:
+        return Check("NCCL", version)
+    if torch.cuda.device_count() > 1:
+        return Check("NCCL", "not in this torch", "warn", "Install a torch with it: `python -m pip install torch`.")
+    return Check("NCCL", "not in this torch; one GPU does not need it")
+
+
+def check_multicast() -> Check:
+    """NVLink multicast is the machine owner's choice: cs336sys neither sets nor clears these variables."""
+    values = {name: os.environ.get(name, "not set") for name in MULTICAST_VARIABLES}
+    return Check("NVLink multicast", ", ".join(f"{name}: {value}" for name, value in values.items()))
+
+
+def check_peer_to_peer() -> Check:
+    """Whether the GPUs of each pair reach each other's memory directly, and over which links (nvidia-smi's numbers)."""
+    pairs = list(combinations(range(torch.cuda.device_count()), 2))
+    blocked = [
+        f"{a}-{b}"
+        for a, b in pairs
+        if not (torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a))
+    ]
+    links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
+    shown = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(links.items())) or "unknown"
+    if blocked:
+        return Check(
+            "peer to peer",
+            f"not between GPUs {', '.join(blocked)}; links {shown}",
+            "warn",
+            "Their traffic goes through main memory: see `nvidia-smi topo -p2p r` for the cause.",
+        )
+    return Check("peer to peer", f"between all pairs; links {shown}")
+
+
+def read_links(topology: str) -> dict[tuple[int, int], str]:
+    """Links by pair of GPUs from the matrix that ``nvidia-smi topo -m`` prints: NV18, PIX, PXB, PHB, NODE or SYS."""
+    lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
+    rows = [line.split() for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
+    return {(a, b): rows[a][1 + b] for a, b in combinations(range(len(rows)), 2)}

@@ -1,0 +1,119 @@
+"""Checks of NVIDIA's profilers."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.system import library_loads, run_tool
+
+# Where installers put them when they do not put them on PATH: NVIDIA's packages, the CUDA toolkit, Ubuntu's packages,
+# and a conda environment.
+INSTALL_ROOTS = ("/opt/nvidia", "/usr/local", "/usr/lib", sys.prefix)
+
+# Nsight Compute brings a whole Nsight Systems in its host folder.
+_NSYS_PLACES = (
+    "cuda*/bin/nsys",
+    "nsight-systems/bin/nsys",
+    "nsight-systems/*/bin/nsys",
+    "cuda*/nsight-systems-*/bin/nsys",
+    "nsight-compute/*/host/target-linux-*/nsys",
+    "cuda*/nsight-compute-*/host/target-linux-*/nsys",
+    "nsight-compute-*/host/target-linux-*/nsys",
+)
+_NCU_PLACES = ("cuda*/bin/ncu", "nsight-compute/ncu", "nsight-compute/*/ncu", "cuda*/nsight-compute-*/ncu")
+
+DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
+
+
+@dataclass(frozen=True)
+class Profiler:
+    """An installed profiler that runs."""
+
+    path: Path
+    version: str
+
+
+def find_nsys() -> Profiler | None:
+    """The ``nsys`` to use: the one on PATH, else the newest in the usual install folders; None when none runs."""
+    return _find("nsys", _NSYS_PLACES)
+
+
+def find_ncu() -> Profiler | None:
+    """The ``ncu`` to use: the one on PATH, else the newest in the usual install folders; None when none runs."""
+    return _find("ncu", _NCU_PLACES)
+
+
+def _find(name: str, places: Sequence[str]) -> Profiler | None:
+    for path in _installed(name, places):
+        # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
+        match = re.search(r"[Vv]ersion (\d[\d.]*\d)", run_tool([str(path), "--version"]) or "")
+        if match:
+            return Profiler(path, match[1])
+    return None
+
+
+def _installed(name: str, places: Sequence[str]) -> list[Path]:
+    """The program on PATH first, then the others by the version that their folder names, newest first."""
+    on_path = shutil.which(name)
+    paths = {path for root in INSTALL_ROOTS for place in places for path in Path(root).glob(place)}
+    others = sorted(paths, key=lambda path: _version_key(re.search(r"20\d\d\.[\d.]+", str(path))), reverse=True)
+    return [Path(on_path), *others] if on_path else others
+
+
+def _version_key(match: re.Match[str] | None) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", match[0])] if match else []
+
+
+def check_nsys() -> list[Check]:
+    """Nsight Systems and, where it is there, the importer without which it leaves no report."""
+    nsys = find_nsys()
+    if nsys is None:
+        mend = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
+        return [Check("nsys", _absence("nsys", _NSYS_PLACES), "warn", mend)]
+    return [Check("nsys", f"{nsys.version} at {nsys.path}"), _check_importer(nsys.path)]
+
+
+def _absence(name: str, places: Sequence[str]) -> str:
+    paths = _installed(name, places)
+    return f"{paths[0]} does not run" if paths else "not found"
+
+
+def _check_importer(nsys: Path) -> Check:
+    """nsys writes its report with an importer, in a folder beside its own, that needs elfutils' libdw."""
+    installation = nsys.resolve().parent.parent
+    if library_loads("libdw.so.1") or any(installation.glob("*/libdw.so.1")):
+        return Check("nsys importer", "finds libdw.so.1")
+    return Check(
+        "nsys importer",
+        "lacks libdw.so.1: nsys would leave a .qdstrm file and no report",
+        "warn",
+        "`apt-get install libdw1`, or put a folder with libdw.so.1 and libelf.so.1 into LD_LIBRARY_PATH.",
+    )
+
+
+def check_ncu() -> Check:
+    ncu = find_ncu()
+    if ncu is None:
+        mend = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
+        return Check("ncu", _absence("ncu", _NCU_PLACES), "warn", mend)
+    found = f"{ncu.version} at {ncu.path}"
+    if _counters_need_root() and os.geteuid() != 0:
+        return Check(
+            "ncu",
+            f"{found}; the driver keeps performance counters from users",
+            "warn",
+            "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`.",
+        )
+    return Check("ncu", found)
+
+
+def _counters_need_root() -> bool:
+    try:
+        return "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
+    except OSError:
+        return False

@@ -1,0 +1,134 @@
+"""Checks of Python, torch, Triton and what they need from the system."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.system import installed_version, run_tool
+
+# The interpreter answers in 1.6 s on two cores; on a GPU Triton first compiles its C launcher and the kernel.
+PROBE_TIMEOUT_S = 60.0
+
+
+def check_python() -> Check:
+    version, wanted = platform.python_version(), _supported_python()
+    if wanted.contains(version, prereleases=True):
+        return Check("Python", version)
+    return Check(
+        "Python",
+        f"{version}, supported is {wanted}",
+        "missing",
+        "Make an environment with a newer Python: `uv venv --python 3.12`.",
+    )
+
+
+def check_torch() -> Check:
+    wanted = required("torch", by="cs336sys")
+    mend = f'`python -m pip install "torch{wanted}"`.'
+    version = installed_version("torch")
+    if version is None:
+        return Check("torch", "not installed", "missing", mend)
+    try:
+        import torch  # noqa: F401
+    except Exception as error:
+        # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
+        return Check("torch", f"{version}, import fails: {error}", "missing", f"Install it again: {mend}")
+    if not wanted.contains(version, prereleases=True):
+        return Check("torch", f"{version}, supported is {wanted}", "missing", mend)
+    return Check("torch", version)
+
+
+def check_triton() -> Check:
+    """Triton's version against cs336sys's requirement and against the version that this torch was built with."""
+    version = installed_version("triton")
+    wanted, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
+    if platform.system() != "Linux" and version is None:
+        return Check("Triton", f"not on {platform.system()}", "warn", "Use Linux, or WSL2: `wsl --install`.")
+    mend = f'`python -m pip install "triton{pinned or wanted}"`.'
+    if version is None:
+        return Check("Triton", "not installed", "missing", mend)
+    if not wanted.contains(version, prereleases=True):
+        return Check("Triton", f"{version}, supported is {wanted}", "missing", mend)
+    if not pinned.contains(version, prereleases=True):
+        return Check("Triton", f"{version}, this torch wants {pinned}", "warn", mend)
+    return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch wants no certain version'}")
+
+
+def check_triton_interpreter() -> Check:
+    """The interpreter lets kernels be tested without a GPU."""
+    numpy = installed_version("numpy")
+    found = probe_triton("cpu")
+    if found == "ok":
+        return Check("Triton interpreter", f"works, numpy {numpy}")
+    triton = installed_version("triton")
+    if triton and numpy and Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        mend = 'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.'
+    else:
+        mend = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
+    return Check("Triton interpreter", f"{found}; numpy {numpy}", "warn", mend)
+
+
+def probe_triton(device: str) -> str:
+    """Run a kernel in a process of its own, on ``cuda`` or in the interpreter (``cpu``): "ok" or what went wrong."""
+    output = run_tool(
+        [sys.executable, "-m", "cs336sys.measure.diagnosis.triton_probe", device],
+        timeout_s=PROBE_TIMEOUT_S,
+        variables={"TRITON_INTERPRET": "1" if device == "cpu" else "0"},
+    )
+    if output is None:
+        return f"the process died or was not done after {PROBE_TIMEOUT_S:g} s"
+    return output.splitlines()[-1] if output else "no answer"
+
+
+def check_compiler() -> Check:
+    """Triton compiles its launchers with a C compiler and Python's headers; torch.compile on a CPU needs C++."""
+    c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    found = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
+    if c is None or cpp is None:
+        return Check("C compiler", found, "warn", "--compile and Triton need it: `apt-get install build-essential`.")
+    if not headers:
+        return Check("C compiler", found, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
+    return Check("C compiler", found)
+
+
+def _compiler(variable: str, *names: str) -> str | None:
+    for name in (os.environ.get(variable), *names):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+def check_scipy() -> Check:
+    version = installed_version("scipy")
+    if version is None:
+        return Check("scipy", "not installed", "warn", "`compare` needs it: `python -m pip install scipy`.")
+    return Check("scipy", version)
+
+
+def required(package: str, *, by: str) -> SpecifierSet:
+    """Versions of ``package`` that an installed package requires on this platform; empty when it names none."""
+    try:
+        requirements = map(Requirement, importlib.metadata.requires(by) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return SpecifierSet()
+    for requirement in requirements:
+        if requirement.name == package and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
+            return requirement.specifier
+    return SpecifierSet()
+
+
+def _supported_python() -> SpecifierSet:
+    try:
+        return SpecifierSet(importlib.metadata.metadata("cs336sys")["Requires-Python"] or "")
+    except importlib.metadata.PackageNotFoundError:
+        return SpecifierSet()

@@ -1,0 +1,40 @@
+"""Runs one small Triton kernel and prints "ok", or what went wrong in one line.
+
+A module and a process of its own: Triton reads a kernel's source from its file, decides on its interpreter when it is
+imported, and a kernel that fails can leave a process without a usable GPU. Usage:
+``python -m cs336sys.measure.diagnosis.triton_probe cuda``, or ``cpu`` with TRITON_INTERPRET=1.
+"""
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sum_kernel(x_ptr, sum_ptr, n, BLOCK: tl.constexpr):
+    # A loop bound known only at run time is what numpy 2.4 broke in the interpreter of Triton before 3.7.
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + offsets, mask=offsets < n, other=0.0)
+    tl.store(sum_ptr, tl.sum(total, 0))
+
+
+def main(device: str) -> None:
+    x = torch.arange(100, dtype=torch.float32, device=device)
+    result = torch.zeros(1, device=device)
+    try:
+        _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)
+        found = result.item()
+    except Exception as error:
+        # Whatever it is, it is the finding. Triton's own errors show the source first and the cause last.
+        lines = str(error).strip().splitlines() or [""]
+        print(f"{type(error).__name__}: {lines[-1]}")
+        return
+    print("ok" if found == 4950 else f"wrong result: sum of 0 to 99 is 4950, not {found:g}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,148 @@
+"""Describes the machine and the settings that a measurement was taken with."""
+
+import contextlib
+import os
+import platform
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cs336sys
+from cs336sys.measure.system import cpu_cores, cpu_model, installed_version, read_gpus, run_tool
+from cs336sys.results import Run
+
+# Variables that change what runs, how fast, or in how much memory; a name ending in "_" stands for all that begin so.
+RELEVANT_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_",
+    "TORCH_SYMM_MEM_",
+    "TRITON_INTERPRET",
+)
+
+
+def new_run(arguments: Sequence[str], *, seed: int | None = None) -> Run:
+    """The record of an invocation that starts now on this machine."""
+    return Run(
+        run_id=str(uuid.uuid4()),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        arguments=tuple(arguments),
+        machine=describe_machine(),
+        environment=describe_environment(seed=seed),
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware and versions that timings depend on, as JSON scalars; None for what is not there.
+
+    Names no host, user or path, so that result files can be published. The CPU is part of it on GPU machines too: it
+    launches the kernels.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    drivers = {gpu.driver for gpu in read_gpus()}
+    return {
+        "gpu": ", ".join(dict.fromkeys(names)) or None,
+        "gpu_count": count,
+        "cpu": cpu_model(),
+        "cpu_cores": cpu_cores(),
+        "driver": drivers.pop() if drivers else None,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": installed_version("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version(),
+        "nccl": nccl_version(),
+    }
+
+
+def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
+    """Everything else worth knowing later, as JSON scalars; None for what cannot be found out.
+
+    The source revision, matmul precision and TF32, threads, the seed, every variable of :data:`RELEVANT_VARIABLES` that
+    is set, and the state of each visible GPU at this moment (``gpu0_sm_clock_mhz``, ...).
+    """
+    commit, dirty = source_revision()
+    precision = None
+    with contextlib.suppress(RuntimeError):
+        # torch refuses to answer when TF32 was set through both its old and its new interface.
+        precision = torch.get_float32_matmul_precision()
+    description = {
+        "cs336sys": cs336sys.__version__,
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "seed": seed,
+        "float32_matmul_precision": precision,
+        "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "torch_threads": torch.get_num_threads(),
+    }
+    return description | _relevant_variables() | _gpu_states()
+
+
+def source_revision() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that cs336sys is imported from, and whether its tracked files differ from it.
+
+    (None, None) when cs336sys is not imported from a git checkout of its own, or git is missing.
+    """
+    git = ["git", "-C", str(Path(cs336sys.__file__).parent)]
+    # A repository that merely contains the virtual environment tracks no file of this package.
+    if run_tool([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
+        return None, None
+    revision = run_tool([*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
+    if revision is None:
+        return None, None
+    commit, _, dirty = revision.partition("-")
+    return commit, bool(dirty)
+
+
+def nccl_version() -> str | None:
+    """Version of the NCCL that torch was built with, or None."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _cudnn_version() -> str | None:
+    """cuDNN packs its version into one number; since version 9 as major * 10000 + minor * 100 + patch."""
+    number = torch.backends.cudnn.version()
+    return None if number is None else f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+def _relevant_variables() -> dict[str, str]:
+    prefixes = tuple(name for name in RELEVANT_VARIABLES if name.endswith("_"))
+    return {
+        # A path would name this machine's folders or its user.
+        name: "(a path)" if "/" in value else value
+        for name, value in sorted(os.environ.items())
+        if name in RELEVANT_VARIABLES or name.startswith(prefixes)
+    }
+
+
+def _gpu_states() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    states = {gpu.uuid: gpu for gpu in read_gpus()}
+    description = {}
+    for index in range(torch.cuda.device_count()):
+        gpu = states.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        if gpu is not None:
+            description |= {
+                f"gpu{index}_sm_clock_mhz": gpu.sm_clock_mhz,
+                f"gpu{index}_max_sm_clock_mhz": gpu.max_sm_clock_mhz,
+                f"gpu{index}_temperature_c": gpu.temperature_c,
+                f"gpu{index}_power_w": gpu.power_w,
+                f"gpu{index}_power_limit_w": gpu.power_limit_w,
+                f"gpu{index}_clock_limits": ", ".join(gpu.clock_limits),
+            }
+    return description

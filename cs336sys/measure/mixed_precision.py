@@ -1,0 +1,158 @@
+"""What low precision does to a sum, and which dtypes autocast gives to the parts of a model.
+
+Source: handout, problems mixed_precision_accumulation and benchmarking_mixed_precision.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cs336sys.results import Status
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+TERM = 0.01
+TERMS = 1000
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The sum of :data:`TERMS` times :data:`TERM` (exactly 10) in one choice of dtypes."""
+
+    name: str
+    total: float
+
+    @property
+    def absolute_error(self) -> float:
+        return abs(self.total - TERMS * TERM)
+
+    @property
+    def relative_error(self) -> float:
+        return self.absolute_error / (TERMS * TERM)
+
+
+def accumulate(device: torch.device) -> list[Accumulation]:
+    """The handout's four sums, computed one addition after another on ``device``."""
+    cases = (
+        ("fp32 += fp32", torch.float32, torch.float32, False),
+        ("fp16 += fp16", torch.float16, torch.float16, False),
+        ("fp32 += fp16", torch.float32, torch.float16, False),
+        ("fp32 += fp16 upcast to fp32 first", torch.float32, torch.float16, True),
+    )
+    sums = []
+    for name, sum_dtype, term_dtype, upcast in cases:
+        total = torch.tensor(0, dtype=sum_dtype, device=device)
+        for _ in range(TERMS):
+            term = torch.tensor(TERM, dtype=term_dtype, device=device)
+            total += term.type(sum_dtype) if upcast else term
+        sums.append(Accumulation(name, total.item()))
+    return sums
+
+
+class ToyModel(nn.Module):
+    """The handout's model, with a choice of normalization."""
+
+    def __init__(self, in_features: int, out_features: int, norm: type[nn.Module] = nn.LayerNorm):
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, 10, bias=False)
+        self.ln = norm(10)
+        self.fc2 = nn.Linear(10, out_features, bias=False)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.fc1(x))
+        x = self.ln(x)
+        return self.fc2(x)
+
+
+LOSSES = {"cross-entropy": F.cross_entropy, "mse": F.mse_loss}
+
+_BATCH, _IN_FEATURES, _OUT_FEATURES = 4, 20, 5
+
+
+@dataclass(frozen=True)
+class AutocastDtypes:
+    """Dtypes (``fp32``, ``fp16``, ``bf16``) of a :class:`ToyModel`'s parts in one training step under autocast.
+
+    Attributes:
+        precision: what autocast was asked for.
+        loss_function: a name of :data:`LOSSES`.
+        status: ``unsupported``, with the ``reason`` and nothing else, where this device or torch cannot run it.
+        parameters: as seen inside the autocast context.
+        rms_norm: output of ``nn.RMSNorm`` in the layer norm's place; all the rest is of the model with layer norm.
+        loss_outside: the same loss computed from the same logits after the autocast context was left.
+    """
+
+    precision: str
+    loss_function: str
+    status: Status = "ok"
+    reason: str | None = None
+    parameters: str | None = None
+    fc1: str | None = None
+    layer_norm: str | None = None
+    rms_norm: str | None = None
+    logits: str | None = None
+    loss: str | None = None
+    loss_outside: str | None = None
+    gradients: str | None = None
+
+
+def autocast_dtypes(precision: str, loss_function: str, device: torch.device) -> AutocastDtypes:
+    """Run one training step of the toy model under autocast and see which dtype each part has."""
+    try:
+        with_layer_norm = _train_step(nn.LayerNorm, DTYPES[precision], loss_function, device)
+        with_rms_norm = _train_step(nn.RMSNorm, DTYPES[precision], loss_function, device)
+    except RuntimeError as error:
+        # How torch says that a device lacks a dtype differs by device and operation; RuntimeError is their common base.
+        return AutocastDtypes(precision, loss_function, "unsupported", str(error).splitlines()[0])
+    return AutocastDtypes(
+        precision,
+        loss_function,
+        layer_norm=with_layer_norm.pop("ln"),
+        rms_norm=with_rms_norm.pop("ln"),
+        **with_layer_norm,
+    )
+
+
+def _train_step(
+    norm: type[nn.Module], autocast_dtype: torch.dtype, loss_function: str, device: torch.device
+) -> dict[str, str]:
+    """Dtype by part: parameters, fc1, ln, logits, loss, loss_outside, gradients.
+
+    Raises:
+        RuntimeError: the device cannot autocast to ``autocast_dtype``.
+    """
+    model = ToyModel(_IN_FEATURES, _OUT_FEATURES, norm).to(device)
+    x = torch.randn(_BATCH, _IN_FEATURES, device=device)
+    if loss_function == "cross-entropy":
+        targets = torch.randint(_OUT_FEATURES, (_BATCH,), device=device)
+    else:
+        targets = torch.randn(_BATCH, _OUT_FEATURES, device=device)
+    compute_loss = LOSSES[loss_function]
+
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def record(part: str):
+        return lambda module, inputs, output: seen.update({part: {output.dtype}})
+
+    for part, module in (("fc1", model.fc1), ("ln", model.ln), ("logits", model.fc2)):
+        module.register_forward_hook(record(part))
+
+    with warnings.catch_warnings():
+        # torch warns where it autocasts to nothing (told apart below) or a norm has no fused kernel for mixed dtypes.
+        warnings.simplefilter("ignore")
+        with torch.autocast(device.type, autocast_dtype):
+            if not torch.is_autocast_enabled(device.type):
+                raise RuntimeError(f"torch {torch.__version__} does not autocast to {autocast_dtype} on {device.type}")
+            logits = model(x)
+            loss = compute_loss(logits, targets)
+            seen["parameters"] = {parameter.dtype for parameter in model.parameters()}
+        seen["loss"] = {loss.dtype}
+        seen["loss_outside"] = {compute_loss(logits, targets).dtype}
+        loss.backward()
+        seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters()}
+    return {part: ", ".join(sorted(_NAMES[dtype] for dtype in dtypes)) for part, dtypes in seen.items()}

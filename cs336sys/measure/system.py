@@ -1,0 +1,180 @@
+"""What the operating system and the NVIDIA driver's tools say about this machine; no torch.
+
+Nothing here raises because a tool is missing, fails or hangs: the answer is then None or empty.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB_PER_GIB = 1024
+
+
+def run_tool(
+    command: Sequence[str], *, timeout_s: float = 5.0, variables: Mapping[str, str] | None = None
+) -> str | None:
+    """Standard output of a command; None when it is missing, fails or is not done after ``timeout_s``.
+
+    Args:
+        variables: environment variables set for the command besides the inherited ones.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=os.environ | (variables or {}),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def library_loads(name: str) -> bool:
+    """Whether the dynamic loader finds a shared library and all that it depends on."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed Python package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str | None:
+    """Name of the processor."""
+    if platform.system() == "Darwin":
+        return run_tool(["sysctl", "-n", "machdep.cpu.brand_string"])
+    # lscpu, because /proc/cpuinfo has no model name on ARM.
+    for line in (run_tool(["lscpu"], variables={"LC_ALL": "C"}) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Model name":
+            return value.strip()
+    return platform.processor() or None
+
+
+def cpu_cores() -> int | None:
+    """Number of logical cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def memory_gib() -> tuple[float | None, float | None]:
+    """Main memory of this machine, or of the container that this process is confined to: (total, available) in GiB."""
+    values = {}
+    for line in _read_text("/proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        values[name] = float(value.split()[0]) / 2**20
+    total, available = values.get("MemTotal"), values.get("MemAvailable")
+    limit, used = _read_text("/sys/fs/cgroup/memory.max"), _read_text("/sys/fs/cgroup/memory.current")
+    if total is not None and limit.isdigit() and int(limit) / 2**30 < total:
+        total = int(limit) / 2**30
+        available = min(available, total - int(used or 0) / 2**30)
+    return total, available
+
+
+def is_wsl() -> bool:
+    """Whether this is the Windows Subsystem for Linux."""
+    return "microsoft" in platform.uname().release.lower()
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One NVIDIA GPU as ``nvidia-smi`` sees it at this moment; what it does not tell is None.
+
+    Attributes:
+        index: its number for nvidia-smi, which does not heed CUDA_VISIBLE_DEVICES.
+        clock_limits: what holds the clocks down, names of :data:`CLOCK_LIMITS`; an idle GPU's low clocks are no limit.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    driver: str | None
+    memory_total_gib: float | None
+    memory_free_gib: float | None
+    sm_clock_mhz: float | None
+    max_sm_clock_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    power_limit_w: float | None
+    clock_limits: tuple[str, ...]
+
+
+# Bits of NVML's clocks event reasons (NVML API reference, NvmlClocksEventReasons).
+CLOCK_LIMITS = {
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+
+_GPU_FIELDS = (
+    "index,uuid,name,driver_version,memory.total,memory.free,"
+    "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"
+)
+# Drivers before 535 know the field by its older name only, and refuse the whole query for an unknown name.
+_CLOCK_LIMIT_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+
+
+def read_gpus() -> list[GpuState]:
+    """All GPUs of this machine; empty without nvidia-smi."""
+    for field in _CLOCK_LIMIT_FIELDS:
+        text = run_tool(["nvidia-smi", f"--query-gpu={_GPU_FIELDS},{field}", "--format=csv,noheader,nounits"])
+        if text is not None:
+            rows = [line.split(", ") for line in text.splitlines()]
+            # A GPU that was lost, or none at all, makes a sentence among the rows.
+            return [_gpu_state(row) for row in rows if len(row) == _GPU_FIELDS.count(",") + 2]
+    return []
+
+
+def _gpu_state(values: list[str]) -> GpuState:
+    index, uuid, name, driver, *numbers, limits = values
+    total, free, clock, max_clock, temperature, power, power_limit = map(_number, numbers)
+    bits = int(limits, 16) if limits.startswith("0x") else 0
+    return GpuState(
+        index=int(index),
+        uuid=uuid,
+        name=name,
+        driver=None if driver.startswith("[") else driver,
+        memory_total_gib=None if total is None else total / MIB_PER_GIB,
+        memory_free_gib=None if free is None else free / MIB_PER_GIB,
+        sm_clock_mhz=clock,
+        max_sm_clock_mhz=max_clock,
+        temperature_c=temperature,
+        power_w=power,
+        power_limit_w=power_limit,
+        clock_limits=tuple(name for bit, name in CLOCK_LIMITS.items() if bits & bit),
+    )
+
+
+def _number(text: str) -> float | None:
+    """A CSV value; None for ``[N/A]``, ``[Not Supported]`` and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,189 @@
+"""The tables of ``flash`` and ``attn``, built from their cells; columns and formulas are in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.activations import attention_memory
+from cs336sys.accounting.memory import GIB
+from cs336sys.report.machine import machine_words
+from cs336sys.report.tables import Column, Table
+from cs336sys.results import Cell, Run, configuration_key
+
+_SHAPE_COLUMNS = {
+    "batch_size": Column("batch_size", "batch"),
+    "heads": Column("heads", "heads"),
+    "context": Column("context", "context"),
+    "head_dim": Column("head_dim", "head dim"),
+    "dtype": Column("dtype", "dtype"),
+    "causal": Column("causal", "causal"),
+}
+_PARTS = ("forward", "backward", "end_to_end")
+
+
+def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
+    """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
+    varying = {name: column for name, column in _SHAPE_COLUMNS.items() if len(_values(cells, name)) > 1}
+    baselines = {
+        _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
+    }
+    rows = [_flash_row(cell, baselines.get(_shape(cell))) for cell in cells]
+    columns = [
+        *varying.values(),
+        Column("implementation", "implementation"),
+        *(Column(f"{part}_ms", part.replace("_", "-"), "ms") for part in _PARTS),
+        Column("end_to_end_p20_ms", "p20", "ms"),
+        Column("end_to_end_p80_ms", "p80", "ms"),
+        *(Column(f"{part}_tflops", part.replace("_", "-"), "tflops") for part in _PARTS),
+        *(Column(f"{part}_speedup", f"{part.replace('_', '-')} over {baseline}", "ratio") for part in _PARTS),
+        *(Column(f"{name}_error", f"{name} error") for name in ("out", "dq", "dk", "dv")),
+        Column("peak_gib", "peak", "gib"),
+        Column("status", "status"),
+    ]
+    notes = ["medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"]
+    notes += _reasons(cells)
+    return [Table("flash", _title("flash", cells, run, varying), tuple(columns), rows, notes=tuple(notes))]
+
+
+def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
+    row = dict(cell.configuration) | {"status": cell.status}
+    row |= {name: f"{value:.1e}" for name, value in cell.derived.items() if name.endswith("_error")}
+    if cell.status != "ok":
+        return row
+    row |= {name: value for name, value in cell.derived.items() if not name.endswith("_error")}
+    for part in _PARTS:
+        row[f"{part}_ms"] = cell.samples[part].median
+        if baseline is not None:
+            row[f"{part}_speedup"] = baseline.samples[part].median / cell.samples[part].median
+    for percent in (20, 80):
+        row[f"end_to_end_p{percent}_ms"] = cell.samples["end_to_end"].percentile(percent)
+    return row
+
+
+def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Times and memory of plain attention, and the memory of the smallest shape that does not fit, worked through."""
+    varying = {name: column for name, column in _SHAPE_COLUMNS.items() if len(_values(cells, name)) > 1}
+    columns = (
+        *varying.values(),
+        Column("implementation", "implementation"),
+        Column("forward_ms", "forward", "ms"),
+        Column("backward_ms", "backward", "ms"),
+        Column("held_gib", "held before backward", "gib"),
+        Column("predicted_held_gib", "predicted", "gib"),
+        Column("peak_gib", "peak", "gib"),
+        Column("predicted_peak_gib", "predicted", "gib"),
+        Column("status", "status"),
+    )
+    rows = [_attn_row(cell) for cell in cells]
+    steps = ", ".join(sorted({f"{c.configuration['steps']} steps after {c.configuration['warmup']}" for c in cells}))
+    notes = [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution"] if cells else []
+    tables = [Table("attn", _title("attn", cells, run, varying), columns, rows, notes=(*notes, *_reasons(cells)))]
+    out_of_memory = [cell for cell in cells if cell.status == "oom"]
+    if out_of_memory:
+        tables.append(_worked_through(min(out_of_memory, key=lambda cell: _predicted(cell).peak)))
+    growth = _growth(cells)
+    return [*tables, growth] if growth else tables
+
+
+def _attn_row(cell: Cell) -> dict[str, Any]:
+    memory = _predicted(cell)
+    row = dict(cell.configuration) | {"status": cell.status}
+    row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
+    return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
+
+
+def _predicted(cell: Cell):
+    shape = cell.configuration
+    return attention_memory(
+        shape["batch_size"] * shape["heads"],
+        shape["context"],
+        shape["head_dim"],
+        shape["dtype"],
+        causal=shape["causal"],
+        implementation="eager",
+    )
+
+
+def _worked_through(cell: Cell) -> Table:
+    """Where the memory of one shape goes, tensor by tensor."""
+    shape, memory = cell.configuration, _predicted(cell)
+    sequences, context, head_dim = shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"]
+    element = {"fp32": 4, "bf16": 2, "fp16": 2}[shape["dtype"]]
+    tensor = f"{sequences} x {context} x {head_dim} x {element} bytes"
+    square = f"{sequences} x {context}^2 x {element} bytes"
+    parts = [
+        ("query, key, value", f"3 x {tensor}", memory.inputs),
+        ("scaled query", tensor, memory.scaled_query),
+        ("causal mask", f"{context}^2 bytes", memory.mask),
+        ("probabilities", square, memory.probabilities),
+        ("output", tensor, memory.output),
+        ("held before backward", "the sum of these", memory.held),
+        ("gradients of output and value, of probabilities and scores", f"2 x {tensor} + 2 x {square}", memory.backward),
+        ("peak of the backward pass", "all together", memory.peak),
+    ]
+    rows = [{"what": what, "formula": formula, "gib": count / GIB} for what, formula, count in parts if count]
+    title = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {shape['dtype']}"
+    return Table(
+        "accounting", title, (Column("what", "what"), Column("formula", "formula"), Column("gib", "", "gib")), rows
+    )
+
+
+def _growth(cells: Sequence[Cell]) -> Table | None:
+    """How the memory held for the backward pass grows from each context to the next."""
+    measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
+    rows = []
+    for cell in measured:
+        shape = cell.configuration
+        shorter = [
+            other
+            for other in measured
+            if configuration_key(other.configuration, ("context",)) == configuration_key(shape, ("context",))
+            and other.configuration["context"] < shape["context"]
+        ]
+        if shorter:
+            before = max(shorter, key=lambda other: other.configuration["context"])
+            rows.append(
+                {
+                    "implementation": shape["implementation"],
+                    "head_dim": shape["head_dim"],
+                    "contexts": f"{before.configuration['context']} to {shape['context']}",
+                    "context_ratio": shape["context"] / before.configuration["context"],
+                    "held_ratio": cell.derived["held_gib"] / before.derived["held_gib"],
+                }
+            )
+    if not rows:
+        return None
+    columns = (
+        Column("implementation", "implementation"),
+        Column("head_dim", "head dim"),
+        Column("contexts", "context"),
+        Column("context_ratio", "context grows", "ratio"),
+        Column("held_ratio", "held memory grows", "ratio"),
+    )
+    note = "Near the square of the context's growth the probabilities dominate; FlashAttention holds none of them."
+    return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))
+
+
+def _shape(cell: Cell) -> str:
+    return configuration_key(cell.configuration, ignore=("implementation",))
+
+
+def _values(cells: Sequence[Cell], name: str) -> set:
+    return {cell.configuration[name] for cell in cells}
+
+
+def _reasons(cells: Sequence[Cell]) -> list[str]:
+    reasons = dict.fromkeys(
+        f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in cells if cell.reason
+    )
+    return list(reasons)
+
+
+def _title(command: str, cells: Sequence[Cell], run: Run | None, varying: dict[str, Column]) -> str:
+    if not cells:
+        return f"{command}: nothing measured"
+    constant = [
+        f"{column.header} {cells[0].configuration[name]}"
+        for name, column in _SHAPE_COLUMNS.items()
+        if name not in varying
+    ]
+    return f"{command}: {', '.join([*constant, *machine_words(run)])}"

@@ -1,0 +1,136 @@
+"""Numbers as text, by unit: the one place where digits are rounded."""
+
+import math
+from dataclasses import dataclass
+
+from cs336sys.results import Samples
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How the numbers of one unit are written.
+
+    Attributes:
+        label: the unit's name for a column header; empty where every number carries its own.
+        digits: significant digits, as far as ``most_decimals`` and the digits before the point allow.
+        scales: (divisor, suffix) in rising order; a number is written in the largest that does not exceed it.
+    """
+
+    label: str = ""
+    digits: int = 4
+    most_decimals: int = 4
+    scales: tuple[tuple[float, str], ...] = ((1, ""),)
+
+
+# By the unit's name as column names and samples spell it; any other unit is written like ms under its own name.
+UNITS = {
+    "ms": Unit("ms"),
+    "gib": Unit("GiB"),
+    "gbps": Unit("GB/s"),
+    "tflops": Unit("TFLOP/s"),
+    "tokens_per_s": Unit("tokens/s", most_decimals=1),
+    "percent": Unit("%", digits=3, most_decimals=2),
+    "ratio": Unit(most_decimals=3, scales=((1, "x"),)),
+    "p_value": Unit(digits=2),
+    "count": Unit(most_decimals=0),
+    "parameters": Unit(most_decimals=2, scales=((1, ""), (1e3, " K"), (1e6, " M"), (1e9, " B"), (1e12, " T"))),
+    "bytes": Unit(most_decimals=2, scales=((1, " B"), (2**10, " KiB"), (2**20, " MiB"), (2**30, " GiB"))),
+}
+
+
+def unit_label(unit: str | None) -> str:
+    """What a column header says after its comma: ``GiB`` for ``gib``, nothing where the numbers carry their unit."""
+    return "" if unit is None else _rule(unit).label
+
+
+def format_value(value: "str | bool | int | float | Samples | None", unit: str | None = None) -> str:
+    """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Samples):
+        if not value.measured:
+            return MISSING
+        std = value.std if len(value.measured) > 1 else None
+        return format_mean_std(value.mean, std, unit or value.unit)
+    return format_number(value, unit)
+
+
+def format_number(value: float | None, unit: str | None = None) -> str:
+    """A number under a header that names its unit: four significant digits, thousands separators, ``-`` for None.
+
+    Without a unit a whole number keeps all digits and no separators, and another up to four decimals.
+    """
+    if value is None:
+        return MISSING
+    if unit is None:
+        return _format_bare(value)
+    rule = _rule(unit)
+    divisor, suffix = _scale(value, rule)
+    if isinstance(value, int) and divisor == 1:
+        return f"{value:,}{suffix}"
+    scaled = value / divisor
+    decimals = _decimals(scaled, rule.digits, rule.most_decimals)
+    if scaled and not round(scaled, decimals):
+        return f"{scaled:.1e}{suffix}"
+    return _fixed(scaled, decimals) + suffix
+
+
+def format_mean_std(mean: float, std: float | None, unit: str) -> str:
+    """``12.34 ± 0.05``: both in the same unit with the same number of decimals.
+
+    A std that is large beside its mean is shown with two digits, and the mean then with as few as three; one that would
+    be rounded to 0 gets one decimal more where that shows it.
+    """
+    if std is None or not math.isfinite(mean):
+        return format_number(mean, unit)
+    rule = _rule(unit)
+    divisor, suffix = _scale(mean, rule)
+    mean, std = mean / divisor, std / divisor
+    larger = max(abs(mean), std) if math.isfinite(std) else abs(mean)
+    of_std = _decimals(std, 2, rule.most_decimals)
+    of_mean = _decimals(larger, rule.digits - 1, rule.most_decimals)
+    decimals = min(_decimals(larger, rule.digits, rule.most_decimals), max(of_std, of_mean))
+    if math.isfinite(std) and round(std, decimals) == 0 < round(std, decimals + 1):
+        decimals += 1
+    return f"{_fixed(mean, decimals)} ± {_fixed(std, decimals)}{suffix}"
+
+
+def format_quantity(value: float | None, unit: str) -> str:
+    """A number with its unit, for running text: ``12.34 ms``, ``1.50 GiB``, ``5.00 %``."""
+    label = unit_label(unit) if value is not None else ""
+    return f"{format_number(value, unit)} {label}".rstrip()
+
+
+def _rule(unit: str) -> Unit:
+    return UNITS.get(unit) or Unit(unit)
+
+
+def _scale(value: float, rule: Unit) -> tuple[float, str]:
+    fitting = [scale for scale in rule.scales if math.isfinite(value) and scale[0] <= abs(value)]
+    return fitting[-1] if fitting else rule.scales[0]
+
+
+def _decimals(value: float, digits: int, most: int) -> int:
+    """Decimals that show ``value`` with ``digits`` significant digits, at most ``most``."""
+    if value == 0 or not math.isfinite(value):
+        return most
+    # The exponent after rounding: 9.9996 with four digits is 10.00.
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return min(max(digits - 1 - exponent, 0), most)
+
+
+def _fixed(value: float, decimals: int) -> str:
+    # z: a small negative number is rounded to 0.00, not to -0.00.
+    return f"{value:z,.{decimals}f}"
+
+
+def _format_bare(value: float) -> str:
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-4:
+        return f"{value:.2g}"
+    return f"{value:z.4f}".rstrip("0").rstrip(".")

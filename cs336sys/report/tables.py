@@ -1,0 +1,387 @@
+"""Tables for people (terminal, Markdown, LaTeX, Typst) and for programs (csv, json), from the same rows."""
+
+import csv
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cs336sys.errors import UsageError
+from cs336sys.report.numbers import format_value, unit_label
+from cs336sys.results import Samples
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.table
+
+SCHEMA_VERSION = 1
+
+Value = str | bool | int | float | Samples | None
+
+# On a narrow terminal a text column is wrapped down to this width before the table is turned into records.
+_NARROWEST_TEXT = 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: the name for programs, with its unit: ``forward_ms``, ``parameters``, ``peak_gib``.
+        header: the name for people, without it: ``forward``.
+        unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
+    """
+
+    key: str
+    header: str
+    unit: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Header and unit, ``forward, ms``; a header that is or ends with its unit (``tokens/s``) stands alone."""
+        label = unit_label(self.unit)
+        return self.header if self.header.endswith(label) else f"{self.header}, {label}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns.
+
+    Attributes:
+        name: the table's name for programs.
+        title: its caption for people.
+        rows: values by column key; a missing key is None, and a key that no column has is left out.
+        notes: sentences printed below the table.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Value]]
+    notes: Sequence[str] = ()
+
+
+def render(tables: Sequence[Table], format: str) -> str:
+    """All tables as one text that ends with a newline.
+
+    - ``table``, ``markdown``, ``latex`` (booktabs), ``typst``: for people. Samples are mean ± std, columns without a
+      value in any row are left out, titles and notes are shown, and nothing is cut to a width.
+    - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. A column that holds samples,
+      ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
+      number among them stands under ``_mean``. NaN and infinity are null, which is all that JSON has for them.
+    - ``csv``: likewise with mean and std, without titles and notes; several tables are separated by an empty line.
+
+    Numbers for programs are not rounded.
+
+    Raises:
+        UsageError: the format is unknown.
+    """
+    _check_format(format)
+    return _RENDERERS[format](tables)
+
+
+def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None) -> None:
+    """Write the tables to the file ``output``, or else to stdout.
+
+    Without a format a terminal gets ``table`` drawn by rich, and everything else gets ``markdown``.
+
+    Raises:
+        UsageError: the format is unknown, or ``output`` cannot be written.
+    """
+    if output is None and format in (None, "table") and sys.stdout.isatty():
+        from rich.console import Console
+
+        print_tables(tables, Console())
+        return
+    text = render(tables, format or "markdown")
+    if output is None:
+        encoding = sys.stdout.encoding or "utf-8"
+        # A terminal without Unicode shows ? for ±; numbers that took an hour to measure must not end in a traceback.
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def check_output(output: Path | None, format: str | None = None) -> None:
+    """Find out before anything is measured whether :func:`emit` will be able to write; a file there keeps its content.
+
+    Raises:
+        UsageError: the format is unknown, or ``output`` cannot be written.
+    """
+    if format is not None:
+        _check_format(format)
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        existed = output.exists()
+        output.open("a").close()
+        if not existed:
+            output.unlink()
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _check_format(format: str) -> None:
+    if format not in _RENDERERS:
+        raise UsageError(f"unknown format '{format}': choose from {', '.join(_RENDERERS)}")
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write --output {path}: {error.strerror or error}")
+
+
+def _is_empty(value: Value) -> bool:
+    return value is None or (isinstance(value, Samples) and not value.measured)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A table as text for people: only the columns that have a value somewhere."""
+
+    headers: list[str]
+    rows: list[list[str]]
+    is_number: list[bool]
+
+    @property
+    def alignment(self) -> list[str]:
+        return ["right" if is_number else "left" for is_number in self.is_number]
+
+    def map(self, escape: Callable[[str], str]) -> "_Grid":
+        return _Grid(
+            [escape(text) for text in self.headers],
+            [[escape(text) for text in row] for row in self.rows],
+            self.is_number,
+        )
+
+
+def _grid(table: Table) -> _Grid:
+    columns, is_number = [], []
+    for column in table.columns:
+        values = [value for row in table.rows if not _is_empty(value := row.get(column.key))]
+        if values or not table.rows:
+            columns.append(column)
+            is_number.append(bool(values) and not any(isinstance(value, str | bool) for value in values))
+    rows = [[_one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
+    return _Grid([column.title for column in columns], rows, is_number)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def _tabulate(grid: _Grid, style: str) -> str:
+    from tabulate import tabulate
+
+    # disable_numparse: the numbers are formatted already, and 1,024 must not become 1024.
+    alignment = grid.alignment if grid.rows else None
+    return tabulate(grid.rows, grid.headers, tablefmt=style, disable_numparse=True, colalign=alignment)
+
+
+def _join(parts: Sequence[str]) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _text(tables: Sequence[Table]) -> str:
+    return _join(
+        [
+            "\n".join([table.title, _tabulate(_grid(table), "rounded_outline"), *map(_one_line, table.notes)])
+            for table in tables
+        ]
+    )
+
+
+def _markdown(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        grid = _tabulate(_grid(table).map(_escape_markdown), "pipe")
+        notes = "\n".join(f"- {_escape_markdown(_one_line(note))}" for note in table.notes)
+        parts += [f"### {_escape_markdown(table.title)}", grid, notes]
+    return _join(parts)
+
+
+def _escape_markdown(text: str) -> str:
+    # An underscore inside a word (forward_ms) is plain text already.
+    return re.sub(r"[\\|<*`]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
+
+
+def _latex(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        grid = _grid(table)
+        # tabulate escapes the cells itself, and forgets the columns of a table without rows.
+        body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
+        # LaTeX would take a [ at a row's start for the option of the \\ before it.
+        body = re.sub(r"(?m)^ *\[", " {[}", body)
+        notes = [rf"\par\footnotesize {_escape_latex(_one_line(note))}" for note in table.notes]
+        caption = rf"\caption{{{_escape_latex(table.title)}}}"
+        lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
+        parts.append("\n".join(lines).replace("±", r"$\pm$"))
+    return _join(parts)
+
+
+def _escape_latex(text: str) -> str:
+    from tabulate import LATEX_ESCAPE_RULES
+
+    return "".join(LATEX_ESCAPE_RULES.get(character, character) for character in text)
+
+
+def _typst(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        grid = _grid(table).map(_typst_string)
+        lines = [
+            "#figure(",
+            f"  caption: {_typst_string(table.title)},",
+            "  table(",
+            f"    columns: {len(grid.headers)},",
+            f"    align: ({', '.join(grid.alignment)},),",
+            f"    table.header({', '.join(grid.headers)}),",
+            *(f"    {', '.join(row)}," for row in grid.rows),
+            "  ),",
+            ")",
+        ]
+        parts += ["\n".join(lines), *(f"#{_typst_string(_one_line(note))}" for note in table.notes)]
+    return _join(parts)
+
+
+def _typst_string(text: str) -> str:
+    """A string literal is content too, and needs none of markup's escapes."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _flat_rows(
+    table: Table, statistics: Sequence[str]
+) -> tuple[list[str], list[list[str | bool | int | float | None]]]:
+    """Keys and rows for programs: a column of samples becomes one column for each of its statistics."""
+    keys: list[str] = []
+    rows: list[list] = [[] for _ in table.rows]
+    for column in table.columns:
+        values = [row.get(column.key) for row in table.rows]
+        if not any(isinstance(value, Samples) for value in values):
+            keys.append(column.key)
+            for row, value in zip(rows, values, strict=True):
+                row.append(value)
+            continue
+        keys += [f"{column.key}_{statistic}" for statistic in statistics]
+        for row, value in zip(rows, values, strict=True):
+            row += [_statistic(value, statistic) for statistic in statistics]
+    return keys, rows
+
+
+def _statistic(value: Value, statistic: str) -> Value:
+    if isinstance(value, Samples):
+        return getattr(value, statistic) if value.measured else None
+    return value if statistic == "mean" else None
+
+
+def _csv(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        keys, rows = _flat_rows(table, ("mean", "std"))
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(keys)
+        writer.writerows([str(value).lower() if isinstance(value, bool) else value for value in row] for row in rows)
+        parts.append(stream.getvalue())
+    return "\n".join(parts)
+
+
+def _json(tables: Sequence[Table]) -> str:
+    documents = []
+    for table in tables:
+        keys, rows = _flat_rows(table, ("mean", "std", "median"))
+        objects = [dict(zip(keys, map(_finite, row), strict=True)) for row in rows]
+        documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": list(table.notes)})
+    return json.dumps({"schema_version": SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: str | float | None) -> str | float | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_RENDERERS: dict[str, Callable[[Sequence[Table]], str]] = {
+    "table": _text,
+    "markdown": _markdown,
+    "csv": _csv,
+    "json": _json,
+    "latex": _latex,
+    "typst": _typst,
+}
+
+
+def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> None:
+    """Draw the tables on a terminal so that every column and every digit is seen, however narrow it is.
+
+    A table too wide for the terminal gets its headers stacked and its text columns wrapped; one still too wide is
+    printed as records, a line for each value.
+    """
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    unlimited = console.options.update(width=sys.maxsize)
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        grid = _grid(table)
+        drawings = [_rich_table(table.title, headers, grid) for headers in (grid.headers, _stacked(grid.headers))]
+        fitting = [
+            drawing for drawing in drawings if Measurement.get(console, unlimited, drawing).minimum <= console.width
+        ]
+        console.print(fitting[0] if fitting else _rich_records(table.title, grid))
+        for note in table.notes:
+            console.print(Text(_one_line(note)))
+
+
+def _stacked(headers: Sequence[str]) -> list[str]:
+    return [header.replace(" ", "\n") for header in headers]
+
+
+def _rich_table(title: str, headers: Sequence[str], grid: _Grid) -> "rich.table.Table":
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawing = RichTable(
+        title=Text(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for index, (header, is_number) in enumerate(zip(headers, grid.is_number, strict=True)):
+        lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
+        width = max(Text(line).cell_len for line in lines)
+        drawing.add_column(
+            Text(header),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            min_width=width if is_number else min(width, _NARROWEST_TEXT),
+            overflow="fold",
+        )
+    for row in grid.rows:
+        drawing.add_row(*map(Text, row))
+    return drawing
+
+
+def _rich_records(title: str, grid: _Grid) -> "rich.table.Table":
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawing = RichTable(title=Text(title), title_justify="left", box=box.ROUNDED, show_header=False)
+    drawing.add_column(overflow="fold")
+    drawing.add_column(overflow="fold")
+    for row in grid.rows:
+        for header, value in zip(grid.headers, row, strict=True):
+            drawing.add_row(Text(header), Text(value))
+        drawing.add_section()
+    return drawing

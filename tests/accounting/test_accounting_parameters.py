@@ -1,0 +1,54 @@
+"""Parameter counts: by hand, against the handouts' figures, and against the model itself."""
+
+import pytest
+import torch
+from cs336_basics.model import BasicsTransformerLM
+
+from cs336sys.accounting.parameters import ParameterCounts, count_parameters, parameters_by_component
+from cs336sys.sizes import SIZES, ModelSize, choose_size
+
+
+def test_components_worked_by_hand():
+    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50)
+    assert parameters_by_component(size) == ParameterCounts(
+        embedding=400,  # 50 * 8
+        attention=768,  # 3 layers * 4 * 8 * 8
+        feed_forward=1440,  # 3 layers * 3 * 8 * 20
+        norms=56,  # (2 * 3 + 1) * 8
+        lm_head=400,  # 50 * 8
+    )
+    assert count_parameters(size) == 3064
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("xl", 1_998_235_200),  # 48 * (4 * 1600^2 + 3 * 1600 * 6400 + 2 * 1600) + 2 * 10000 * 1600 + 1600
+        ("2.7b", 3_406_809_600),  # 32 * (4 * 2560^2 + 3 * 2560 * 10240 + 2 * 2560) + 2 * 10000 * 2560 + 2560
+        ("10b", 12_832_823_808),  # 50 * (4 * 4608^2 + 3 * 4608 * 12288 + 2 * 4608) + 2 * 10000 * 4608 + 4608
+        ("8b", 8_125_698_048),  # 34 * (4 * 4096^2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 151936 * 4096 + 4096
+    ],
+)
+def test_handout_sizes(name, parameters):
+    assert count_parameters(SIZES[name]) == parameters
+
+
+@pytest.mark.parametrize("size", [*SIZES.values(), choose_size("tiny", d_model=48, num_heads=6, d_ff=100)], ids=str)
+def test_model_has_the_predicted_parameters(size):
+    with torch.device("meta"):
+        model = BasicsTransformerLM(
+            size.vocab_size, 8, size.d_model, size.num_layers, size.num_heads, size.d_ff, rope_theta=10_000.0
+        )
+    counts = parameters_by_component(size)
+    by_name = dict.fromkeys(("token_embeddings", "attn", "ffn", "ln", "lm_head"), 0)
+    for name, parameter in model.named_parameters():
+        (component,) = (c for c in by_name if f".{name}".find(f".{c}") >= 0)
+        by_name[component] += parameter.numel()
+    assert tuple(by_name.values()) == (
+        counts.embedding,
+        counts.attention,
+        counts.feed_forward,
+        counts.norms,
+        counts.lm_head,
+    )
+    assert counts.total == sum(parameter.numel() for parameter in model.parameters())

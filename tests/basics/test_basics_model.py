@@ -1,0 +1,477 @@
+"""The model against torch.nn.functional, complex-number rotations and its own promises."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cs336_basics import model as model_module
+from cs336_basics.model import (
+    BasicsTransformerLM,
+    CausalMultiHeadSelfAttention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerBlock,
+    scaled_dot_product_attention,
+    silu,
+)
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.optimizer import AdamW
+
+CONFIG = {
+    "vocab_size": 31,
+    "context_length": 12,
+    "d_model": 24,
+    "num_layers": 2,
+    "num_heads": 3,
+    "d_ff": 40,
+    "rope_theta": 10_000.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def model():
+    return BasicsTransformerLM(**CONFIG)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(CONFIG["vocab_size"], (2, CONFIG["context_length"]))
+
+
+def rotate_with_complex_numbers(x, positions, theta=10_000.0):
+    dim = x.size(-1)
+    frequencies = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    turns = torch.polar(torch.ones(()).double(), positions.double()[..., None] * frequencies)
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def functional_logits(weights, token_ids, num_heads, num_layers):
+    """The whole model in fp64, written with torch.nn.functional from a state dict."""
+    weights = {name: weight.double() for name, weight in weights.items()}
+    x = F.embedding(token_ids, weights["token_embeddings.weight"])
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps=1e-5)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"])
+
+    positions = torch.arange(token_ids.size(-1))
+    for layer in (f"layers.{i}" for i in range(num_layers)):
+        y = norm(x, f"{layer}.ln1")
+        q, k, v = (linear(y, f"{layer}.attn.{n}_proj").unflatten(-1, (num_heads, -1)).transpose(1, 2) for n in "qkv")
+        q, k = (rotate_with_complex_numbers(part, positions) for part in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x = x + linear(y, f"{layer}.attn.output_proj")
+        y = norm(x, f"{layer}.ln2")
+        x = x + linear(F.silu(linear(y, f"{layer}.ffn.w1")) * linear(y, f"{layer}.ffn.w3"), f"{layer}.ffn.w2")
+    return linear(norm(x, "ln_final"), "lm_head")
+
+
+def test_linear_multiplies_by_the_transposed_weight():
+    linear = Linear(5, 7)
+    x = torch.randn(2, 3, 5)
+    torch.testing.assert_close(linear(x), F.linear(x, linear.weight))
+    assert linear.weight.shape == (7, 5)
+
+
+def test_initial_weights_are_truncated_normals():
+    linear, embedding = Linear(300, 500).weight, Embedding(400, 500).weight
+    for weight, std in ((linear, math.sqrt(2 / 800)), (embedding, 1.0)):
+        assert weight.abs().max() <= 3 * std
+        # A normal distribution cut at three standard deviations has 0.9866 of the standard deviation.
+        assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.01)
+        assert weight.mean().item() == pytest.approx(0.0, abs=0.01 * std)
+
+
+def test_embedding_looks_rows_up_and_sums_the_gradients_of_repeated_tokens():
+    embedding = Embedding(6, 4)
+    token_ids = torch.tensor([[1, 5, 1], [1, 0, 3]])
+    out = embedding(token_ids)
+    torch.testing.assert_close(out, F.embedding(token_ids, embedding.weight))
+    out.sum().backward()
+    assert embedding.weight.grad[:, 0].tolist() == [1, 3, 0, 1, 0, 1]
+
+
+def test_swiglu_is_the_gated_silu():
+    x = torch.randn(2, 3, 8) * 5
+    torch.testing.assert_close(silu(x), F.silu(x))
+    ffn = SwiGLU(8, 20)
+    expected = F.linear(F.silu(F.linear(x, ffn.w1.weight)) * F.linear(x, ffn.w3.weight), ffn.w2.weight)
+    torch.testing.assert_close(ffn(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+# 1e3 squared overflows fp16, 1e-4 squared underflows in it.
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+def test_rms_norm_is_computed_in_fp32_and_returned_in_the_dtype_of_its_input(dtype, scale):
+    norm = RMSNorm(64)
+    torch.nn.init.normal_(norm.weight)
+    norm.to(dtype)
+    x = (torch.randn(3, 5, 64) * scale).to(dtype).requires_grad_()
+    out = norm(x)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    expected = F.rms_norm(x64, (64,), weight64, eps=1e-5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected.to(dtype))
+    grad = torch.randn(3, 5, 64).to(dtype)
+    out.backward(grad)
+    expected.backward(grad.double())
+    torch.testing.assert_close(x.grad, x64.grad.to(dtype), rtol=3e-3 if dtype.itemsize == 2 else 1e-5, atol=3e-2)
+
+
+def test_rms_norm_is_made_on_the_given_device():
+    assert RMSNorm(8, device="meta").weight.is_meta
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500.0])
+def test_rotary_embedding_multiplies_by_complex_exponentials(theta):
+    rope = RotaryEmbedding(20, 8, theta)
+    x = torch.randn(2, 3, 15, 8)
+    expected = rotate_with_complex_numbers(x, torch.arange(15), theta).float()
+    torch.testing.assert_close(rope(x), expected)
+    torch.testing.assert_close(rope(x, None), expected)
+
+
+def test_rotary_embedding_takes_positions_of_each_sequence():
+    rope = RotaryEmbedding(20, 8)
+    x = torch.randn(2, 3, 4, 8)
+    positions = torch.tensor([[0, 7, 7, 19], [3, 1, 2, 0]])
+    expected = rotate_with_complex_numbers(x, positions[:, None]).float()
+    torch.testing.assert_close(rope(x, positions[:, None]), expected)
+    torch.testing.assert_close(rope(x, positions[0]), rotate_with_complex_numbers(x, positions[0]).float())
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    rope = RotaryEmbedding(4096, 16)
+    q, k = torch.randn(2, 16)
+    at = torch.tensor([[5, 2], [105, 102], [4095, 4092]])
+    products = [torch.dot(rope(q[None], m[None])[0], rope(k[None], n[None])[0]) for m, n in at]
+    torch.testing.assert_close(torch.stack(products), products[0].expand(3), rtol=1e-5, atol=1e-5)
+    assert not torch.isclose(products[0], torch.dot(q, k), rtol=0.01)
+
+
+def test_rotations_of_far_positions_are_accurate():
+    rope = RotaryEmbedding(32_768, 128)
+    x = torch.randn(1, 128)
+    last = torch.tensor([32_767])
+    torch.testing.assert_close(rope(x, last), rotate_with_complex_numbers(x, last).float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rotation_is_computed_in_fp32_and_returned_in_the_dtype_of_its_input(dtype):
+    rope = RotaryEmbedding(300, 32).to(dtype)
+    x = torch.randn(300, 32).to(dtype)
+    assert rope.cos_sin.dtype == torch.float32
+    assert rope(x).dtype == dtype
+    expected = rotate_with_complex_numbers(x, torch.arange(300)).to(dtype)
+    # One rounding of the exact result: half a unit in the last place, and a little for the cosines' own.
+    torch.testing.assert_close(rope(x), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_rotary_embedding_refuses_odd_dimensions_and_long_sequences():
+    with pytest.raises(ValueError, match="head dimension must be even, not 7"):
+        RotaryEmbedding(10, 7)
+    with pytest.raises(ValueError, match="11 tokens, but the model's context_length is 10"):
+        RotaryEmbedding(10, 8)(torch.randn(11, 8))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_matches_torch_with_other_key_lengths_and_value_widths(masked):
+    q = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 3, 9, 6, dtype=torch.float64, requires_grad=True)
+    mask = None
+    if masked:
+        mask = torch.rand(5, 9) < 0.5
+        mask[:, 0] = True
+    out = scaled_dot_product_attention(Q=q, K=k, V=v, mask=mask)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    grads, expected_grads = (torch.autograd.grad(result, (q, k, v), grad) for result in (out, expected))
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_attention_row_without_visible_keys_is_nan_and_leaves_the_others():
+    q, k, v = torch.randn(3, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    out = scaled_dot_product_attention(q, k, v, mask)
+    assert out[2].isnan().all()
+    torch.testing.assert_close(out[[0, 1, 3]], F.scaled_dot_product_attention(q, k, v)[[0, 1, 3]])
+
+
+def test_fp16_attention_survives_products_beyond_the_range_of_fp16():
+    q = torch.full((4, 64), 40.0, dtype=torch.float16)
+    k = q * torch.tensor([1.0, 1.0, 0.5, -1.0])[:, None].half()
+    v = torch.randn(4, 64).half()
+    assert (q @ k.mT).isinf().any()
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v), (v[:2].float().mean(0).half()).expand(4, 64))
+
+
+def test_self_attention_takes_token_positions_per_sequence():
+    attention = CausalMultiHeadSelfAttention(24, 3, RotaryEmbedding(50, 8))
+    x = torch.randn(2, 6, 24)
+    torch.testing.assert_close(attention(x, torch.arange(6)), attention(x))
+    # Scores depend on distances only, so a shift of all positions changes nothing, and another spacing does.
+    torch.testing.assert_close(attention(x, torch.arange(6) + 40), attention(x), rtol=1e-4, atol=1e-5)
+    spread = torch.stack((torch.arange(6), 3 * torch.arange(6)))
+    out = attention(x, spread)
+    torch.testing.assert_close(out[0], attention(x)[0])
+    assert not torch.allclose(out[1], attention(x)[1], atol=1e-3)
+
+
+def test_attention_without_positional_encoder_rotates_nothing():
+    attention = CausalMultiHeadSelfAttention(24, 3)
+    x = torch.randn(1, 6, 24)
+    swapped = x[:, [1, 0, 2, 3, 4, 5]]
+    torch.testing.assert_close(attention(x)[:, 2:], attention(swapped)[:, 2:])
+
+
+def test_heads_that_do_not_divide_d_model_are_refused():
+    with pytest.raises(ValueError, match="5 heads do not divide d_model 24"):
+        CausalMultiHeadSelfAttention(24, 5)
+    with pytest.raises(ValueError, match="5 heads do not divide d_model 24"):
+        BasicsTransformerLM(**{**CONFIG, "num_heads": 5})
+    with pytest.raises(ValueError, match="must be even, not 3"):
+        BasicsTransformerLM(**{**CONFIG, "num_heads": 8})
+
+
+def test_replacing_the_module_level_attention_replaces_it_in_existing_models(model, tokens, monkeypatch):
+    seen = []
+
+    def attention(**arguments):
+        seen.append(arguments)
+        return F.scaled_dot_product_attention(*(arguments[name] for name in "QKV"), is_causal=True)
+
+    expected = model(tokens)
+    monkeypatch.setattr(model_module, "scaled_dot_product_attention", attention)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-5)
+    assert len(seen) == CONFIG["num_layers"]
+    for arguments in seen:
+        assert set(arguments) == {"Q", "K", "V", "mask"}
+        assert all(arguments[name].shape == (2, 3, 12, 8) for name in "QKV")
+        assert torch.equal(arguments["mask"], torch.ones(12, 12, dtype=torch.bool).tril())
+
+
+def test_logits_match_a_functional_model_in_fp64(model, tokens):
+    expected = functional_logits(model.state_dict(), tokens, CONFIG["num_heads"], CONFIG["num_layers"])
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_state_dict_has_exactly_the_names_of_the_course(model):
+    block = [f"attn.{name}_proj" for name in ("q", "k", "v", "output")] + ["ffn.w1", "ffn.w2", "ffn.w3", "ln1", "ln2"]
+    modules = ["token_embeddings", *(f"layers.{i}.{name}" for i in range(2) for name in block), "ln_final", "lm_head"]
+    assert set(model.state_dict()) == {f"{module}.weight" for module in modules}
+    assert model.get_num_params() == sum(weight.numel() for weight in model.state_dict().values())
+    assert model.config == CONFIG
+
+
+def test_all_blocks_share_one_rotary_buffer(model):
+    assert [name for name, _ in model.named_buffers()] == ["positional_encoder.cos_sin"]
+    assert all(layer.attn.positional_encoder is model.positional_encoder for layer in model.layers)
+
+
+def test_a_later_token_changes_no_earlier_logit(model, tokens):
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % CONFIG["vocab_size"]
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(-1).any()
+
+
+def test_sequence_longer_than_the_context_is_refused(model):
+    long = torch.zeros(1, 13, dtype=torch.long)
+    with pytest.raises(ValueError, match="13 tokens, but the model's context_length is 12"):
+        model(long)
+    with pytest.raises(ValueError, match="13 tokens"):
+        BasicsTransformerLM(**{**CONFIG, "rope_theta": None})(long)
+
+
+def test_bf16_autocast_computes_attention_in_bf16(model, tokens, monkeypatch):
+    dtypes = []
+    attention = model_module.scaled_dot_product_attention
+
+    def watched(Q, K, V, mask):
+        dtypes.extend((Q.dtype, K.dtype, V.dtype))
+        return attention(Q, K, V, mask)
+
+    monkeypatch.setattr(model_module, "scaled_dot_product_attention", watched)
+    residuals = []
+    model.layers[0].register_forward_hook(lambda module, args, out: residuals.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert dtypes == [torch.bfloat16] * 6
+    assert residuals == [torch.float32]
+    torch.testing.assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_models_stay_in_their_dtype(model, tokens, dtype):
+    expected = model(tokens)
+    logits = model.to(dtype)(tokens)
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.1)
+
+
+def test_meta_model_materialises_to_the_same_model(model, tokens):
+    with torch.device("meta"):
+        meta = BasicsTransformerLM(**CONFIG)
+    tensors = [*meta.parameters(), *meta.buffers()]
+    assert len(tensors) == 22
+    assert all(tensor.is_meta for tensor in tensors)
+    meta.to_empty(device="cpu")
+    meta.load_state_dict(model.state_dict())
+    assert torch.equal(meta(tokens), model(tokens))
+
+
+@pytest.mark.gpu
+def test_model_is_made_on_the_ambient_gpu_and_matches_the_cpu(model, tokens):
+    with torch.device("cuda"):
+        on_gpu = BasicsTransformerLM(**CONFIG)
+    assert all(tensor.is_cuda for tensor in (*on_gpu.parameters(), *on_gpu.buffers()))
+    on_gpu.load_state_dict(model.state_dict())
+    expected = functional_logits(model.state_dict(), tokens, CONFIG["num_heads"], CONFIG["num_layers"])
+    torch.testing.assert_close(on_gpu(tokens.cuda()).cpu().double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model.cuda().positional_encoder.cos_sin, on_gpu.positional_encoder.cos_sin)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_training_step_compiles_as_one_graph(model, tokens, backend):
+    def loss_of(tokens):
+        return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+    expected = loss_of(tokens)
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()))
+    torch._dynamo.reset()
+    loss = torch.compile(loss_of, fullgraph=True, backend=backend)(tokens)
+    torch.testing.assert_close(loss, expected)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_block_with_positions_compiles_as_one_graph():
+    attention = CausalMultiHeadSelfAttention(24, 3, RotaryEmbedding(20, 8))
+    x, positions = torch.randn(2, 6, 24), torch.arange(6)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(attention, fullgraph=True, backend="aot_eager")(x, positions)
+        torch.testing.assert_close(out, attention(x, positions), rtol=0.02, atol=0.02)
+
+
+def test_block_is_pre_norm():
+    block = TransformerBlock(24, 3, 40, None)
+    for projection in (block.attn.output_proj, block.ffn.w2):
+        torch.nn.init.zeros_(projection.weight)
+    x = torch.randn(1, 4, 24) * 7
+    assert torch.equal(block(x), x)
+
+
+def test_training_on_one_batch_drives_the_loss_to_zero(model):
+    tokens = torch.randint(CONFIG["vocab_size"], (4, 13))
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(60):
+        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 3.0
+    assert losses[-1] < 0.2
+
+
+@pytest.fixture
+def fixed_logits(model, monkeypatch):
+    """A model that gives the same logits after any token: ids 0 to 4 are likely, 5 is all but impossible."""
+    row = torch.full((CONFIG["vocab_size"],), -30.0)
+    row[:5] = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(model, "forward", lambda x: row.expand(*x.shape, -1))
+    return model
+
+
+def test_greedy_generation_takes_the_likeliest_token_of_the_last_window(model):
+    prompt = torch.randint(CONFIG["vocab_size"], (2, 10))
+    new = model.generate(prompt, max_new_tokens=6, temperature=0)
+    assert new.shape == (2, 6)
+    tokens = torch.cat((prompt, new), dim=-1)
+    for end in range(10, 16):
+        assert torch.equal(tokens[:, end], model(tokens[:, max(0, end - 12) : end])[:, -1].argmax(-1))
+
+
+def test_greedy_generation_draws_no_close_second(model, monkeypatch):
+    row = torch.zeros(CONFIG["vocab_size"])
+    row[7] = 1e-4
+    monkeypatch.setattr(model, "forward", lambda x: row.expand(*x.shape, -1))
+    assert (model.generate(torch.zeros(50, 1, dtype=torch.long), max_new_tokens=1, temperature=0) == 7).all()
+
+
+def test_generation_from_one_sequence_has_a_batch_of_one_and_keeps_the_prompt(model):
+    prompt = torch.randint(CONFIG["vocab_size"], (5,))
+    kept = prompt.clone()
+    assert model.generate(prompt, max_new_tokens=3).shape == (1, 3)
+    assert model.generate(prompt, max_new_tokens=0).shape == (1, 0)
+    assert torch.equal(prompt, kept)
+
+
+def test_top_k_draws_exactly_from_the_k_likeliest(fixed_logits):
+    prompt = torch.zeros(500, 1, dtype=torch.long)
+
+    def drawn(**options):
+        return set(fixed_logits.generate(prompt, max_new_tokens=2, **options).flatten().tolist())
+
+    assert drawn() == {0, 1, 2, 3, 4}
+    assert drawn(top_k=1, temperature=5.0) == {1}
+    # Ids 2, 3 and 4 are equally likely: two of them are let in, not all three.
+    assert len(drawn(top_k=3)) == 3
+    assert drawn(top_k=4) == {1, 2, 3, 4}
+    assert drawn(top_k=10_000) == {0, 1, 2, 3, 4}
+
+
+def test_temperature_divides_the_logits(fixed_logits):
+    prompt = torch.zeros(4000, 1, dtype=torch.long)
+    for temperature in (0.5, 2.0):
+        drawn = fixed_logits.generate(prompt, max_new_tokens=1, temperature=temperature)
+        expected = F.softmax(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0]) / temperature, dim=0)
+        torch.testing.assert_close(drawn.flatten().bincount(minlength=5) / 4000, expected, rtol=0, atol=0.03)
+
+
+def test_generation_ends_before_the_end_of_sequence_token(model, monkeypatch):
+    # The token after t is t + 1.
+    monkeypatch.setattr(model, "forward", lambda x: 100.0 * F.one_hot(x + 1, CONFIG["vocab_size"]))
+    one = model.generate(torch.tensor([2]), max_new_tokens=20, eos_token_id=6)
+    assert one.tolist() == [[3, 4, 5]]
+    two = model.generate(torch.tensor([[2], [4]]), max_new_tokens=20, eos_token_id=6)
+    assert two.tolist() == [[3, 4, 5], [5, 6, 6]]
+    assert model.generate(torch.tensor([2]), max_new_tokens=2, eos_token_id=6).tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": -1.0}, "temperature -1.0"), ({"top_k": 0}, "top_k 0"), ({"x": torch.empty(0).long()}, "empty")],
+)
+def test_generate_refuses_senseless_options(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(**{"x": torch.tensor([1]), "max_new_tokens": 1, **options})
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_from_pretrained_loads_a_saved_model(model, tokens, tmp_path, prefix):
+    (tmp_path / "model_config.json").write_text(json.dumps(model.config))
+    torch.save({prefix + name: weight for name, weight in model.state_dict().items()}, tmp_path / "model.pt")
+    loaded = BasicsTransformerLM.from_pretrained(str(tmp_path))
+    assert loaded.config == CONFIG
+    assert torch.equal(loaded(tokens), model(tokens))

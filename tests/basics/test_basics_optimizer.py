@@ -1,0 +1,203 @@
+"""AdamW against torch.optim.AdamW, and the learning-rate schedule at its joints."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cs336_basics.optimizer import AdamW, get_cosine_lr
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make_parameters():
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (7,), ())]
+
+
+def set_gradients(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for i, parameter in enumerate(parameters):
+        # From 1e-8, where eps decides, to 10.
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (1 - 3 * ((i + step) % 4))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.3},
+        {"lr": 0.01, "betas": (0.0, 0.0), "weight_decay": 0.0},
+    ],
+)
+def test_many_steps_match_torch(settings):
+    ours = make_parameters()
+    theirs = copy.deepcopy(ours)
+    optimizer, reference = AdamW(ours, **settings), torch.optim.AdamW(theirs, **{"weight_decay": 0.01, **settings})
+    for step in range(50):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for parameter, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+        assert optimizer.state[parameter]["t"] == 50
+
+
+def test_groups_have_their_own_settings_and_follow_a_schedule():
+    ours = make_parameters()
+    theirs = copy.deepcopy(ours)
+
+    def groups(parameters):
+        return [
+            {"params": parameters[:1], "lr": 0.05, "weight_decay": 0.5},
+            {"params": parameters[1:2], "betas": (0.5, 0.6), "eps": 1e-3},
+        ]
+
+    optimizer, reference = AdamW(groups(ours), lr=0.01), torch.optim.AdamW(groups(theirs), lr=0.01)
+    for each, parameters in ((optimizer, ours), (reference, theirs)):
+        each.add_param_group({"params": parameters[2:], "lr": 0.2})
+        schedule = torch.optim.lr_scheduler.StepLR(each, step_size=5, gamma=0.5)
+        for step in range(20):
+            set_gradients(parameters, step)
+            each.step()
+            schedule.step()
+    for parameter, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 16)
+
+
+def test_first_step_moves_by_the_learning_rate():
+    # m / (1 - beta1) and sqrt(v / (1 - beta2)) are both |g| after one step.
+    parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
+    parameter.grad = torch.tensor([0.5, -4.0])
+    AdamW([parameter], lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(parameter.data, torch.tensor([2.0 * 0.95 - 0.1, -3.0 * 0.95 + 0.1]))
+
+
+def test_parameters_without_gradient_are_left_alone():
+    parameters = make_parameters()
+    before = parameters[1].detach().clone()
+    set_gradients(parameters, 0)
+    parameters[1].grad = None
+    optimizer = AdamW(parameters, weight_decay=0.5)
+    optimizer.step()
+    assert torch.equal(parameters[1], before)
+    assert parameters[1] not in optimizer.state
+
+
+def test_step_is_in_place_and_leaves_the_gradients():
+    parameters = make_parameters()
+    set_gradients(parameters, 0)
+    gradients = [parameter.grad.clone() for parameter in parameters]
+    optimizer = AdamW(parameters)
+    optimizer.step()
+    held = [t for p in parameters for t in (p, optimizer.state[p]["m"], optimizer.state[p]["v"])]
+    addresses = [tensor.data_ptr() for tensor in held]
+    versions = [parameter._version for parameter in parameters]
+    optimizer.step()
+    assert [t for p in parameters for t in (p, optimizer.state[p]["m"], optimizer.state[p]["v"])] == held
+    assert [tensor.data_ptr() for tensor in held] == addresses
+    # Saved-tensor checks of autograd see the change, which they would not through parameter.data.
+    assert all(parameter._version > version for parameter, version in zip(parameters, versions, strict=True))
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, gradients, strict=True))
+    assert not any(parameter.grad_fn for parameter in parameters)
+
+
+def test_step_allocates_one_temporary_and_launches_seven_kernels_a_parameter():
+    calls = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "aten":
+                calls.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    parameter = torch.nn.Parameter(torch.randn(8))
+    parameter.grad = torch.randn(8)
+    optimizer = AdamW([parameter])
+    optimizer.step()
+    with Operations():
+        optimizer.step()
+    # A name that ends in _ writes in place.
+    assert calls == ["mul_", "lerp_", "mul_", "addcmul_", "sqrt", "add_", "addcdiv_"]
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned():
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = AdamW([parameter], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == 5.0
+    assert parameter.grad.tolist() == [2.0, 4.0]
+    assert optimizer.step() is None
+
+
+def test_state_dict_round_trip_continues_the_same_run(tmp_path):
+    ours = make_parameters()
+    optimizer = AdamW(ours, lr=0.02, weight_decay=0.1)
+    for step in range(5):
+        set_gradients(ours, step)
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    resumed = copy.deepcopy(ours)
+    other = AdamW(resumed, lr=0.9)
+    other.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for step in range(5, 10):
+        for parameters, each in ((ours, optimizer), (resumed, other)):
+            set_gradients(parameters, step)
+            each.step()
+    for parameter, expected in zip(resumed, ours, strict=True):
+        assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"eps": -1e-8}, "eps is -1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"betas": (1.0, 0.9)}, r"betas are \(1.0, 0.9\)"),
+        ({"betas": (0.9, -0.1)}, r"betas are \(0.9, -0.1\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(make_parameters(), **settings)
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": make_parameters(), **settings}])
+
+
+def test_sparse_gradients_are_refused():
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="AdamW takes no sparse gradients"):
+        AdamW(embedding.parameters()).step()
+
+
+def test_cosine_schedule_at_its_joints():
+    def lr(it):
+        return get_cosine_lr(it, max_learning_rate=1.0, min_learning_rate=0.1, warmup_iters=10, cosine_cycle_iters=30)
+
+    assert [lr(0), lr(5), lr(10)] == [0.0, 0.5, 1.0]
+    assert lr(15) == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+    assert lr(20) == pytest.approx(0.55)
+    assert lr(29) > 0.1
+    assert [lr(30), lr(31), lr(1000)] == [0.1, 0.1, 0.1]
+    assert all(lr(it) > lr(it + 1) for it in range(10, 30))
+
+
+def test_cosine_schedule_without_warmup_or_without_cosine():
+    assert get_cosine_lr(0, 1.0, 0.1, warmup_iters=0, cosine_cycle_iters=10) == 1.0
+    assert get_cosine_lr(4, 1.0, 0.1, warmup_iters=5, cosine_cycle_iters=5) == pytest.approx(0.8)
+    assert get_cosine_lr(5, 1.0, 0.1, warmup_iters=5, cosine_cycle_iters=5) == 0.1

@@ -1,0 +1,285 @@
+import csv
+import io
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.results import Cell, ResultsFile, Run, Samples
+
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
+
+
+def times(*measured):
+    return Samples("ms", "cuda events", measured)
+
+
+def around(median_ms):
+    """Eight samples with this median."""
+    return times(*(median_ms + offset / 10 for offset in (-4, -2, -1, 0, 0, 1, 2, 4)))
+
+
+def cell(size, precision="fp32", steps=8, status="ok", reason=None, **samples):
+    d_model = {"tiny": 128, "small": 768, "medium": 1024}[size]
+    configuration = {
+        "size": size,
+        "d_model": d_model,
+        "context": 512,
+        "precision": precision,
+        "steps": steps,
+        "seed": 0,
+    }
+    return Cell("bench", configuration, status, samples, {}, reason, run_id="run")
+
+
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def save(name, *cells, machine=H200):
+        file = ResultsFile(tmp_path / name)
+        file.append(Run("run", "2026-01-01T00:00:00+00:00", ("bench",), machine, {"git_commit": name}))
+        for one in cells:
+            file.append(one)
+        file.close()
+
+    return save
+
+
+def compare(*arguments):
+    return CliRunner().invoke(app, ["compare", *arguments])
+
+
+@pytest.fixture
+def sweeps(save):
+    """B is 10 % slower for small fp32, 20 % faster for small bf16, the same for medium fp32, broken for medium bf16."""
+    save(
+        "a.jsonl",
+        cell("small", step=around(100)),
+        cell("small", "bf16", step=around(50)),
+        cell("medium", step=around(300)),
+        cell("medium", "bf16", step=around(150)),
+    )
+    save(
+        "b.jsonl",
+        cell("small", step=around(110)),
+        cell("small", "bf16", step=around(40)),
+        cell("medium", step=around(300)),
+        cell("medium", "bf16", status="oom", reason="CUDA out of memory"),
+    )
+
+
+def test_comparison_of_two_sweeps(sweeps):
+    result = compare("a.jsonl", "b.jsonl")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == (
+        "### compare: step_ms of B against A\n"
+        "\n"
+        "| size   | precision   |   A median, ms |   B median, ms |    B/A |   95 % from |     to |      p | B is   |\n"
+        "|:-------|:------------|---------------:|---------------:|-------:|------------:|-------:|-------:|:-------|\n"
+        "| small  | fp32        |          100.0 |          110.0 | 1.100x |      1.097x | 1.103x | 0.0009 | slower |\n"
+        "| small  | bf16        |          50.00 |          40.00 | 0.800x |      0.795x | 0.805x | 0.0009 | faster |\n"
+        "| medium | fp32        |          300.0 |          300.0 | 1.000x |      0.999x | 1.001x |    1.0 | ~      |\n"
+        "\n"
+        "- B/A: ratio of the medians with its 95 % bootstrap interval, lower is better; p: Mann-Whitney U; "
+        "~: not significant, p >= 0.05\n"
+        "- every cell: command bench, context 512\n"
+        "\n"
+        "### compare: cells that are not ok in both files\n"
+        "\n"
+        "| size   | precision   | A   | B   | reason             |\n"
+        "|:-------|:------------|:----|:----|:-------------------|\n"
+        "| medium | bf16        | ok  | oom | CUDA out of memory |\n"
+        "\n"
+        "### compare: summary\n"
+        "\n"
+        "| metric   |   cells |   faster |   slower |   ~ |   geometric mean of B/A |\n"
+        "|:---------|--------:|---------:|---------:|----:|------------------------:|\n"
+        "| step_ms  |       3 |        1 |        1 |   1 |                  0.958x |\n"
+    )
+
+
+def test_json_reads_back(sweeps):
+    result = compare("a.jsonl", "b.jsonl", "--format", "json")
+    steps, not_compared, summary = json.loads(result.stdout)["tables"]
+    assert [steps["name"], not_compared["name"], summary["name"]] == ["step_ms", "not_compared", "summary"]
+    assert [(row["size"], row["precision"], row["verdict"]) for row in steps["rows"]] == [
+        ("small", "fp32", "slower"),
+        ("small", "bf16", "faster"),
+        ("medium", "fp32", "~"),
+    ]
+    assert (steps["rows"][0]["a_median_ms"], steps["rows"][0]["b_median_ms"]) == (100.0, 110.0)
+    assert steps["rows"][0]["ratio"] == 1.1
+    assert 1.09 < steps["rows"][0]["ratio_low"] < 1.1 < steps["rows"][0]["ratio_high"] < 1.11
+    assert not_compared["rows"] == [
+        {"size": "medium", "precision": "bf16", "a_status": "ok", "b_status": "oom", "reason": "CUDA out of memory"}
+    ]
+    assert summary["rows"][0]["geometric_mean_ratio"] == pytest.approx((1.1 * 0.8 * 1.0) ** (1 / 3))
+
+
+def test_csv_reads_back(sweeps, tmp_path):
+    result = compare("a.jsonl", "b.jsonl", "--format", "csv", "--output", "report.csv")
+    assert (result.exit_code, result.stdout) == (0, "")
+    steps, not_compared, summary = (tmp_path / "report.csv").read_text().split("\n\n")
+    rows = list(csv.DictReader(io.StringIO(steps)))
+    assert [(row["size"], float(row["ratio"]), row["verdict"]) for row in rows] == [
+        ("small", 1.1, "slower"),
+        ("small", 0.8, "faster"),
+        ("medium", 1.0, "~"),
+    ]
+    assert not_compared == "size,precision,a_status,b_status,reason\nmedium,bf16,ok,oom,CUDA out of memory"
+    assert summary.startswith("metric,cells,faster,slower,not_significant,geometric_mean_ratio\nstep_ms,3,1,1,1,0.95")
+
+
+def test_fail_above_names_each_regression(sweeps):
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    assert result.exit_code == 1
+    assert result.stdout == compare("a.jsonl", "b.jsonl").stdout
+    assert result.stderr == (
+        "regression: size small, precision fp32: step_ms is 10.0 % slower\n"
+        "regression: size medium, precision bf16: ok in A, oom in B\n"
+    )
+
+
+def test_fail_above_passes_what_is_not_slower_by_so_much(save):
+    save("a.jsonl", cell("small", step=around(100)))
+    save("slower.jsonl", cell("small", step=around(110)))
+    save("noisy.jsonl", cell("small", step=times(10, 20, 30, 120, 130, 140, 150, 160)))
+    assert compare("a.jsonl", "slower.jsonl", "--fail-above", "12").exit_code == 0
+    assert compare("a.jsonl", "slower.jsonl", "--fail-above", " 9.5 %").exit_code == 1
+    assert compare("slower.jsonl", "a.jsonl", "--fail-above", "0").exit_code == 0
+    noisy = compare("a.jsonl", "noisy.jsonl", "--fail-above", "5%")
+    assert (noisy.exit_code, noisy.stderr) == (0, "")
+    assert "1.250x" in noisy.stdout
+
+
+def test_cell_that_runs_again_is_no_regression(save):
+    save("a.jsonl", cell("small", status="oom", reason="CUDA out of memory"))
+    save("b.jsonl", cell("small", step=around(100)))
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "| oom | ok  | CUDA out of memory |" in result.stdout
+
+
+def test_only_failed_cells_still_fail(save):
+    save("a.jsonl", cell("small", step=around(100)))
+    save("b.jsonl", cell("small", status="timeout", reason="no result after 60 s"))
+    result = compare("a.jsonl", "b.jsonl", "--metric", "step_ms", "--fail-above", "5%")
+    assert (result.exit_code, result.stderr) == (1, "regression: the cell: ok in A, timeout in B\n")
+
+
+def test_metrics_asked_for_have_a_table_each(save):
+    save("a.jsonl", cell("small", forward=around(30), step=around(100)))
+    save("b.jsonl", cell("small", forward=around(30), step=around(50)))
+    result = compare("a.jsonl", "b.jsonl", "--metric", "forward,step_ms", "--format", "json")
+    names = [
+        (table["name"], [row["ratio"] for row in table["rows"]]) for table in json.loads(result.stdout)["tables"][:2]
+    ]
+    assert names == [("forward_ms", [1.0]), ("step_ms", [0.5])]
+
+
+def test_warnings(save):
+    slow = Samples("ms", "cpu clock", around(10).measured)
+    save(
+        "a.jsonl",
+        cell("tiny", step=around(10)),
+        cell("small", step=around(100)),
+        cell("small", "bf16", step=around(100)),
+        cell("medium", step=around(300)),
+        cell("medium", "bf16", forward=around(10)),
+    )
+    save(
+        "b.jsonl",
+        cell("small", step=around(90)),
+        cell("small", step=times(95, 96, 97), steps=3),
+        cell("tiny", "bf16", step=around(10)),
+        cell("medium", "fp16", step=around(10)),
+        cell("medium", "bf16", wall=around(10)),
+        cell("tiny", step=slow),
+        machine=H200 | {"gpu": "NVIDIA A100"},
+    )
+    result = compare("a.jsonl", "b.jsonl")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "warning: B holds several runs of one configuration: the last is used, 1 earlier left out\n"
+        "warning: not compared, because only A has them: 2 cells\n"
+        "warning: not compared, because only B has them: 2 cells\n"
+        "warning: A and B were not measured under the same conditions, so the ratios are not the code's alone: "
+        "gpu (NVIDIA H200 / NVIDIA A100)\n"
+        "warning: not compared, because A or B lacks the series: 1 cell\n"
+        "warning: samples were taken by cuda events in A and by cpu clock in B\n"
+        "warning: fewer than 5 samples, use more --steps: 1 comparison of 2\n"
+    )
+
+
+def test_too_few_samples_to_be_significant(save):
+    save("a.jsonl", cell("small", step=times(10, 11, 12), steps=3))
+    save("b.jsonl", cell("small", step=times(20, 21, 22), steps=3))
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "warning: fewer than 5 samples, use more --steps: 1 comparison of 1\n"
+        "warning: 3 against 3 samples cannot be significant: the smallest p they can reach is 0.10\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fail-above", "fast"], "--fail-above 'fast': must be a percentage of at least 0, such as 5%"),
+        (["--fail-above", "-5%"], "--fail-above '-5%': must be a percentage of at least 0, such as 5%"),
+        (["--fail-above", "nan"], "--fail-above 'nan': must be a percentage of at least 0, such as 5%"),
+        (["--fail-above", "%"], "--fail-above '%': must be a percentage of at least 0, such as 5%"),
+        (["--confidence", "100"], "--confidence 100: must be a percentage between 0 and 100"),
+        (["--metric", "loss"], "no cell has samples of loss in both files: choose --metric from step_ms"),
+        (["--format", "pdf"], "unknown format 'pdf': choose from table, markdown, csv, json, latex, typst"),
+        (["--output", "a.jsonl/x"], "cannot write --output a.jsonl/x: File exists"),
+    ],
+)
+def test_bad_option(sweeps, arguments, message):
+    result = compare("a.jsonl", "b.jsonl", *arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_fail_above_needs_a_number(sweeps):
+    result = compare("a.jsonl", "b.jsonl", "--fail-above")
+    assert result.exit_code == 2
+    assert "requires an argument" in result.stderr
+
+
+def test_files_without_results(save, tmp_path):
+    save("a.jsonl", cell("small", step=around(100)))
+    save("other.jsonl", cell("medium", step=around(100)))
+    (tmp_path / "notes.txt").write_text("not a results file\n")
+    for name, message in (
+        ("notes.txt", "notes.txt holds no results: it should be a file written by --save"),
+        ("missing.jsonl", "cannot read results from missing.jsonl: No such file or directory"),
+        ("other.jsonl", "a.jsonl and other.jsonl have no configuration in common"),
+    ):
+        result = compare("a.jsonl", name)
+        assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_without_scipy(sweeps, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    result = compare("a.jsonl", "b.jsonl")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == 'error: the statistics need scipy: pip install "cs336sys[compare]"\n'
+
+
+def test_cells_of_several_commands_are_told_apart(save):
+    cells = (
+        Cell("attn", {"sequence": 128, "head_dim": 64}, "ok", {"forward": around(5)}, run_id="run"),
+        Cell("bench", {"size": "small", "head_dim": 64}, "ok", {"step": around(50)}, run_id="run"),
+    )
+    save("a.jsonl", *cells)
+    result = compare("a.jsonl", "a.jsonl", "--format", "json")
+    forward, step, summary = json.loads(result.stdout)["tables"]
+    assert [(table["name"], table["rows"][0]["command"]) for table in (forward, step)] == [
+        ("forward_ms", "attn"),
+        ("step_ms", "bench"),
+    ]
+    assert forward["notes"][-1] == "every cell: head_dim 64"
+    assert [row["metric"] for row in summary["rows"]] == ["forward_ms", "step_ms"]

@@ -1,0 +1,71 @@
+"""``doctor`` as a user runs it."""
+
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.measure import diagnosis
+from cs336sys.measure.diagnosis.check import Check
+
+OK = Check("Python", "3.12.3")
+WARNED = Check("nsys importer", "lacks libdw.so.1", "warn", "`apt-get install libdw1`.")
+MISSING = Check("Triton", "not installed", "missing", '`python -m pip install "triton>=3.6"`.')
+
+
+def doctor(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_this_machine_is_described_in_time():
+    started = time.monotonic()
+    result = doctor("--format", "json")
+    assert time.monotonic() - started < 20
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(result.stdout)["tables"]
+    rows = {row["name"]: row for row in table["rows"]}
+    assert {"Python", "torch", "GPU", "C compiler", "scipy", "nsys", "ncu", "RAM"} <= set(rows)
+    for row in rows.values():
+        assert row["verdict"] in ("ok", "warn")
+        assert (row["mend"] is None) == (row["verdict"] == "ok"), row
+        assert row["mend"] is None or "`" in row["mend"], f"no command to type: {row}"
+
+
+def test_warnings_are_no_failure(monkeypatch):
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: [OK, WARNED])
+    result = doctor("--format", "csv")
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "name,verdict,found,mend\nPython,ok,3.12.3,\nnsys importer,warn,lacks libdw.so.1,`apt-get install libdw1`.\n"
+    )
+
+
+def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: [OK, WARNED, MISSING])
+    result = doctor("--format", "table")
+    assert result.exit_code == 3
+    assert result.stdout == (
+        "What cs336sys finds here: 1 ok, 1 warn, 1 missing\n"
+        "╭───────────────┬───────────┬──────────────────┬────────────────────────────────────────╮\n"
+        "│ check         │ verdict   │ found            │ mend                                   │\n"
+        "├───────────────┼───────────┼──────────────────┼────────────────────────────────────────┤\n"
+        "│ Python        │ ok        │ 3.12.3           │ -                                      │\n"
+        "│ nsys importer │ warn      │ lacks libdw.so.1 │ `apt-get install libdw1`.              │\n"
+        '│ Triton        │ missing   │ not installed    │ `python -m pip install "triton>=3.6"`. │\n'
+        "╰───────────────┴───────────┴──────────────────┴────────────────────────────────────────╯\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
+        (["--output", "/dev/null/a/b"], "error: cannot write --output /dev/null/a/b: Not a directory\n"),
+    ],
+)
+def test_bad_input_is_found_before_anything_is_checked(monkeypatch, arguments, sentence):
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: pytest.fail("diagnosed"))
+    result = doctor(*arguments)
+    assert (result.exit_code, result.stderr) == (2, sentence)

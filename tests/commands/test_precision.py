@@ -1,0 +1,104 @@
+"""``precision`` as a user runs it."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.measure.system import cpu_model
+
+SUMS = """\
+### 1000 times 0.01, which is 10
+
+| accumulation                      |     sum |   absolute error |   relative error, % |
+|:----------------------------------|--------:|-----------------:|--------------------:|
+| fp32 += fp32                      | 10.0001 |           0.0001 |             1.3e-03 |
+| fp16 += fp16                      |  9.9531 |           0.0469 |                0.47 |
+| fp32 += fp16                      | 10.0021 |           0.0021 |                0.02 |
+| fp32 += fp16 upcast to fp32 first | 10.0021 |           0.0021 |                0.02 |
+
+- fp16 += fp16: with 10 mantissa bits the fp16 numbers from 8 to 16 are 2^-7 = 0.0078 apart, so"""
+
+DTYPES = """\
+| autocast   | loss function   | parameters   | fc1 output   | layer norm output   | RMSNorm in its place   \
+| logits   | loss   | loss outside autocast   | gradients   | status   |
+|:-----------|:----------------|:-------------|:-------------|:--------------------|:-----------------------\
+|:---------|:-------|:------------------------|:------------|:---------|
+| bf16       | cross-entropy   | fp32         | bf16         | bf16                | bf16                   \
+| bf16     | fp32   | bf16                    | fp32        | ok       |
+| bf16       | mse             | fp32         | bf16         | bf16                | bf16                   \
+| bf16     | fp32   | fp32                    | fp32        | ok       |
+"""
+
+
+def precision(*arguments):
+    return CliRunner().invoke(app, ["precision", *arguments])
+
+
+def test_both_tables_on_the_cpu():
+    result = precision("--device", "cpu", "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(SUMS)
+    title = f"autocast on cpu ({cpu_model()}) with torch {torch.__version__}\n"
+    dtypes = result.stdout.partition("### Dtypes of the toy model's parts under ")[2]
+    assert dtypes.startswith(f"{title}\n{DTYPES}\n- Parameters and gradients stay fp32")
+    assert result.stderr == ""
+
+
+def test_both_precisions_and_losses_by_default():
+    tables = json.loads(precision("--device", "cpu", "--format", "json").stdout)["tables"]
+    sums, dtypes = (table["rows"] for table in tables)
+    assert sums[1] == {
+        "accumulation": "fp16 += fp16",
+        "sum": 9.953125,
+        "absolute_error": 0.046875,
+        "relative_error_percent": 0.46875,
+    }
+    rows = [(row["precision"], row["loss_function"], row["loss"]) for row in dtypes]
+    assert rows == [(name, loss, "fp32") for name in ("fp16", "bf16") for loss in ("cross-entropy", "mse")]
+
+
+def test_what_a_device_cannot_run_is_a_row_with_the_reason(monkeypatch):
+    linear = torch.nn.functional.linear
+
+    def without_half(*arguments):
+        if torch.get_autocast_dtype("cpu") == torch.float16:
+            raise RuntimeError("not implemented for 'Half'")
+        return linear(*arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", without_half)
+    result = precision("--device", "cpu", "--format", "json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)["tables"][1]["rows"]
+    assert [row["status"] for row in rows] == ["unsupported", "unsupported", "ok", "ok"]
+    assert (rows[0]["reason"], rows[0]["logits"]) == ("not implemented for 'Half'", None)
+
+
+def test_cuda_without_a_gpu_exits_with_3(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = precision("--device", "cuda")
+    assert result.exit_code == 3
+    assert result.stderr == "error: device 'cuda': torch sees no CUDA GPU here; choose cpu or auto\n"
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_by_default():
+    tables = json.loads(precision("--format", "json").stdout)["tables"]
+    assert torch.cuda.get_device_name() in tables[1]["title"]
+    assert {row["layer_norm"] for row in tables[1]["rows"]} == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precision", "fp32"], "error: --precision 'fp32': choose from fp16, bf16\n"),
+        (["--device", "tpu"], "error: unknown device 'tpu': choose from auto, cuda, cpu\n"),
+        (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
+        (["--output", "/dev/null/a/b"], "error: cannot write --output /dev/null/a/b: Not a directory\n"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = precision(*arguments)
+    assert (result.exit_code, result.stderr) == (2, sentence)

@@ -1,0 +1,154 @@
+"""The record of a run: complete, publishable, and equal again after a file."""
+
+import getpass
+import json
+import os
+import socket
+import subprocess
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
+
+import cs336sys
+from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_revision
+from cs336sys.results import ResultsFile, read_results
+
+
+def test_machine_has_the_hardware_and_every_version_and_nothing_private():
+    machine = describe_machine()
+    assert list(machine) == [
+        *("gpu", "gpu_count", "cpu", "cpu_cores", "driver"),
+        *("python", "torch", "triton", "cuda", "cudnn", "nccl"),
+    ]
+    assert machine["torch"] == torch.__version__
+    assert machine["cuda"] == torch.version.cuda
+    assert machine["gpu_count"] == torch.cuda.device_count()
+    assert machine["cpu_cores"] >= 1
+    words = json.dumps(machine).replace('"', " ").split()
+    assert not {socket.gethostname(), getpass.getuser(), os.getcwd()}.intersection(words)
+
+
+def test_run_survives_a_results_file(tmp_path):
+    run = new_run(["bench", "--size", "tiny"], seed=7)
+    file = ResultsFile(tmp_path / "r.jsonl")
+    file.append(run)
+    file.close()
+    assert read_results(tmp_path / "r.jsonl").runs == {run.run_id: run}
+    assert run.arguments == ("bench", "--size", "tiny")
+    assert run.environment["seed"] == 7
+    assert datetime.fromisoformat(run.time).utcoffset() == timedelta(0)
+
+
+def test_runs_differ_but_their_machine_does_not():
+    first, second = new_run([]), new_run([])
+    assert first.run_id != second.run_id
+    assert first.machine == second.machine
+
+
+def test_describing_takes_under_a_second():
+    started = time.monotonic()
+    new_run([])
+    assert time.monotonic() - started < 1
+
+
+def test_matmul_precision_and_tf32_are_those_that_hold():
+    try:
+        torch.set_float32_matmul_precision("high")
+        described = describe_environment()
+        assert (described["float32_matmul_precision"], described["tf32_matmul"]) == ("high", True)
+        torch.set_float32_matmul_precision("highest")
+        described = describe_environment()
+        assert (described["float32_matmul_precision"], described["tf32_matmul"]) == ("highest", False)
+        # Set through torch's other interface as well, the old one refuses to answer.
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        described = describe_environment()
+        assert (described["float32_matmul_precision"], described["tf32_matmul"]) == (None, True)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_relevant_variables_are_kept_and_paths_are_not(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "TORCH_", "PYTORCH_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/home/somebody/topology.xml")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    variables = {name: value for name, value in describe_environment().items() if name.isupper()}
+    assert variables == {
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_TOPO_FILE": "(a path)",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "TRITON_INTERPRET": "1",
+    }
+
+
+def test_gpu_state_is_that_of_the_visible_gpu(tmp_path, monkeypatch):
+    put_nvidia_smi(tmp_path, f"{GPU_0}, {IDLE}", f"{GPU_1}, {THROTTLED}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    visible = SimpleNamespace(uuid="11111111-2222-3333-4444-555555555551")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: visible)
+    states = {name: value for name, value in describe_environment().items() if name.startswith("gpu")}
+    assert states == {
+        "gpu0_sm_clock_mhz": 1155,
+        "gpu0_max_sm_clock_mhz": 1980,
+        "gpu0_temperature_c": 88,
+        "gpu0_power_w": 701.2,
+        "gpu0_power_limit_w": 700,
+        "gpu0_clock_limits": "power cap, software thermal slowdown",
+    }
+    machine = describe_machine()
+    assert (machine["gpu"], machine["gpu_count"], machine["driver"]) == ("NVIDIA H200", 1, "580.95.05")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit that holds the package."""
+    package = tmp_path / "repository" / "cs336sys"
+    package.mkdir(parents=True)
+    source = package / "__init__.py"
+    source.write_text("")
+    git("init", "-q", cwd=package.parent)
+    git("add", ".", cwd=package)
+    git("-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "-q", "-m", "first", cwd=package)
+    monkeypatch.setattr(cs336sys, "__file__", str(source))
+    return source
+
+
+def git(*arguments, cwd):
+    return subprocess.run(["git", *arguments], cwd=cwd, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_revision_is_the_commit_and_whether_files_changed(checkout):
+    head = git("rev-parse", "HEAD", cwd=checkout.parent)
+    git("-c", "user.name=A", "-c", "user.email=a@example.org", "tag", "-a", "-m", "release", "v1", cwd=checkout.parent)
+    assert source_revision() == (head, False)
+    checkout.write_text("changed = True\n")
+    assert source_revision() == (head, True)
+
+
+def test_a_repository_around_an_installed_package_is_not_its_source(checkout, monkeypatch):
+    installed = checkout.parents[1] / ".venv" / "cs336sys" / "__init__.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("")
+    monkeypatch.setattr(cs336sys, "__file__", str(installed))
+    assert source_revision() == (None, None)
+
+
+def test_no_revision_without_git(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path("nowhere")))
+    assert source_revision() == (None, None)

@@ -1,0 +1,91 @@
+"""What the system's tools say, also when they say nothing."""
+
+import sys
+import time
+
+import pytest
+from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
+
+from cs336sys.measure import system
+
+
+def test_a_tool_that_is_missing_fails_or_hangs_has_no_answer(tmp_path):
+    assert system.run_tool([str(tmp_path / "nothing")]) is None
+    assert system.run_tool([sys.executable, "-c", "print('half'); raise SystemExit(3)"]) is None
+    started = time.monotonic()
+    assert system.run_tool(["sleep", "60"], timeout_s=0.2) is None
+    assert time.monotonic() - started < 5
+
+
+def test_a_tool_gets_the_variables_besides_its_own():
+    script = "import os; print(os.environ['TRITON_INTERPRET'], 'PATH' in os.environ)"
+    assert system.run_tool([sys.executable, "-c", script], variables={"TRITON_INTERPRET": "7"}) == "7 True"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_gpus_are_read_from_new_and_old_drivers(tmp_path, monkeypatch, old):
+    put_nvidia_smi(tmp_path, f"{GPU_0}, {IDLE}", f"{GPU_1}, {THROTTLED}", old=old)
+    only_on_path(monkeypatch, tmp_path)
+    first, second = system.read_gpus()
+    assert first == system.GpuState(
+        index=0,
+        uuid="GPU-11111111-2222-3333-4444-555555555550",
+        name="NVIDIA H200",
+        driver="580.95.05",
+        memory_total_gib=143771 / 1024,
+        memory_free_gib=143156 / 1024,
+        sm_clock_mhz=345,
+        max_sm_clock_mhz=1980,
+        temperature_c=31,
+        power_w=76.45,
+        power_limit_w=700,
+        clock_limits=(),
+    )
+    assert (second.index, second.sm_clock_mhz, second.temperature_c) == (1, 1155, 88)
+    assert second.clock_limits == ("power cap", "software thermal slowdown")
+
+
+def test_what_a_gpu_does_not_tell_is_none(tmp_path, monkeypatch):
+    refusals = ", ".join(["[N/A]", "[Not Supported]", "[Unknown Error]", *["[N/A]"] * 6])
+    lost = "Unable to determine the device handle for GPU1: 0000:3B:00.0: Unknown Error"
+    put_nvidia_smi(tmp_path, f"0, GPU-1, NVIDIA Thor, {refusals}", lost)
+    only_on_path(monkeypatch, tmp_path)
+    (gpu,) = system.read_gpus()
+    told = {name: value for name, value in vars(gpu).items() if value is not None}
+    assert told == {"index": 0, "uuid": "GPU-1", "name": "NVIDIA Thor", "clock_limits": ()}
+
+
+def test_no_gpus_without_nvidia_smi(tmp_path, monkeypatch):
+    only_on_path(monkeypatch, tmp_path)
+    assert system.read_gpus() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lscpu is a Linux tool")
+def test_cpu_model_comes_from_lscpu(tmp_path, monkeypatch):
+    put_tool(tmp_path, "lscpu", {"": "Architecture:    aarch64\nModel name:      Neoverse-V2\n  Model:   0"})
+    only_on_path(monkeypatch, tmp_path)
+    assert system.cpu_model() == "Neoverse-V2"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("", "", (32.0, 24.0)),
+        ("max", str(2 * 2**30), (32.0, 24.0)),
+        (str(8 * 2**30), str(3 * 2**30), (8.0, 5.0)),
+        (str(64 * 2**30), str(3 * 2**30), (32.0, 24.0)),
+    ],
+)
+def test_memory_is_what_the_container_may_use(monkeypatch, limit, used, expected):
+    files = {
+        "/proc/meminfo": f"MemTotal:       {32 * 2**20} kB\nMemFree:  1 kB\nMemAvailable:   {24 * 2**20} kB",
+        "/sys/fs/cgroup/memory.max": limit,
+        "/sys/fs/cgroup/memory.current": used,
+    }
+    monkeypatch.setattr(system, "_read_text", files.__getitem__)
+    assert system.memory_gib() == expected
+
+
+def test_a_library_loads_or_not():
+    assert system.library_loads(None if sys.platform == "darwin" else "libc.so.6")
+    assert not system.library_loads("libnothing.so.1")

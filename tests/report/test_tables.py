@@ -1,0 +1,398 @@
+import csv
+import io
+import json
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from cs336sys.commands.options import FORMATS
+from cs336sys.errors import UsageError
+from cs336sys.report.tables import Column, Table, check_output, emit, print_tables, render
+from cs336sys.results import Samples
+
+
+def ms(*measured):
+    return Samples("ms", "cuda events", measured)
+
+
+SWEEP = Table(
+    "bench",
+    "bench: H200, torch 2.11",
+    (
+        Column("size", "size"),
+        Column("parameters", "parameters", "parameters"),
+        Column("forward_ms", "forward", "ms"),
+        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+        Column("mfu_percent", "MFU", "percent"),
+        Column("launch_bound", "launch-bound"),
+        Column("status", "status"),
+    ),
+    [
+        {
+            "size": "small",
+            "parameters": 128_625_408,
+            "forward_ms": ms(12.0, 12.2, 12.7),
+            "tokens_per_s": 165432.1,
+            "mfu_percent": None,
+            "launch_bound": True,
+            "status": "ok",
+            "seed": 3,
+        },
+        {"size": "2.7b", "parameters": 3_406_809_600, "forward_ms": None, "status": "oom"},
+    ],
+    notes=("mean ± standard deviation of 3 steps",),
+)
+
+# Everything that one of the formats could take for its own syntax.
+HOSTILE_TEXT = 'a|b <c> [d] *e* `f` _g_ h_i #j $k & 50% {l} ~m ^n \\o "p"'
+HOSTILE = Table("hostile", HOSTILE_TEXT, (Column("text", HOSTILE_TEXT),), [{"text": HOSTILE_TEXT}], (HOSTILE_TEXT,))
+
+EMPTY = Table("empty", "nothing measured", (Column("size", "size"), Column("step_ms", "step", "ms")), [])
+
+
+def test_formats_are_those_that_the_commands_offer():
+    for format in FORMATS:
+        assert render([SWEEP], format)
+    with pytest.raises(UsageError, match=f"unknown format 'html': choose from {', '.join(FORMATS)}$"):
+        render([SWEEP], "html")
+
+
+def test_markdown():
+    assert render([SWEEP, EMPTY], "markdown") == (
+        "### bench: H200, torch 2.11\n"
+        "\n"
+        "| size   |   parameters |   forward, ms |   tokens/s | launch-bound   | status   |\n"
+        "|:-------|-------------:|--------------:|-----------:|:---------------|:---------|\n"
+        "| small  |      128.6 M |  12.30 ± 0.36 |    165,432 | yes            | ok       |\n"
+        "| 2.7b   |       3.41 B |             - |          - | -              | oom      |\n"
+        "\n"
+        "- mean ± standard deviation of 3 steps\n"
+        "\n"
+        "### nothing measured\n"
+        "\n"
+        "| size   | step, ms   |\n"
+        "|--------|------------|\n"
+    )
+
+
+def test_text_table():
+    assert render([SWEEP], "table") == (
+        "bench: H200, torch 2.11\n"
+        "╭────────┬──────────────┬───────────────┬────────────┬────────────────┬──────────╮\n"
+        "│ size   │   parameters │   forward, ms │   tokens/s │ launch-bound   │ status   │\n"
+        "├────────┼──────────────┼───────────────┼────────────┼────────────────┼──────────┤\n"
+        "│ small  │      128.6 M │  12.30 ± 0.36 │    165,432 │ yes            │ ok       │\n"
+        "│ 2.7b   │       3.41 B │             - │          - │ -              │ oom      │\n"
+        "╰────────┴──────────────┴───────────────┴────────────┴────────────────┴──────────╯\n"
+        "mean ± standard deviation of 3 steps\n"
+    )
+
+
+def test_latex():
+    assert render([SWEEP], "latex") == (
+        "\\begin{table}\n"
+        "\\centering\n"
+        "\\caption{bench: H200, torch 2.11}\n"
+        "\\begin{tabular}{lrrrll}\n"
+        "\\toprule\n"
+        " size   &   parameters &   forward, ms &   tokens/s & launch-bound   & status   \\\\\n"
+        "\\midrule\n"
+        " small  &      128.6 M &  12.30 $\\pm$ 0.36 &    165,432 & yes            & ok       \\\\\n"
+        " 2.7b   &       3.41 B &             - &          - & -              & oom      \\\\\n"
+        "\\bottomrule\n"
+        "\\end{tabular}\n"
+        "\\par\\footnotesize mean $\\pm$ standard deviation of 3 steps\n"
+        "\\end{table}\n"
+    )
+
+
+def test_typst():
+    assert render([SWEEP], "typst") == (
+        "#figure(\n"
+        '  caption: "bench: H200, torch 2.11",\n'
+        "  table(\n"
+        "    columns: 6,\n"
+        "    align: (left, right, right, right, left, left,),\n"
+        '    table.header("size", "parameters", "forward, ms", "tokens/s", "launch-bound", "status"),\n'
+        '    "small", "128.6 M", "12.30 ± 0.36", "165,432", "yes", "ok",\n'
+        '    "2.7b", "3.41 B", "-", "-", "-", "oom",\n'
+        "  ),\n"
+        ")\n"
+        "\n"
+        '#"mean ± standard deviation of 3 steps"\n'
+    )
+
+
+def test_json_holds_unrounded_numbers_and_every_column():
+    document = json.loads(render([SWEEP, EMPTY], "json"))
+    assert document["schema_version"] == 1
+    bench, empty = document["tables"]
+    assert (bench["name"], bench["title"]) == ("bench", "bench: H200, torch 2.11")
+    assert bench["notes"] == ["mean ± standard deviation of 3 steps"]
+    assert bench["rows"] == [
+        {
+            "size": "small",
+            "parameters": 128_625_408,
+            "forward_ms_mean": pytest.approx(12.3),
+            "forward_ms_std": pytest.approx(math.sqrt(0.13)),
+            "forward_ms_median": 12.2,
+            "tokens_per_s": 165432.1,
+            "mfu_percent": None,
+            "launch_bound": True,
+            "status": "ok",
+        },
+        {
+            "size": "2.7b",
+            "parameters": 3_406_809_600,
+            "forward_ms_mean": None,
+            "forward_ms_std": None,
+            "forward_ms_median": None,
+            "tokens_per_s": None,
+            "mfu_percent": None,
+            "launch_bound": None,
+            "status": "oom",
+        },
+    ]
+    assert empty == {"name": "empty", "title": "nothing measured", "rows": [], "notes": []}
+
+
+def test_json_has_no_nan():
+    columns = (Column("a", "a"), Column("b", "b"), Column("c_ms", "c", "ms"))
+    row = {"a": math.nan, "b": -math.inf, "c_ms": ms(math.nan)}
+    [table] = json.loads(render([Table("t", "t", columns, [row])], "json"))["tables"]
+    assert table["rows"] == [{"a": None, "b": None, "c_ms_mean": None, "c_ms_std": 0.0, "c_ms_median": None}]
+
+
+def test_number_among_samples_stands_under_the_mean():
+    table = Table("t", "t", (Column("step_ms", "step", "ms"),), [{"step_ms": ms(1.0, 3.0)}, {"step_ms": 2.5}])
+    assert render([table], "csv") == f"step_ms_mean,step_ms_std\n2.0,{math.sqrt(2)}\n2.5,\n"
+
+
+def test_csv():
+    small, big = csv.DictReader(io.StringIO(render([SWEEP], "csv")))
+    assert float(small.pop("forward_ms_mean")) == pytest.approx(12.3)
+    assert float(small.pop("forward_ms_std")) == pytest.approx(math.sqrt(0.13))
+    assert small == {
+        "size": "small",
+        "parameters": "128625408",
+        "tokens_per_s": "165432.1",
+        "mfu_percent": "",
+        "launch_bound": "true",
+        "status": "ok",
+    }
+    assert list(big.values()) == ["2.7b", "3406809600", "", "", "", "", "", "oom"]
+
+
+def test_csv_of_several_tables_has_an_empty_line_between_them():
+    assert render([EMPTY, EMPTY], "csv") == "size,step_ms\n\nsize,step_ms\n"
+
+
+def test_csv_reads_back_hostile_text():
+    [header, row] = csv.reader(io.StringIO(render([HOSTILE], "csv")))
+    assert (header, row) == (["text"], [HOSTILE_TEXT])
+
+
+def test_markdown_escapes():
+    escaped = 'a\\|b \\<c> [d] \\*e\\* \\`f\\` \\_g\\_ h_i #j $k & 50% {l} ~m ^n \\\\o "p"'
+    text = render([HOSTILE], "markdown")
+    assert text.count(escaped) == 4
+    assert text.startswith(f"### {escaped}\n")
+
+
+def test_latex_escapes_cells_captions_and_notes_alike():
+    escaped = (
+        "a|b \\ensuremath{<}c\\ensuremath{>} [d] *e* `f` \\_g\\_ h\\_i \\#j \\$k \\& 50\\% \\{l\\} \\textasciitilde{}m "
+        '\\^{}n \\textbackslash{}o "p"'
+    )
+    text = render([HOSTILE], "latex")
+    assert text.count(escaped) == 4
+    assert f"\\caption{{{escaped}}}" in text
+
+
+def test_latex_row_may_start_with_a_bracket():
+    table = Table("t", "t", (Column("interval", "[from, to]"),), [{"interval": "[1, 2]"}])
+    lines = render([table], "latex").splitlines()
+    assert [line for line in lines if "[" in line] == [" {[}from, to]   \\\\", " {[}1, 2]       \\\\"]
+
+
+def test_typst_escapes():
+    escaped = '"' + HOSTILE_TEXT.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    text = render([HOSTILE], "typst")
+    assert f"  caption: {escaped},\n" in text
+    assert f"    table.header({escaped}),\n    {escaped},\n" in text
+    assert text.endswith(f"\n#{escaped}\n")
+    assert "align: (left,)," in text
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "csv", "json", "latex", "typst"])
+def test_table_without_rows_shows_its_columns(format):
+    text = render([EMPTY], format)
+    assert format == "json" or "step" in text
+    assert format != "latex" or "\\begin{tabular}{ll}" in text
+
+
+def test_line_breaks_do_not_break_a_row():
+    table = Table("t", "t", (Column("reason", "reason"),), [{"reason": "first\nsecond"}], notes=("third\nfourth",))
+    for format in ("table", "markdown", "latex", "typst"):
+        text = render([table], format)
+        assert "first second" in text
+        assert "third fourth" in text
+
+
+def drawn(table, width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    print_tables([table], console)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def test_terminal_wide_enough():
+    assert drawn(SWEEP, 80) == [
+        "bench: H200, torch 2.11",
+        "size   parameters   forward, ms  tokens/s  launch-bound  status",
+        "────────────────────────────────────────────────────────────────",
+        "small     128.6 M  12.30 ± 0.36   165,432  yes           ok",
+        "2.7b       3.41 B             -         -  -             oom",
+        "mean ± standard deviation of 3 steps",
+    ]
+
+
+def test_narrower_terminal_stacks_headers_and_wraps_text():
+    table = Table(
+        "t",
+        "t",
+        (Column("a_ms", "backward pass", "ms"), Column("b_ms", "optimizer step", "ms"), Column("reason", "reason")),
+        [{"a_ms": 1.5, "b_ms": 2.5, "reason": "CUDA out of memory: tried to allocate 12 GiB of 139 GiB"}],
+    )
+    assert drawn(table, 42) == [
+        "t",
+        "backward  optimizer",
+        "   pass,      step,",
+        "      ms         ms  reason",
+        "──────────────────────────────────────────",
+        "   1.500      2.500  CUDA out of memory:",
+        "                     tried to allocate 12",
+        "                     GiB of 139 GiB",
+    ]
+
+
+def test_terminal_narrower_than_the_table_prints_records():
+    assert drawn(SWEEP, 40) == [
+        "bench: H200, torch 2.11",
+        "╭──────────────┬──────────────╮",
+        "│ size         │ small        │",
+        "│ parameters   │ 128.6 M      │",
+        "│ forward, ms  │ 12.30 ± 0.36 │",
+        "│ tokens/s     │ 165,432      │",
+        "│ launch-bound │ yes          │",
+        "│ status       │ ok           │",
+        "├──────────────┼──────────────┤",
+        "│ size         │ 2.7b         │",
+        "│ parameters   │ 3.41 B       │",
+        "│ forward, ms  │ -            │",
+        "│ tokens/s     │ -            │",
+        "│ launch-bound │ -            │",
+        "│ status       │ oom          │",
+        "╰──────────────┴──────────────╯",
+        "mean ± standard deviation of 3 steps",
+    ]
+
+
+@pytest.mark.parametrize("width", [15, 25, 45, 60, 64, 100])
+def test_no_width_hides_a_character(width):
+    seen = sorted("".join(drawn(SWEEP, width)))
+    for values in (["small", "128.6M", "12.30±0.36", "165,432", "yes", "ok"], ["2.7b", "3.41B", "oom"]):
+        for character in "".join(values):
+            seen.remove(character)
+    assert "…" not in seen
+
+
+def test_terminal_does_not_read_markup():
+    assert drawn(HOSTILE, 200)[3] == HOSTILE_TEXT
+    assert drawn(HOSTILE, 200)[-1] == HOSTILE_TEXT
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def test_emit_draws_on_a_terminal_as_wide_as_columns_says(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    emit([SWEEP])
+    plain = re.sub(r"\x1b\[\d*m", "", terminal.getvalue())
+    assert "size   parameters   forward, ms  tokens/s  launch-bound  status" in plain
+    monkeypatch.setenv("COLUMNS", "40")
+    emit([SWEEP], format="table")
+    assert "│ forward, ms  │ 12.30 ± 0.36 │" in terminal.getvalue()
+
+
+def test_emit_on_a_terminal_in_another_format_prints_that_format(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    emit([SWEEP], format="csv")
+    assert terminal.getvalue() == render([SWEEP], "csv")
+
+
+@pytest.mark.parametrize(("format", "expected"), [(None, "markdown"), ("table", "table"), ("json", "json")])
+def test_emit_into_a_pipe_or_a_file_cuts_nothing(format, expected, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "20")
+    emit([SWEEP], format=format)
+    assert capsys.readouterr().out == render([SWEEP], expected)
+    emit([SWEEP], format=format, output=tmp_path / "table")
+    assert (tmp_path / "table").read_text(encoding="utf-8") == render([SWEEP], expected)
+    assert capsys.readouterr().out == ""
+
+
+def test_emit_without_unicode_still_prints_the_numbers(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    emit([SWEEP], format="markdown")
+    stream.flush()
+    assert b"| small  |      128.6 M |  12.30 ? 0.36 |" in stream.buffer.getvalue()
+
+
+def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path):
+    existing = tmp_path / "report.md"
+    existing.write_text("yesterday's numbers")
+    check_output(existing, "markdown")
+    check_output(None)
+    assert existing.read_text() == "yesterday's numbers"
+
+    check_output(tmp_path / "new" / "report.md")
+    assert list((tmp_path / "new").iterdir()) == []
+
+    with pytest.raises(UsageError, match=r"^cannot write --output .*: Is a directory$"):
+        check_output(tmp_path)
+    with pytest.raises(UsageError, match=r"^cannot write --output .*report.md/x: "):
+        check_output(existing / "x")
+    with pytest.raises(UsageError, match="unknown format 'pdf': choose from table"):
+        check_output(existing, "pdf")
+
+
+def test_emit_reports_an_output_that_became_unwritable(tmp_path):
+    with pytest.raises(UsageError, match=r"^cannot write --output .*: Is a directory$"):
+        emit([SWEEP], output=tmp_path)
+
+
+def test_unknown_format_leaves_the_output_alone(tmp_path):
+    existing = tmp_path / "report.md"
+    existing.write_text("yesterday's numbers")
+    with pytest.raises(UsageError, match="unknown format"):
+        emit([SWEEP], format="pdf", output=existing)
+    assert existing.read_text() == "yesterday's numbers"
+
+
+def test_header_that_names_its_unit_stands_alone():
+    assert Column("forward_ms", "forward", "ms").title == "forward, ms"
+    assert Column("tokens_per_s", "tokens/s", "tokens_per_s").title == "tokens/s"
+    assert Column("parameters", "parameters", "parameters").title == "parameters"
+    assert Column("context", "context").title == "context"
