@@ -17,6 +17,7 @@ from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
+from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
@@ -33,8 +34,17 @@ def _sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor
     return F.scaled_dot_product_attention(Q, K, V, is_causal=mask is not None)
 
 
+def _flash(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+    """This project's attention in the signature of the model's."""
+    return flash_attention(Q, K, V, is_causal=mask is not None)
+
+
 # What takes the place of cs336_basics.model.scaled_dot_product_attention, by the name of workload.ATTENTION.
-ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": _sdpa}
+ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "reference": _model_attention,
+    "sdpa": _sdpa,
+    "flash": _flash,
+}
 
 
 def build_model(workload: Workload, device: torch.device) -> nn.Module:

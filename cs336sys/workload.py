@@ -14,7 +14,7 @@ PHASES = {
 }
 MODES = tuple(PHASES)
 COMPILE_MODES = ("off", "block", "model")
-ATTENTION = ("reference", "sdpa")
+ATTENTION = ("reference", "sdpa", "flash")
 OPTIMIZERS = ("course", "fused")
 DEVICES = ("auto", "cuda", "cpu")
 SYNCHRONIZE = ("step", "none")

@@ -64,6 +64,10 @@ def test_sdpa_takes_the_models_place_in_attention_and_changes_no_loss():
     assert "aten::scaled_dot_product_attention" not in {event.key for event in profiler.key_averages()}
 
 
+def test_flash_attention_follows_the_models_loss():
+    assert train(steps=5, attention="flash")[1] == pytest.approx(train(steps=5)[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_changes_the_loss_a_little_and_keeps_fp32_parameters(precision):
     step, losses = train(steps=3, precision=precision)

@@ -16,7 +16,10 @@ def poisoned_empty(monkeypatch):
     def poisoned(allocate):
         def allocate_nan(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                # Detached, because torch itself makes empty leaves that require gradients.
+                tensor.detach().fill_(math.nan)
+            return tensor
 
         return allocate_nan
 

@@ -1,0 +1,127 @@
+"""``flash`` and ``attn`` as a user runs them, on the CPU."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.accounting.activations import attention_memory
+from cs336sys.cli import app
+from cs336sys.report.attention import attn_tables, flash_tables
+from cs336sys.report.plots import plot_flash
+from cs336sys.results import Cell, Samples
+
+FLASH = ["flash", "--device", "cpu", "--context", "32", "--heads", "2", "--head-dim", "16", "--dtype", "fp32"]
+ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--d-model", "8", "--context", "16", "--steps", "2"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
+    picture = tmp_path / "flash.png"
+    arguments = ("--implementations", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--format", "json")
+    table = tables(invoke(*FLASH, *arguments))["flash"]
+    statuses = {row["implementation"]: row["status"] for row in table["rows"]}
+    assert statuses == {"tiled": "ok", "eager": "ok", "sdpa-flash": "ok", "sdpa-cudnn": "unsupported"}
+    assert any(note.startswith("sdpa-cudnn unsupported: ") for note in table["notes"])
+    eager = next(row for row in table["rows"] if row["implementation"] == "eager")
+    assert eager["end_to_end_speedup"] == 1.0
+    assert float(eager["dq_error"]) < 1e-5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_attn_measures_eager_and_compiled():
+    rows = tables(invoke(*ATTN, "--format", "json"))["attn"]["rows"]
+    assert [(row["implementation"], row["status"]) for row in rows] == [("eager", "ok"), ("compiled", "ok")]
+    memory = attention_memory(2, 16, 8, "fp32", causal=False, implementation="eager")
+    assert rows[0]["predicted_held_gib"] == pytest.approx(memory.held / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([*FLASH, "--implementations", "flash3"], "--implementations 'flash3': choose from triton, tiled,"),
+        ([*FLASH, "--baseline", "none"], "--baseline 'none': choose from"),
+        ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
+        ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
+        ([*FLASH, "--context", "0"], "--context '0': must be at least 1"),
+        ([*FLASH, "--dtype", "fp8"], "--dtype 'fp8': choose from fp32, bf16, fp16"),
+        ([*FLASH, "--device", "tpu"], "--device 'tpu': choose from auto, cuda, cpu"),
+        ([*FLASH, "--plot", "flash.txt"], "--plot flash.txt: the file must end in .png, .svg, .pdf"),
+        ([*FLASH, "--plot", "/proc/no/f.png"], "cannot write --plot /proc/no/f.png"),
+        ([*ATTN, "--implementations", "flex"], "--implementations 'flex': choose from eager, compiled"),
+        ([*ATTN, "--steps", "0"], "--steps '0': must be at least 1"),
+        ([*ATTN, "--batch-size", "0"], "--batch-size '0': must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def attn_cell(context, status, held_gib=None):
+    shape = {"batch_size": 8, "heads": 1, "context": context, "head_dim": 64, "dtype": "fp32", "causal": True}
+    configuration = {"implementation": "eager", **shape, "device": "cuda", "seed": 0, "warmup": 1, "steps": 2}
+    samples = {"forward": Samples("ms", "cuda events", (1.0, 2.0))} if status == "ok" else {}
+    return Cell("attn", configuration, status, samples, {"held_gib": held_gib, "peak_gib": held_gib} if samples else {})
+
+
+def test_smallest_shape_out_of_memory_is_worked_through():
+    cells = [attn_cell(4096, "ok", 1.0), attn_cell(65536, "oom"), attn_cell(32768, "oom")]
+    accounting = next(table for table in attn_tables(cells, None) if table.name == "accounting")
+    assert accounting.title == "attn: the smallest shape out of memory, 8 x 32768 x 64 fp32"
+    parts = {row["what"]: row["gib"] for row in accounting.rows}
+    assert parts["probabilities"] == 8 * 32768**2 * 4 / 2**30 == 32.0
+    assert parts["causal mask"] == 1.0
+    held = ("query, key, value", "scaled query", "causal mask", "probabilities", "output")
+    assert parts["held before backward"] == pytest.approx(sum(parts[part] for part in held))
+    assert parts["peak of the backward pass"] > 96
+
+
+def test_growth_of_held_memory_is_set_against_the_context():
+    cells = [attn_cell(1024, "ok", 0.5), attn_cell(4096, "ok", 7.5), attn_cell(8192, "oom")]
+    growth = next(table for table in attn_tables(cells, None) if table.name == "growth")
+    assert [(row["contexts"], row["context_ratio"], row["held_ratio"]) for row in growth.rows] == [
+        ("1024 to 4096", 4.0, 15.0)
+    ]
+
+
+def flash_cell(name, milliseconds, context=1024, status="ok"):
+    shape = {"batch_size": 1, "heads": 16, "context": context, "head_dim": 64, "dtype": "bf16", "causal": True}
+    parts = {"forward": milliseconds, "backward": 2 * milliseconds, "end_to_end": 3 * milliseconds}
+    ok = status == "ok"
+    return Cell(
+        "flash",
+        {"implementation": name, **shape, "device": "cuda", "seed": 0},
+        status,
+        {part: Samples("ms", "triton do_bench", (ms, ms, 9 * ms)) for part, ms in parts.items()} if ok else {},
+        {f"{part}_tflops": 1 / ms for part, ms in parts.items()} | {"out_error": 1e-3} if ok else {"out_error": 0.5},
+        None if ok else "relative error over 0.02: out by 5.0e-01",
+    )
+
+
+def test_speedups_are_of_medians_and_only_against_a_measured_baseline():
+    cells = [
+        flash_cell("triton", 1.0),
+        flash_cell("eager", 4.0),
+        flash_cell("triton", 2.0, context=2048),
+        flash_cell("eager", 1.0, context=2048, status="wrong"),
+    ]
+    rows = flash_tables(cells, None, "eager")[0].rows
+    assert [row.get("forward_speedup") for row in rows] == [4.0, 1.0, None, None]
+    assert [row.get("forward_ms") for row in rows] == [1.0, 4.0, 2.0, None]
+    assert rows[3]["out_error"] == "5.0e-01"
+
+
+def test_plot_survives_a_sweep_without_a_measured_cell(tmp_path):
+    plot_flash([flash_cell("eager", 1.0, status="wrong")], tmp_path / "empty.svg")
+    assert "<svg" in (tmp_path / "empty.svg").read_text()
