@@ -43,7 +43,7 @@ def training_state(size: ModelSize, precision: str, *, autocast: bool = True) ->
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What is alive in bytes at the moment of a step when most is; the parts add up to the total.
+    """What is alive, in bytes, at a moment of a step when much is; the parts add up to the total.
 
     Attributes:
         moment: which moment that is.
@@ -84,12 +84,17 @@ class PeakMemory:
 
 
 def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str) -> PeakMemory:
-    """The most memory alive at once in a step, to compare with ``torch.cuda.max_memory_allocated``.
+    """The most memory alive at once in a step: the widest of :func:`widest_moments` (same arguments)."""
+    return max(widest_moments(size, precision, mode, attention), key=lambda moment: moment.total)
+
+
+def widest_moments(size: ModelSize, precision: str, mode: str, attention: str) -> list[PeakMemory]:
+    """The moments of a step that can be its peak, to compare with ``torch.cuda.max_memory_allocated``.
 
     Counts tensors alone: the CUDA context, cuBLAS workspaces (tens of MiB) and the allocator's rounding come on top.
     Gradients are dropped after each step (``zero_grad(set_to_none=True)``), and the optimizer's state exists already,
-    so this is a second or later step. The widest moments are exact; where a block's activations and gradients are about
-    equally large, some moment between them can hold up to 2 % more than the total given here.
+    so this is a second or later step. Each moment is exact; where a block's activations and gradients are about equally
+    large, one between them can hold up to 2 % more.
 
     Args:
         precision: ``fp32``, or autocast to ``bf16`` or ``fp16``.
@@ -105,15 +110,12 @@ def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str) -
     if mode not in modes:
         raise UsageError(f"unknown mode '{mode}': choose from {', '.join(modes)}")
     state = training_state(size, precision)
-    tables = 4 * size.context * size.head_dim
-    moment, gradients, activations = max(modes[mode](size, precision, attention), key=lambda moment: sum(moment[1:]))
-    return PeakMemory(
-        moment=moment,
-        parameters=state.parameters,
-        gradients=gradients,
-        optimizer_state=state.optimizer_state if mode == "train" else 0,
-        activations=activations + tables,
-    )
+    optimizer_state = state.optimizer_state if mode == "train" else 0
+    rotary_table = 4 * size.context * size.head_dim
+    return [
+        PeakMemory(moment, state.parameters, gradients, optimizer_state, activations + rotary_table)
+        for moment, gradients, activations in modes[mode](size, precision, attention)
+    ]
 
 
 # A moment is its name, the bytes of gradients and the bytes of activations at that time.

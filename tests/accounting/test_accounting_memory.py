@@ -12,7 +12,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 
 from cs336sys.accounting.activations import SavedActivations, attention_memory, saved_activations
-from cs336sys.accounting.memory import GIB, TrainingState, predicted_peak, training_state
+from cs336sys.accounting.memory import GIB, TrainingState, predicted_peak, training_state, widest_moments
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.kernels.attention.tiled import FlashAttentionTorch
@@ -75,8 +75,15 @@ def saved_bytes(step):
 
 
 def allocated_bytes(run, path):
-    """Most bytes allocated at once while ``run`` runs, and what is left at its end, beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    """Most bytes allocated at once while ``run`` runs, and what is left at its end, beyond what was there before.
+
+    Without oneDNN, which on CPUs with bf16 instructions allocates reordered copies of a product's operands.
+    """
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with (
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler,
+    ):
         kept = run()
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
@@ -152,6 +159,48 @@ def test_autograd_saves_exactly_the_predicted_bytes(size, precision, attention, 
     assert saved_bytes(step) == saved_activations(size, precision, attention).total
 
 
+def test_half_precisions_need_the_same_memory():
+    assert saved_activations(SIZES["8b"], "fp16", "flash") == saved_activations(SIZES["8b"], "bf16", "flash")
+    assert training_state(SIZES["8b"], "fp16", autocast=False) == training_state(SIZES["8b"], "bf16", autocast=False)
+
+
+def test_widest_moments_worked_by_hand():
+    """8 tokens: 64 numbers in the stream, 160 in the inner layer, 400 logits, 64 scores of 16 queries.
+
+    Always there: 16 * 8 bytes of batch and 4 * 4 * 4 of rotary table, 192 in all.
+    """
+    size = ModelSize("hand", d_model=8, d_ff=20, num_layers=3, num_heads=2, vocab_size=50, context=4, batch_size=2)
+
+    def moments(precision, mode):
+        peaks = widest_moments(size, precision, mode, "reference")
+        assert {(peak.parameters, peak.optimizer_state) for peak in peaks} == {(12256, 24512 * (mode == "train"))}
+        return {peak.moment: (peak.gradients, peak.activations) for peak in peaks}
+
+    assert moments("fp32", "forward") == {
+        "feed-forward": (0, 192 + 768 + 1920),  # 12 * 64, 3 * 4 * 160
+        "LM head": (0, 192 + 512 + 1600),  # 8 * 64, 4 * 400
+        "loss": (0, 192 + 3200 + 64),  # 8 * 400, 8 * 8
+        "softmax": (0, 192 + 1280 + 16 + 768 + 64),  # 20 * 64, mask 4 * 4, 12 * 64, 4 * 16
+    }
+    assert moments("bf16", "forward") == {
+        "feed-forward": (0, 192 + 768 + 640 + 448),  # 12 * 64, 2 * 2 * 160, casts 2 * (64 + 160)
+        "LM head": (0, 192 + 512 + 800 + 928),  # 8 * 64, 2 * 400, casts 2 * (64 + 400)
+        "loss": (0, 192 + 2400 + 64),  # 6 * 400, 8 * 8
+        "softmax": (0, 192 + 896 + 16 + 768 + 64),  # 14 * 64, mask, 12 * 64, 4 * 16
+    }
+    # Saved: 5776 a layer, 2336 in last norm, LM head and loss, beside the batch. Parameters: 752 a layer, 408 in last
+    # norm and LM head, 3064 in all. A feed-forward saves 768 + 32 + 1600, and 960 of weight casts.
+    assert moments("bf16", "train") == {
+        "loss": (0, 192 + 3 * 5776 + 2336 + 2400),  # 6 * 400
+        "feed-forward backward, last block": (1632 + 640, 192 + 3 * 5776 + 256 + 640 - 320),
+        "softmax backward, last block": (1632 + 2208, 192 + 3 * 5776 - 3360 - 128 + 128 + 640 + 64),
+        "feed-forward backward, first block": (1632 + 2 * 3008 + 640, 192 + 5776 + 256 + 640 - 320),
+        "softmax backward, first block": (1632 + 2 * 3008 + 2208, 192 + 5776 - 3360 - 128 + 128 + 640 + 64),
+        "end of backward": (12256, 192 + 256),
+        "optimizer": (12256, 192 + 1600),  # the LM head: 4 * 400
+    }
+
+
 # One size for each moment that can be the widest.
 PEAKS = {
     "scores": ModelSize("scores", 64, 256, 2, 4, vocab_size=50, context=256, batch_size=2),
@@ -182,10 +231,11 @@ PEAKS = {
     ],
 )
 def test_allocator_peak_is_the_predicted_one(size, precision, mode, attention, moment, monkeypatch, tmp_path):
-    """Within 1 %: some tensors of a few numbers are not counted, and products of half types use scratch on a CPU.
+    """Tensors of a few numbers are not counted, and in ``even`` a moment between the counted ones holds 0.7 % more.
 
     The loss in bf16 is left out: subtracting fp32 from bf16 makes an fp32 copy of the logits on a CPU, not on a GPU.
     """
+    tolerance = 0.01 if size == "even" else 0.002
     size = PEAKS[size]
     step = Step(size, precision, attention, monkeypatch)
     step.run("train")
@@ -194,7 +244,7 @@ def test_allocator_peak_is_the_predicted_one(size, precision, mode, attention, m
     predicted = predicted_peak(size, precision, mode, attention)
     assert predicted.moment == moment
     before = predicted.parameters + predicted.optimizer_state + resident_bytes(step)
-    assert peak == pytest.approx(predicted.total - before, rel=0.01)
+    assert peak == pytest.approx(predicted.total - before, rel=tolerance)
 
 
 def resident_bytes(step):
@@ -242,7 +292,7 @@ def test_eager_attention_holds_and_peaks_as_predicted(dtype, causal, tmp_path):
     assert held + predicted.inputs == predicted.held + 8
     out = plain_attention(*qkv, is_causal=causal)
     added, _ = allocated_bytes(lambda: out.backward(torch.ones_like(out)), tmp_path / "backward.json")
-    assert added == pytest.approx(predicted.peak - predicted.held, rel=0.01)
+    assert added == predicted.peak - predicted.held
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -262,6 +312,8 @@ def test_attention_memory_of_a_handout_cell():
     # Flash attention: four such tensors and a logsumexp of 8 * 16384 * 4 bytes = 512 KiB.
     flash = attention_memory(8, 16384, 64, "fp32", causal=True, implementation="flash")
     assert flash.held == 128 * 2**20 + 2**19
+    # Its backward pass adds the gradients of all four, and a number a query.
+    assert flash.peak == 2 * flash.held
 
 
 def test_unknown_attention_implementation_is_refused():
