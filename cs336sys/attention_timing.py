@@ -32,10 +32,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # sums, and none for TF32, whose error is near 1e-3.
 TOLERANCES = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
 
-# do_bench's durations of warm-up and measurement; the course's grid has 80 shapes for each implementation.
-WARMUP_MS = 25
-REPETITION_MS = 100
-
 # Rows of the score matrix that the float64 reference holds at a time: 0.5 GiB at context 65,536.
 _REFERENCE_ROWS = 1024
 
@@ -177,7 +173,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
-        samples = _time(attention, inputs, device)
+        samples = _time(attention, inputs, workload, device)
     shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
     forward_flops = attention_flops(*shape, causal=workload.causal, backward=False)
     all_flops = attention_flops(*shape, causal=workload.causal, backward=True)
@@ -208,7 +204,9 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
     return None if peak_gib is None else peak_gib - others_gib
 
 
-def _time(attention: Attention, inputs: Inputs, device: torch.device) -> dict[str, Samples]:
+def _time(
+    attention: Attention, inputs: Inputs, workload: AttentionWorkload, device: torch.device
+) -> dict[str, Samples]:
     def forward() -> Tensor:
         return attention(*inputs.differentiable)
 
@@ -218,21 +216,22 @@ def _time(attention: Attention, inputs: Inputs, device: torch.device) -> dict[st
     def end_to_end() -> None:
         torch.autograd.grad(forward(), inputs.differentiable, inputs.grad_out)
 
-    samples = {"forward": _repeat(forward, device)}
+    samples = {"forward": _repeat(forward, workload, device)}
     out = forward()
-    samples["backward"] = _repeat(backward, device)
-    samples["end_to_end"] = _repeat(end_to_end, device)
+    samples["backward"] = _repeat(backward, workload, device)
+    samples["end_to_end"] = _repeat(end_to_end, workload, device)
     return samples
 
 
-def _repeat(call: Callable[[], Any], device: torch.device) -> Samples:
+def _repeat(call: Callable[[], Any], workload: AttentionWorkload, device: torch.device) -> Samples:
     """Times of one call, each with a cold L2 cache on a GPU."""
     if device.type == "cuda":
-        times_ms = triton.testing.do_bench(call, warmup=WARMUP_MS, rep=REPETITION_MS, return_mode="all")
+        times_ms = triton.testing.do_bench(
+            call, warmup=workload.warmup_ms, rep=workload.repetition_ms, return_mode="all"
+        )
         return Samples("ms", "triton do_bench", tuple(times_ms))
-    measurement = torch.utils.benchmark.Timer("call()", globals={"call": call}).blocked_autorange(
-        min_run_time=REPETITION_MS / 1e3
-    )
+    timer = torch.utils.benchmark.Timer("call()", globals={"call": call})
+    measurement = timer.blocked_autorange(min_run_time=workload.repetition_ms / 1e3)
     return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
 
 

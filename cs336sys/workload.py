@@ -109,6 +109,7 @@ class AttentionWorkload:
         implementation: one of :data:`IMPLEMENTATIONS`; ``eager`` is plain PyTorch with the scores in memory,
             ``compiled`` the same under torch.compile, ``tiled`` FlashAttention-2 in PyTorch, ``triton`` our kernels.
         causal: a query sees the keys up to its own position.
+        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """
 
     implementation: str
@@ -120,6 +121,8 @@ class AttentionWorkload:
     causal: bool = True
     device: str = "auto"
     seed: int = 0
+    warmup_ms: float = 25.0
+    repetition_ms: float = 100.0
 
     def configuration(self) -> dict[str, Any]:
         """All fields: a cell's configuration in the results."""

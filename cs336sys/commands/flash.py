@@ -1,12 +1,22 @@
 """``cs336sys flash``: our FlashAttention kernels against every implementation that the machine has."""
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
+from cs336sys.commands.options import (
+    FormatOption,
+    OutputOption,
+    SaveOption,
+    at_least,
+    between,
+    check_choice,
+    one_of,
+    split_list,
+)
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.commands.workloads import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
@@ -40,6 +50,8 @@ def flash(
         str | None, typer.Option(help="Shapes of the handouts instead: course or board.", show_default=False)
     ] = None,
     baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
+    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
+    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.")] = 100.0,
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -73,11 +85,19 @@ def flash(
     if max(axes["head_dim"]) > 256:
         raise UsageError(f"--head-dim {max(axes['head_dim'])}: must be at most 256")
     check_choice(device, "--device", DEVICES)
+    split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
+    split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
     check_output(output, format)
     check_plot(plot)
     configurations = [
         AttentionWorkload(
-            implementation, **dict(zip(axes, values, strict=True)), causal=causal, device=device, seed=seed
+            implementation,
+            **dict(zip(axes, values, strict=True)),
+            causal=causal,
+            device=device,
+            seed=seed,
+            warmup_ms=warmup_ms,
+            repetition_ms=repetition_ms,
         ).configuration()
         for values in product(*axes.values())
         for implementation in chosen

@@ -10,7 +10,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results import Cell, Results, Run, Samples, configuration_key
 
 # Settings that decide how a configuration is sampled, not what is measured.
-SAMPLING_SETTINGS = ("steps", "seed")
+SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms")
 
 # Of a run's environment, what is meant to change between two files; the fields gpu0_... are momentary readings.
 _EXPECTED_DIFFERENCES = frozenset({"cs336sys", "git_commit", "git_dirty", "seed"})

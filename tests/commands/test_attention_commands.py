@@ -51,6 +51,7 @@ def test_attn_measures_eager_and_compiled():
         ([*FLASH, "--baseline", "none"], "--baseline 'none': choose from"),
         ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
         ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
+        ([*FLASH, "--repetition-ms", "0"], "--repetition-ms '0.0': must be between 1 and inf"),
         ([*FLASH, "--context", "0"], "--context '0': must be at least 1"),
         ([*FLASH, "--dtype", "fp8"], "--dtype 'fp8': choose from fp32, bf16, fp16"),
         ([*FLASH, "--device", "tpu"], "--device 'tpu': choose from auto, cuda, cpu"),
