@@ -20,7 +20,7 @@ def once_differentiable(backward: Callable) -> Callable:
     def first_order_backward(ctx, *grad_outputs):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{ctx.name().removesuffix('Backward')} is differentiable once: it has no second derivative, "
+                f"{type(ctx).__name__.removesuffix('Backward')} is differentiable once: it has no second derivative, "
                 "so create_graph=True is refused"
             )
         return backward(ctx, *grad_outputs)

@@ -1,0 +1,194 @@
+"""Tile sizes, warps and pipeline depth of the Triton attention kernels: a pure function of shape, dtype and GPU.
+
+Nothing is tuned at run time, so the first call of a kernel compiles one variant, in seconds.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the choice depends on.
+
+    ``capability`` is the GPU's compute capability, None in the interpreter. ``tma_allowed``: strides and alignment let
+    TMA descriptors address the tensors.
+    """
+
+    head_dim: int
+    dtype: torch.dtype
+    float32_precision: str
+    is_causal: bool
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    capability: tuple[int, int] | None
+    num_multiprocessors: int
+    tma_allowed: bool
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """One launch: tiles of ``query_rows`` queries and ``key_rows`` keys.
+
+    A program of forward or of the dQ pass owns a tile of queries and streams tiles of keys; one of the dK/dV pass owns
+    keys and streams queries. ``max_registers`` limits the registers of a thread, for more programs on one
+    multiprocessor.
+    """
+
+    query_rows: int
+    key_rows: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool = False
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """One launch of the backward kernel, over tiles of keys for dK and dV, tiles of queries for dQ, or both at once."""
+
+    tile: TileSettings
+    keys: bool = False
+    queries: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardSettings:
+    """``fused``: the only pass is over keys and adds up dQ as well, in no fixed order."""
+
+    passes: tuple[BackwardPass, ...]
+    fused: bool = False
+
+
+def fused(tile: TileSettings) -> BackwardSettings:
+    """One pass over tiles of keys that computes dK, dV and dQ."""
+    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True)
+
+
+def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
+    """A pass over tiles of keys for dK and dV, then one over tiles of queries for dQ."""
+    return BackwardSettings((BackwardPass(key_value, keys=True), BackwardPass(query, queries=True)))
+
+
+def joint(tile: TileSettings) -> BackwardSettings:
+    """The two passes of the split form side by side in one launch."""
+    return BackwardSettings((BackwardPass(tile, keys=True, queries=True),))
+
+
+_INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
+
+
+# All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms. Shapes are batch x heads x S x D.
+# "ptr" loads by pointers, "tma" by descriptors, whose making costs a launch some microseconds on the CPU.
+
+
+@functools.cache
+def forward_settings(problem: Problem) -> TileSettings:
+    """The forward kernel's settings."""
+    if problem.capability is None:
+        return _INTERPRETER
+    if problem.dtype == torch.float32:
+        return _float32_forward(problem)
+    tma = problem.tma_allowed
+    if problem.head_dim > 128:
+        if tma:
+            return TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True)
+        return TileSettings(64, 32, num_warps=4, num_stages=2)
+    if problem.head_dim <= 32:
+        # 1x1x65536x16: 0.904; by tma 0.969. 1x1x1024x16: 0.0135, where 16 to 64 rows are all alike.
+        return TileSettings(64, 64, num_warps=4, num_stages=3)
+    if not tma or _is_short(problem):
+        # 1x1x1024x64: 0.0169, by tma 0.0161; 1x1x1024x128: 0.0205, by tma 0.0180: less than making descriptors costs.
+        return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
+    if _few_programs(problem, 128):
+        # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955. 1x1x8192x128: 0.0931, by ptr 0.1155, 64x128 0.1143.
+        return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
+    if problem.head_dim <= 64:
+        if problem.num_keys <= 512:
+            # 4x25x512x64: 0.0215, 64x128 0.0239.
+            return TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
+        # 1x16x16384x64: 1.287, 128x64 with 8 warps 1.342. 8x16x2048x64: 0.1965, 0.2060. 1x1x65536x64: 1.237, 1.432.
+        return TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True)
+    # 128 registers let two programs share a multiprocessor. 1x16x16384x128: 2.042, without the limit 2.41, 128x128
+    # 2.262. 8x16x2048x128: 0.3304, 64x64 0.3471.
+    return TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128)
+
+
+def _float32_forward(problem: Problem) -> TileSettings:
+    if problem.float32_precision == "ieee" or problem.head_dim > 64:
+        return TileSettings(32, 32 if problem.head_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if problem.head_dim <= 32:
+        # 1x1x1024x16: 0.0326, 64x64 0.0362. 1x1x8192x16: 0.2132, 64x64 0.2509.
+        return TileSettings(32, 64, num_warps=4, num_stages=2)
+    # 1x1x1024x64: 0.0382, 32x64 0.0486, 32x32 0.0703.
+    return TileSettings(16, 64, num_warps=4, num_stages=2)
+
+
+@functools.cache
+def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings:
+    """The settings of the backward kernels; never the fused form if it must be deterministic."""
+    if problem.capability is None:
+        return joint(_INTERPRETER) if deterministic else fused(_INTERPRETER)
+    if problem.dtype == torch.float32:
+        return _float32_backward(problem, deterministic)
+    tma = problem.tma_allowed
+    if problem.head_dim > 128:
+        if tma:
+            key_value = TileSettings(32, 64, num_warps=8, num_stages=2, use_tma=True)
+            return split(key_value, TileSettings(128, 32, num_warps=8, num_stages=2, use_tma=True))
+        return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
+    by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
+    few = _few_programs(problem, 128)
+    if problem.head_dim <= 32 and not deterministic:
+        if few or not tma:
+            # Fused. 1x1x8192x16: 0.1184, split 0.1463. 1x1x1024x16: 0.0232, split 0.0270.
+            return fused(TileSettings(64, 32, num_warps=2, num_stages=2))
+        # Fused. 1x1x65536x16: 1.667, 128x64 with 8 warps 1.977.
+        return fused(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True))
+    if not tma or _is_short(problem):
+        # 1x1x1024x64: 0.0387 to 0.0403 for every pair of 64x64 tiles; fused with 16x64 0.0357.
+        return joint(by_pointers)
+    if few:
+        # 1x1x8192x64: 0.130 + 0.076 for dK, dV + dQ; by tma 0.123, dQ by ptr 0.140. 1x1x8192x128: 0.157 + 0.094; by ptr
+        # 0.181 with spills, dQ by ptr 0.183.
+        return joint(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True))
+    if problem.head_dim <= 64:
+        if problem.num_queries <= 512 and not deterministic:
+            # Fused. 4x25x512x64: 0.0644, with 128x128 by tma 0.0724.
+            return fused(by_pointers)
+        # 1x16x16384x64: 1.933 + 1.203, fused 3.344; 128x64 for dK, dV 2.607, 128x128 2.438; 64x64 for dQ 1.363.
+        key_value = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
+        return split(key_value, TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True))
+    # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
+    query = TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True)
+    if problem.num_queries <= 4096:
+        # dK, dV, 8x16x2048x128: 0.513, 128x64 0.554.
+        return split(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
+    # dK, dV, 1x16x16384x128: 3.489, with two stages 3.88, 64x64 3.732; fused 7.511 for all three.
+    return split(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
+
+
+def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings:
+    if problem.head_dim > 128:
+        return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
+    tile = TileSettings(32, 32, num_warps=4, num_stages=1)
+    if problem.head_dim <= 32 and not deterministic and problem.float32_precision != "ieee":
+        # Fused. 1x1x1024x16: 0.0763, split 0.0972. 1x1x8192x16: 0.6057, split 0.7940.
+        return fused(tile)
+    if problem.head_dim <= 64:
+        # 1x1x1024x64: 0.1377, 32x32 for dK, dV 0.1522.
+        return split(TileSettings(32, 16, num_warps=4, num_stages=1), tile)
+    return joint(tile)
+
+
+def _few_programs(problem: Problem, rows: int) -> bool:
+    """Whether tiles of this many rows leave multiprocessors without work."""
+    return problem.num_sequences * -(-problem.num_queries // rows) < problem.num_multiprocessors
+
+
+def _is_short(problem: Problem) -> bool:
+    """Whether the CPU takes longer to launch the kernels than the GPU to run them."""
+    return _few_programs(problem, 128) and max(problem.num_queries, problem.num_keys) <= 1024

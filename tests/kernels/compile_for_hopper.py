@@ -1,0 +1,138 @@
+"""Compiles the attention kernels for sm_90 on any machine, as an H200 would get them; prints what came out as JSON.
+
+Run without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR. The plans choose settings, constants and descriptors
+themselves; only the driver below them is exchanged for one that compiles and does not launch.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from cs336sys.kernels.attention import triton_plans
+from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan
+
+CAPABILITY = (9, 0)
+NUM_MULTIPROCESSORS = 132
+MAX_SHARED_BYTES = 232448
+
+# (shape, dtype, is_causal)
+CONFIGURATIONS = {
+    "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
+    "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
+    "head dim 64 full": ((1, 16, 16384, 64), torch.bfloat16, False),
+    "head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
+    "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
+    "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
+    "one short head": ((1, 1, 1024, 64), torch.float16, True),
+    "float32": ((1, 1, 8192, 64), torch.float32, True),
+}
+
+
+class CompileOnlyDriver:
+    class utils:
+        @staticmethod
+        def load_binary(name, cubin, shared_bytes, device):
+            return None, None, 0, 0, 1024
+
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": MAX_SHARED_BYTES}
+
+    class launcher_cls:
+        def __init__(self, source, metadata):
+            pass
+
+        def __call__(self, *args):
+            pass
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+
+
+def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
+    """What ptxas says of a kernel, and how often its disassembly has the instructions that matter."""
+    sass = compiled.asm["sass"]
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
+        "serialized": "serialized" in ptxas_log,
+        "limited": compiled.metadata.maxnreg is not None,
+        "num_warps": compiled.metadata.num_warps,
+        "shared_bytes": compiled.metadata.shared,
+        "tensor_core": len(re.findall(r"\bHG?MMA\.", sass)),
+        "tma_load": len(re.findall(r"\bUTMALDG\.", sass)),
+        "tma_reduce": len(re.findall(r"\bUTMAREDG\.", sass)),
+    }
+
+
+descriptions = {}  # by the hash of the kernel: configurations share some, and ptxas sees each once
+
+
+def compile_and_describe(launch: triton_plans.Launch, *tensors) -> dict:
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        launch(*tensors)
+    compiled = launch._compiled
+    if compiled.hash not in descriptions:
+        descriptions[compiled.hash] = describe(compiled, log.getvalue())
+    return descriptions[compiled.hash]
+
+
+def compile_configuration(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
+    query, key, value, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(4))
+    out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
+    grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    forward = ForwardPlan(query, key, value, out, is_causal, "tf32x3")
+    report = {}
+
+    def described(launch, name):
+        return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
+
+    forward._launch = described(forward._launch, "forward")
+    forward(query, key, value, out, logsumexp)
+    backward = BackwardPlan(query, key, value, out, grad_out, grads, is_causal, "tf32x3", False)
+    names = {1: ["backward"], 2: ["grad_key_value", "grad_query"]}[len(backward._passes)]
+    backward._passes = [
+        (tile, described(launch, name)) for name, (tile, launch) in zip(names, backward._passes, strict=True)
+    ]
+    backward(query, key, value, out, logsumexp, grad_out, grads)
+    return report
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(CompileOnlyDriver())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    problem_on_this_machine = triton_plans._problem
+
+    def problem_on_hopper(query, key, operands, *options):
+        return dataclasses.replace(
+            problem_on_this_machine(query, key, operands, *options),
+            capability=CAPABILITY,
+            num_multiprocessors=NUM_MULTIPROCESSORS,
+            tma_allowed=all(operand.fits_tma for operand in operands),
+        )
+
+    triton_plans._problem = problem_on_hopper
+    reports = {}
+    for name, configuration in CONFIGURATIONS.items():
+        # The other kernels print their ptxas log as well.
+        with contextlib.redirect_stdout(sys.stderr):
+            reports[name] = compile_configuration(*configuration)
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The kernels as an H200 would run them, compiled for sm_90 on any machine: registers, spills and instructions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
+REGISTERS = 65536
+SHARED_BYTES = 227 * 1024
+# What the driver keeps of the shared memory of each resident program.
+RESERVED_BYTES = 1024
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """{configuration: {kernel: what came out}}, from a process of its own: this one may be the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A cache hit would not run ptxas, whose log is read.
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
+    result = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def kernels(compiled, *configurations):
+    for configuration in configurations:
+        for name, kernel in compiled[configuration].items():
+            yield f"{configuration}: {name}: {kernel}", kernel
+
+
+LARGE = ("head dim 64", "head dim 64 full", "head dim 128")
+HALF = (*LARGE, "head dim 16", "head dim 256", "one long head", "one short head")
+
+
+def programs_per_multiprocessor(kernel):
+    by_registers = REGISTERS // (kernel["registers"] * 32 * kernel["num_warps"])
+    return min(by_registers, SHARED_BYTES // (kernel["shared_bytes"] + RESERVED_BYTES))
+
+
+def test_matrix_products_run_on_tensor_cores(compiled):
+    for name, kernel in kernels(compiled, *HALF, "float32"):
+        assert kernel["tensor_core"] > 0, name
+
+
+def test_half_precision_spills_nothing(compiled):
+    for name, kernel in kernels(compiled, *HALF):
+        assert kernel["spilled_bytes"] == 0, name
+
+
+def test_matrix_products_are_serialized_only_where_a_register_limit_was_chosen(compiled):
+    for name, kernel in kernels(compiled, *HALF):
+        assert not kernel["serialized"] or kernel["limited"], name
+
+
+def test_large_shapes_load_by_tma(compiled):
+    for name, kernel in kernels(compiled, *LARGE, "one long head"):
+        assert kernel["tma_load"] > 0, name
+
+
+def test_programs_share_a_multiprocessor(compiled):
+    """Plain Triton overlaps softmax and matrix products only between programs."""
+    at_least = {"head dim 64": {"forward": 3, "grad_key_value": 3, "grad_query": 2}}
+    at_least["head dim 128"] = {"forward": 2, "grad_query": 2}
+    for configuration, counts in at_least.items():
+        for name, count in counts.items():
+            kernel = compiled[configuration][name]
+            assert programs_per_multiprocessor(kernel) >= count, f"{configuration}: {name}: {kernel}"
+
+
+def test_fused_form_reduces_by_tma(compiled):
+    assert compiled["head dim 16"]["backward"]["tma_reduce"] > 0
+    for name, kernel in kernels(compiled, *LARGE):
+        assert kernel["tma_reduce"] == 0, name
