@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 import torch.utils.benchmark
 import triton.testing
@@ -75,7 +76,8 @@ def implementation(name: str, causal: bool, context: int, device: torch.device):
     """The named implementation as a function of query, key and value.
 
     What an implementation needs once (a backend choice, a compiled function, a block mask) is done on entry, so that it
-    is not timed with every call.
+    is not timed with every call. A compiled backward pass may be repeated on one graph: it keeps its saved tensors
+    instead of writing its results into them.
 
     Raises:
         CapabilityError: this machine does not have it; some say so only when they are called.
@@ -83,13 +85,17 @@ def implementation(name: str, causal: bool, context: int, device: torch.device):
     if name in _SDPA_BACKENDS:
         with sdpa_kernel(_SDPA_BACKENDS[name]):
             yield functools.partial(F.scaled_dot_product_attention, is_causal=causal)
-    elif name == "flex":
-        yield _flex(causal, context, device)
-    elif name in ("eager", "compiled"):
-        function = torch.compile(plain_attention, dynamic=False) if name == "compiled" else plain_attention
-        yield functools.partial(function, is_causal=causal)
+    elif name in ("compiled", "flex"):
+        with torch._functorch.config.patch(donated_buffer=False):
+            yield _flex(causal, context, device) if name == "flex" else _compiled(causal)
+    elif name == "eager":
+        yield functools.partial(plain_attention, is_causal=causal)
     else:
         yield functools.partial(flash_attention, is_causal=causal, implementation=name)
+
+
+def _compiled(causal: bool) -> Attention:
+    return functools.partial(torch.compile(plain_attention, dynamic=False), is_causal=causal)
 
 
 def _flex(causal: bool, context: int, device: torch.device) -> Attention:

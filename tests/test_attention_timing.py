@@ -66,8 +66,9 @@ def test_an_error_shows_up_under_its_own_name(broken):
     assert {name for name, error in errors.items() if error > 0.4} == {broken}
 
 
-def test_flash_cell_is_checked_and_timed():
-    outcome = measure_flash(workload().configuration() | {"repetition_ms": 5}, lambda stage: None)
+@pytest.mark.parametrize("name", ["eager", "compiled"])
+def test_flash_cell_is_checked_and_timed(name):
+    outcome = measure_flash(workload(name).configuration() | {"repetition_ms": 5}, lambda stage: None)
     assert outcome.status == "ok"
     assert set(outcome.samples) == {"forward", "backward", "end_to_end"}
     pairs = 2 * 3 * 48 * 48 * 8

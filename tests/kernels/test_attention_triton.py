@@ -148,12 +148,13 @@ def test_strides(layout, device):
     assert_matches_float64(inputs, True, layout(torch.randn_like(query)))
 
 
-def test_plans_are_not_mixed_up_between_layouts(device):
-    """One plan for aligned and unaligned tensors of equal strides would read the unaligned ones' copies wrongly."""
+@pytest.mark.parametrize("position", range(3), ids=["query", "key", "value"])
+def test_aligned_and_unaligned_tensors_do_not_share_a_plan(position, device):
+    """An unaligned tensor is copied, so it reaches the kernel with other strides than an aligned one of its layout."""
     packed = torch.randn(2, 40, 3 * 24 + 1, device=device)
-    aligned = packed[..., :-1].split(24, -1)
-    unaligned = packed[..., 1:].split(24, -1)
-    for inputs in (unaligned, aligned, unaligned):
+    aligned, unaligned = packed[..., :-1].split(24, -1), packed[..., 1:].split(24, -1)
+    mixed = (*aligned[:position], unaligned[position], *aligned[position + 1 :])
+    for inputs in (mixed, aligned, mixed):
         assert_matches_float64(tuple(tensor.detach().requires_grad_() for tensor in inputs), True)
 
 
@@ -411,13 +412,14 @@ def test_gpu_more_sequences_than_a_grid_has_in_its_second_dimension():
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_beyond_32_bits():
-    """Rows of the last head start 2^31 elements and more behind the first."""
-    num_keys, head_dim = 64, 64
-    storage = torch.zeros(2**31 + 4 * num_keys * head_dim, dtype=torch.bfloat16, device="cuda")
-    far = storage.as_strided((2, num_keys, head_dim), (2**31, head_dim, 1))
-    far.normal_()
-    assert_matches_float64(tuple(far.detach().requires_grad_() for _ in range(3)), True)
+@pytest.mark.parametrize("strides", [(2**31, 64, 1), (64, 2**26, 1)], ids=["sequences", "rows"])
+def test_gpu_offsets_beyond_32_bits(strides):
+    """The last element lies 2^31 elements and more behind the first."""
+    torch.manual_seed(0)
+    storage = torch.zeros(2**32, dtype=torch.bfloat16, device="cuda")
+    # Query, key and value lie side by side in it, 2 x 64 x 64 elements each.
+    inputs = [storage.as_strided((2, 64, 64), strides, offset).normal_() for offset in (0, 8192, 16384)]
+    assert_matches_float64(tuple(tensor.detach().requires_grad_() for tensor in inputs), True)
 
 
 @pytest.mark.gpu

@@ -118,13 +118,21 @@ def forward_settings(problem: Problem) -> TileSettings:
 
 
 def _float32_forward(problem: Problem) -> TileSettings:
-    if problem.float32_precision == "ieee" or problem.head_dim > 64:
-        return TileSettings(32, 32 if problem.head_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if problem.head_dim > 128:
+        return TileSettings(32, 16, num_warps=4, num_stages=1)
+    if problem.float32_precision == "ieee":
+        return TileSettings(32, 32, num_warps=4, num_stages=2)
     if problem.head_dim <= 32:
         # 1x1x1024x16: 0.0326, 64x64 0.0362. 1x1x8192x16: 0.2132, 64x64 0.2509.
         return TileSettings(32, 64, num_warps=4, num_stages=2)
-    # 1x1x1024x64: 0.0382, 32x64 0.0486, 32x32 0.0703.
-    return TileSettings(16, 64, num_warps=4, num_stages=2)
+    if _few_programs(problem, 64):
+        # 1x1x8192x64: 0.3125, 32x64 0.3531, 64x64 0.5484. 1x1x1024x128: 0.0580, 32x32 0.1082.
+        return TileSettings(16, 64, num_warps=4, num_stages=2)
+    if problem.head_dim <= 64:
+        # 1x1x65536x64: 11.45, 32x64 12.71, 16x64 17.63.
+        return TileSettings(64, 64, num_warps=4, num_stages=2)
+    # 1x1x16384x128: 1.843, 16x64 1.866, 64x32 with 8 warps 3.83.
+    return TileSettings(32, 32, num_warps=4, num_stages=2)
 
 
 @functools.cache
@@ -142,24 +150,26 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128)
+    if _is_short(problem):
+        # The GPU takes 0.0387 to 0.0403 for 1x1x1024x64 in every form; this one has the fewest launches.
+        return joint(by_pointers)
     if problem.head_dim <= 32 and not deterministic:
         if few or not tma:
             # Fused. 1x1x8192x16: 0.1184, split 0.1463. 1x1x1024x16: 0.0232, split 0.0270.
             return fused(TileSettings(64, 32, num_warps=2, num_stages=2))
         # Fused. 1x1x65536x16: 1.667, 128x64 with 8 warps 1.977.
         return fused(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True))
-    if not tma or _is_short(problem):
-        # 1x1x1024x64: 0.0387 to 0.0403 for every pair of 64x64 tiles; fused with 16x64 0.0357.
+    if not tma:
         return joint(by_pointers)
     if few:
-        # 1x1x8192x64: 0.130 + 0.076 for dK, dV + dQ; by tma 0.123, dQ by ptr 0.140. 1x1x8192x128: 0.157 + 0.094; by ptr
-        # 0.181 with spills, dQ by ptr 0.183.
-        return joint(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True))
+        # 1x1x8192x64: 0.134, with two stages 0.257, split 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
+        return joint(TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True))
     if problem.head_dim <= 64:
-        if problem.num_queries <= 512 and not deterministic:
-            # Fused. 4x25x512x64: 0.0644, with 128x128 by tma 0.0724.
-            return fused(by_pointers)
+        if problem.num_queries <= 512:
+            # 4x25x512x64: 0.0853, fused 0.0864, by tma 0.1219.
+            return joint(by_pointers)
         # 1x16x16384x64: 1.933 + 1.203, fused 3.344; 128x64 for dK, dV 2.607, 128x128 2.438; 64x64 for dQ 1.363.
+        # 8x16x2048x64: 0.517, joint 0.572.
         key_value = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
         return split(key_value, TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True))
     # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
@@ -178,9 +188,7 @@ def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings
     if problem.head_dim <= 32 and not deterministic and problem.float32_precision != "ieee":
         # Fused. 1x1x1024x16: 0.0763, split 0.0972. 1x1x8192x16: 0.6057, split 0.7940.
         return fused(tile)
-    if problem.head_dim <= 64:
-        # 1x1x1024x64: 0.1377, 32x32 for dK, dV 0.1522.
-        return split(TileSettings(32, 16, num_warps=4, num_stages=1), tile)
+    # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287, 8 warps 2.580.
     return joint(tile)
 
 
