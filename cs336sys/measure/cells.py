@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import time
@@ -215,7 +216,9 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 def _first_sentences(error: BaseException) -> str:
     """An error's message, short enough for a table: its first line, at most two sentences."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # The CPU allocator puts the place of its check before what happened.
+    text = re.sub(r"^\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
+    lines = text.splitlines() or [type(error).__name__]
     return ". ".join(lines[0].split(". ")[:2]).rstrip(".")
 
 

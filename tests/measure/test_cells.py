@@ -39,7 +39,7 @@ def test_run_describes_the_machine_and_the_arguments(worker):
 @pytest.mark.parametrize(
     ("action", "status", "reason"),
     [
-        ("out of memory", "oom", "out of memory at forward: "),
+        ("out of memory", "oom", "out of memory at forward: DefaultCPUAllocator: can't allocate memory: you tried"),
         ("wrapped out of memory", "oom", "out of memory at forward: the compiler failed"),
         ("raise", "error", "RuntimeError at forward: the kernel is wrong. Second sentence"),
         ("kill", "error", "the measuring process was killed by SIGKILL: out of host memory, or killed from outside"),
