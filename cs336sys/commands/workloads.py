@@ -59,7 +59,7 @@ def expand_workloads(
     precision: list[str],
     bf16: bool,
     fp16: bool,
-    compile_modes: list[str],
+    compile: list[str],
     attention: list[str],
     optimizer: list[str],
     warmup: list[str],
@@ -89,7 +89,7 @@ def expand_workloads(
     common = {"mode": mode, "steps": steps, "device": device, "seed": seed, "tf32": tf32, "synchronize": synchronize}
     axes = {
         "precision": split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None],
-        "compile": split_list(compile_modes, "--compile", one_of(COMPILE_MODES)),
+        "compile": split_list(compile, "--compile", one_of(COMPILE_MODES)),
         "attention": split_list(attention, "--attention", one_of(ATTENTION)),
         "optimizer": split_list(optimizer, "--optimizer", one_of(OPTIMIZERS)),
         "warmup": split_list(warmup, "--warmup", at_least(0)),
