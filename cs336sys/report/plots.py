@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cs336sys.errors import UsageError
+from cs336sys.report.files import check_writable
 from cs336sys.results import Cell
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -19,14 +20,7 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in _PICTURES:
         raise UsageError(f"--plot {path}: the file must end in {', '.join(_PICTURES)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write --plot {path}: {error.strerror or error}") from error
+    check_writable(path, "--plot")
 
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:

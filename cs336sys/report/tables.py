@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336sys.errors import UsageError
+from cs336sys.report.files import check_writable, unwritable
 from cs336sys.report.numbers import format_value, unit_label
 from cs336sys.results import Samples
 
@@ -107,7 +108,7 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _unwritable(output, error) from error
+        raise unwritable(output, "--output", error) from error
 
 
 def check_output(output: Path | None, format: str | None = None) -> None:
@@ -118,25 +119,13 @@ def check_output(output: Path | None, format: str | None = None) -> None:
     """
     if format is not None:
         _check_format(format)
-    if output is None:
-        return
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        existed = output.exists()
-        output.open("a").close()
-        if not existed:
-            output.unlink()
-    except OSError as error:
-        raise _unwritable(output, error) from error
+    if output is not None:
+        check_writable(output, "--output")
 
 
 def _check_format(format: str) -> None:
     if format not in _RENDERERS:
         raise UsageError(f"unknown format '{format}': choose from {', '.join(_RENDERERS)}")
-
-
-def _unwritable(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write --output {path}: {error.strerror or error}")
 
 
 def _is_empty(value: Value) -> bool:
