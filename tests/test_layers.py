@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
-    {"", "errors", "sizes", "workload", "results", "accounting"},
+    {"", "errors", "processes", "sizes", "workload", "results", "accounting"},
     {"kernels", "parallel", "measure"},
     {"training", "attention_timing"},
     {"report"},

@@ -5,7 +5,6 @@ that ran out of memory, crashed or timed out, because memory stays held by trace
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -13,7 +12,6 @@ import multiprocessing.connection
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,12 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.processes import become_worker, cause_of_death, ctrl_c_ignored
 from cs336sys.results import Run, Samples, Status
 
 Progress = Callable[[str], None]
-
-# PR_SET_PDEATHSIG of prctl(2): the kernel sends this process the signal when its parent dies.
-_SET_PARENT_DEATH_SIGNAL = 1
 
 # How long a worker that has nothing to do may take to end its own helpers (compiler processes) and exit.
 _EXIT_S = 10.0
@@ -123,12 +119,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._measure, self._arguments, os.getpid()))
-        # The worker inherits that Ctrl-C is ignored: the parent decides what becomes of it.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with ctrl_c_ignored():
             self._process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
         theirs.close()
         message = self._receive(None)
         if isinstance(message, Outcome):
@@ -146,29 +138,15 @@ class Worker:
             with contextlib.suppress(EOFError, ConnectionResetError):
                 return self._connection.recv()
         self._process.join()
-        return Outcome("error", reason=f"the measuring process {_cause_of_death(self._process.exitcode)}")
-
-
-def _cause_of_death(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
-    hint = ": out of host memory, or killed from outside" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+        return Outcome("error", reason=f"the measuring process {cause_of_death(self._process.exitcode)}")
 
 
 def _serve(
     connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...], parent: int
 ) -> None:
     """The worker's life: say what machine this is, then measure configurations until the parent closes the pipe."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not become_worker(parent):
         return
-    # Results are the parent's to print: what a cell prints is log.
-    os.dup2(2, 1)
-
     from cs336sys.measure.environment import new_run
 
     module, function = measure.split(":")

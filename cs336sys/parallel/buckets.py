@@ -1,0 +1,61 @@
+"""Which gradients travel together: plain arithmetic, no torch, no process group."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from cs336sys.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What decides the bucket of one parameter.
+
+    Attributes:
+        identity: the same for tied weights, which are one tensor under several names.
+        size_bytes: of its gradient.
+        kind: tensors of different kinds (dtype and device) cannot share a bucket.
+    """
+
+    identity: Hashable
+    size_bytes: int
+    kind: Hashable = None
+
+
+def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[list[int]]:
+    """Put every tensor into one bucket; buckets and their contents in the order in which gradients become ready.
+
+    Gradients become ready in about the reverse order of the parameters, so the last parameter opens the first bucket.
+    A bucket holds at most ``cap_bytes`` (the handout's "at most"; torch's DDP closes a bucket after it crossed the
+    cap); a tensor larger than the cap is alone in its bucket. Each kind fills a bucket of its own at a time, and
+    buckets are ordered by their last tensor: with the gradients in reverse order they complete one after the other.
+
+    Args:
+        tensors: in parameter order, tied weights once for every name. A tied weight counts at its first place, because
+            its gradient is ready only when the backward pass has come to its first use.
+        cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap, one bucket for each kind.
+
+    Returns:
+        Indices into ``tensors``, bucket by bucket.
+
+    Raises:
+        UsageError: the cap is negative or not a number.
+    """
+    if cap_bytes is not None and not cap_bytes >= 0:
+        raise UsageError(f"bucket cap {cap_bytes} bytes: must be at least 0")
+    first_place: dict[Hashable, int] = {}
+    for index, tensor in enumerate(tensors):
+        first_place.setdefault(tensor.identity, index)
+
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    for index in reversed(first_place.values()):
+        tensor = tensors[index]
+        full = cap_bytes is not None and filled_bytes.get(tensor.kind, 0) + tensor.size_bytes > cap_bytes
+        if full or tensor.kind not in filling:
+            filling[tensor.kind] = []
+            filled_bytes[tensor.kind] = 0
+            buckets.append(filling[tensor.kind])
+        filling[tensor.kind].append(index)
+        filled_bytes[tensor.kind] += tensor.size_bytes
+    return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)

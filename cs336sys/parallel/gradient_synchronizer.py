@@ -1,0 +1,109 @@
+"""Launches the all-reduces of a backward pass, in one order on all ranks, and waits for them."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import AnyRank
+from cs336sys.parallel.gradient_buckets import GradientBucket
+
+
+class GradientSynchronizer:
+    """Averages the gradients of buckets over all ranks.
+
+    Ranks agree on nothing but the order of their calls: the n-th all-reduce of one is added to the n-th of every other.
+    Gradients become ready in an order that may differ between ranks. So bucket ``i`` is launched only after bucket
+    ``i - 1``, even if it was ready first, as in torch's DDP (Li et al. 2020, section 3.2.3).
+
+    A parameter may lack a gradient on this rank. Then zeros take part, and ranks tell each other who had one, in one
+    small all-reduce a step: a gradient that no rank had stays None.
+
+    Args:
+        buckets: in the order of launching.
+        overlap: launch a bucket during the backward pass, as soon as its turn has come and its gradients are ready;
+            else all in :meth:`finish`.
+
+    Attributes:
+        enabled: False lets backward passes accumulate gradients on this rank alone.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], overlap: bool):
+        self.enabled = True
+        self._buckets = buckets
+        self._overlap = overlap
+        self._launched = 0
+        # Hooks run on autograd's threads, one for each device.
+        self._lock = threading.Lock()
+        # Hooks belong to the parameters, which may outlive this object and get another one.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, name))
+            for bucket in buckets
+            for name, parameter in bucket.parameters.items()
+        ]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
+        """Called by autograd when it has added all of this backward pass to ``parameter.grad``.
+
+        Raises:
+            UsageError: the gradient was ready before in this step: its average may be under way already.
+        """
+        with self._lock:
+            if parameter not in bucket.waiting:
+                raise UsageError(
+                    f"{name} got a gradient from a second backward pass before finish_gradient_synchronization(): "
+                    "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
+                    "checkpointing does this in one pass: choose use_reentrant=False)"
+                )
+            # A backward function may return None for a gradient; the hook is called all the same.
+            if parameter.grad is not None:
+                bucket.collect(name, parameter)
+            if not self.enabled:
+                return
+            bucket.waiting.remove(parameter)
+            while self._overlap and self._launched < len(self._buckets) and not self._next.waiting:
+                self._launch_next()
+
+    def finish(self) -> None:
+        """Launch what is not launched yet, wait for all, and begin a new step. Every rank must call it."""
+        if not self._buckets:
+            return
+        with self._lock:
+            while self._launched < len(self._buckets):
+                self._launch_next()
+            present = [here for bucket in self._buckets for here in bucket.present]
+            present_anywhere = AnyRank(present, next(iter(self._buckets[0].parameters.values())).device)
+            for bucket in self._buckets:
+                bucket.wait()
+            anywhere = iter(present_anywhere.wait())
+            for bucket in self._buckets:
+                bucket.finish([next(anywhere) for _ in bucket.parameters])
+            self._launched = 0
+
+    @property
+    def _next(self) -> GradientBucket:
+        return self._buckets[self._launched]
+
+    def _launch_next(self) -> None:
+        self._next.launch()
+        self._launched += 1
+
+
+def _hook(
+    synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket, name: str
+) -> Callable[[nn.Parameter], None]:
+    def gradient_ready(parameter: nn.Parameter) -> None:
+        alive = synchronizer()
+        if alive is not None:
+            alive.gradient_ready(bucket, name, parameter)
+
+    return gradient_ready
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,132 @@
+"""The life of one spawned rank: join the process group, run what the parent sends, never outlive it."""
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing.connection
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.processes import become_worker
+
+# Gloo says "Timed out waiting 4000ms for recv operation", stores "wait timeout after 4000ms".
+_TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank a process is. ``local_rank`` counts on its machine alone and chooses the GPU."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        reason: one line.
+        details: the traceback, or where the rank was when a signal killed it; may be empty.
+        time_s: of the system's monotonic clock, which all processes share.
+        is_timeout: another rank did not come to a collective.
+        exit_code: of a process that died without a word, else None.
+        pickled_errors: the exception and its chain of causes, those that can be pickled.
+    """
+
+    rank: int
+    reason: str
+    details: str
+    time_s: float
+    is_timeout: bool = False
+    exit_code: int | None = None
+    pickled_errors: tuple[bytes, ...] = ()
+
+
+def join_process_group(place: Place, backend: str, store: dist.Store, timeout_s: float) -> None:
+    """Initialize the default process group; on NCCL also this process's GPU and its communicator."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=device
+    )
+
+
+def stacks_path(directory: Path, rank: int) -> Path:
+    """Where a rank writes its Python stacks when it crashes or gets SIGUSR1."""
+    return directory / f"stacks-of-rank-{rank}"
+
+
+def serve(
+    connection: multiprocessing.connection.Connection,
+    place: Place,
+    backend: str,
+    timeout_s: float,
+    directory: Path,
+    parent: int,
+) -> None:
+    """Run pickled ``(function, args)`` jobs until an empty one; answer each with a pickled result or a Failure."""
+    if not become_worker(parent):
+        return
+    stacks = stacks_path(directory, place.rank).open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.world_size))
+
+    try:
+        join_process_group(place, backend, dist.FileStore(str(directory / "store"), place.world_size), timeout_s)
+        while job := connection.recv_bytes():
+            function, args = pickle.loads(job)
+            connection.send_bytes(pickle.dumps(function(*args)))
+        dist.destroy_process_group()
+    except BaseException as error:
+        # The pipe ends with the parent. Else stay until it kills all: to exit now would break the connections of other
+        # ranks, whose errors would hide this one.
+        with contextlib.suppress(EOFError, OSError):
+            connection.send_bytes(pickle.dumps(_failure(place.rank, error)))
+            connection.recv_bytes()
+        os._exit(1)
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    # The first frame is serve().
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    lines = str(error).strip().splitlines()
+    reason = ": ".join([type(error).__name__, *lines[:1]])
+    collectives = [frame.name for frame in traceback.extract_tb(frames) if "distributed_c10d" in frame.filename]
+    where = [f"in {name}" for name in collectives[-1:]] + list(getattr(error, "__notes__", []))
+    return Failure(
+        rank,
+        reason=f"{reason} ({', '.join(where)})" if where else reason,
+        details="".join(traceback.format_exception(type(error), error, frames)),
+        time_s=time.monotonic(),
+        is_timeout=_TIMEOUT_TEXT.search(str(error)) is not None,
+        pickled_errors=tuple(_pickled_chain(error)),
+    )
+
+
+def _pickled_chain(error: BaseException | None) -> list[bytes]:
+    chain = []
+    while error is not None:
+        # An exception with a constructor of its own may pickle and fail to come back.
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(error)
+            pickle.loads(data)
+            chain.append(data)
+        error = error.__cause__
+    return chain

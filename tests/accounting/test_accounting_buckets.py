@@ -1,0 +1,56 @@
+"""The bucket model: worked by hand, and its optimum is the least of its own curve."""
+
+import pytest
+
+from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_bytes
+from cs336sys.errors import UsageError
+
+
+def test_overhead_worked_by_hand():
+    # 8 GB in 4 buckets at 400 GB/s: the last 2 GB take 5 ms, 4 calls of 250 us 1 ms.
+    assert bucketing_overhead_s(8e9, 4, 400e9, 250e-6) == pytest.approx(6e-3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "bytes_per_s", "call_s", "bucket_bytes"),
+    [
+        (9e9, 1e11, 1e-6, 3e7),  # sqrt(9e9 * 1e11 * 1e-6) = sqrt(9e14)
+        (4e9, 1e10, 1e-4, 6.324555320336759e7),  # sqrt(4e15)
+        # The xl's fp32 gradients on NVLink, as in the reference: about 226 MB.
+        (8e9, 320e9, 20e-6, 2.262741699796952e8),
+        # Calls cost more than the whole transfer: everything in one bucket.
+        (1e6, 1e11, 1e-3, 1e6),
+    ],
+)
+def test_optimal_bucket_worked_by_hand(gradient_bytes, bytes_per_s, call_s, bucket_bytes):
+    assert optimal_bucket_bytes(gradient_bytes, bytes_per_s, call_s) == pytest.approx(bucket_bytes, rel=1e-12)
+
+
+def test_optimal_bucket_has_the_least_overhead():
+    s, w, o = 8e9, 320e9, 20e-6
+    best = s / optimal_bucket_bytes(s, w, o)
+    least = bucketing_overhead_s(s, best, w, o)
+    # 2 sqrt(s o / w), where the transfer and the calls cost the same.
+    assert least == pytest.approx(2 * (s * o / w) ** 0.5, rel=1e-12)
+    for factor in (0.5, 0.9, 1.1, 2.0):
+        assert bucketing_overhead_s(s, best * factor, w, o) > least
+
+
+def test_free_calls_leave_the_transfer_of_the_last_bucket():
+    assert bucketing_overhead_s(8e9, 10, 400e9, 0.0) == pytest.approx(2e-3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: bucketing_overhead_s(0, 1, 1, 1),
+        lambda: bucketing_overhead_s(1, 0, 1, 1),
+        lambda: bucketing_overhead_s(1, 1, -1, 1),
+        lambda: bucketing_overhead_s(1, 1, 1, -1),
+        lambda: optimal_bucket_bytes(1, 1, 0),
+        lambda: optimal_bucket_bytes(float("nan"), 1, 1),
+    ],
+)
+def test_impossible_values_are_refused(call):
+    with pytest.raises(UsageError, match="must be"):
+        call()

@@ -1,0 +1,54 @@
+"""The bridge from the names of the course's tests, of both years, to this project.
+
+Put it in the place of the course's ``tests/adapters.py`` and run its tests as they are: CS336 assignment 2 (systems),
+https://github.com/stanford-cs336/assignment2-systems, 2025 and 2026.
+"""
+
+import torch
+
+from cs336sys.parallel.ddp import BucketedDDP, OverlappedDDP
+
+
+def get_flashattention_autograd_function_pytorch() -> type:
+    """FlashAttention-2 in PyTorch operations alone, as a ``torch.autograd.Function``."""
+    from cs336sys.kernels.attention.tiled import FlashAttentionTorch
+
+    return FlashAttentionTorch
+
+
+def get_flashattention_autograd_function_triton() -> type:
+    """FlashAttention-2 in Triton kernels, as a ``torch.autograd.Function``."""
+    from cs336sys.kernels.attention import FlashAttentionTriton
+
+    return FlashAttentionTriton
+
+
+def get_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """2026: the wrapper that averages each gradient as soon as it is ready."""
+    return OverlappedDDP(module)
+
+
+def ddp_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """2025's name for :func:`get_ddp`."""
+    return OverlappedDDP(module)
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
+    """2025: the wrapper that averages gradients in buckets; None is one bucket."""
+    return BucketedDDP(module, bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ddp_model.finish_gradient_synchronization()
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing to do: a step begins where the last one was finished."""

@@ -1,0 +1,71 @@
+"""Bucket assignment: plain arithmetic on sizes."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+
+
+def specs(*sizes):
+    return [TensorSpec(index, size) for index, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cap_bytes", "buckets"),
+    [
+        ((40, 30, 20, 10), 60, [[3, 2, 1], [0]]),  # 10 + 20 + 30 fill a bucket exactly: at most the cap
+        ((40, 30, 20, 10), 59, [[3, 2], [1], [0]]),
+        ((10, 100, 10), 50, [[2], [1], [0]]),  # larger than the cap: alone
+        ((10, 20, 30), None, [[2, 1, 0]]),
+        ((10, 20, 30), 0, [[2], [1], [0]]),
+        ((10, 20, 30), 1e9, [[2, 1, 0]]),
+        ((5,), 0.5, [[0]]),
+        ((), 10, []),
+    ],
+)
+def test_buckets_worked_by_hand(sizes, cap_bytes, buckets):
+    assert assign_buckets(specs(*sizes), cap_bytes) == buckets
+
+
+def test_each_kind_has_buckets_of_its_own_ordered_by_when_they_complete():
+    tensors = [TensorSpec(index, 10, kind) for index, kind in enumerate("abaabb")]
+    # In reverse: b5 b4 fill a bucket, a3 a2 the next one; b1 and a0 open new ones.
+    assert assign_buckets(tensors, 20) == [[5, 4], [3, 2], [1], [0]]
+    # Without a cap the b's complete with index 1, the a's with index 0.
+    assert assign_buckets(tensors, None) == [[5, 4, 1], [3, 2, 0]]
+    # A bucket of a's that was opened first but completes last comes last.
+    tensors = [TensorSpec(index, 10, kind) for index, kind in enumerate("abba")]
+    assert assign_buckets(tensors, None) == [[2, 1], [3, 0]]
+
+
+def test_tied_weights_count_once_at_their_first_place():
+    tensors = [TensorSpec("embedding", 40), TensorSpec("norm", 10), TensorSpec("embedding", 40)]
+    assert assign_buckets(tensors, None) == [[1, 0]]
+    assert assign_buckets(tensors, 45) == [[1], [0]]
+
+
+def test_every_tensor_is_in_one_bucket_and_no_bucket_could_take_the_next_tensor():
+    chance = random.Random(0)
+    for _ in range(200):
+        sizes = [chance.randint(0, 50) for _ in range(chance.randint(1, 30))]
+        cap = chance.randint(1, 120)
+        buckets = assign_buckets(specs(*sizes), cap)
+        assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
+        filled = [sum(sizes[index] for index in bucket) for bucket in buckets]
+        assert all(size <= cap or len(bucket) == 1 for size, bucket in zip(filled, buckets, strict=True))
+        assert all(size + sizes[after[0]] > cap for size, after in zip(filled, buckets[1:], strict=False))
+
+
+@pytest.mark.parametrize("cap_bytes", [-1, float("nan")])
+def test_impossible_cap_is_refused(cap_bytes):
+    with pytest.raises(UsageError, match="bucket cap"):
+        assign_buckets(specs(1), cap_bytes)
+
+
+def test_buckets_need_no_torch():
+    script = "import sys, cs336sys.parallel.buckets; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
