@@ -49,6 +49,8 @@ class _Replicated(nn.Module):
       parameter without a gradient on some ranks counts as zero there, one without on all ranks keeps ``grad`` None.
       (Learning that no other rank had a gradient that this one lacks makes the CPU wait for the GPU.)
     - Frozen parameters are broadcast at construction and left alone after. Buffers are not synchronized again.
+    - Leave gradients alone between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
+      inspect them after.
     - After an error in a step that the caller survives, every rank must call :meth:`finish_gradient_synchronization`
       to go on: some of its gradients may be under way.
     - ``state_dict()`` is the wrapped module's, and ``load_state_dict()`` takes it with or without ``module.`` before

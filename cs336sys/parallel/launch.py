@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.rank_process import Place, join_process_group
+from cs336sys.parallel.rank_process import Place, join_process_group, leave_process_group
 from cs336sys.parallel.spawned_ranks import SpawnedRanks
 
 BACKENDS = ("gloo", "nccl")
@@ -111,9 +111,9 @@ class JoinedRanks:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error other ranks may never come to a collective again, and destroying a group can be one.
+        # After an error other ranks may never come to a collective again, and leaving a group can be one.
         if error_type is None:
-            dist.destroy_process_group()
+            leave_process_group()
 
 
 _joined_groups = itertools.count()

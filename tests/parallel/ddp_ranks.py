@@ -195,9 +195,16 @@ def differently_ordered(order_of_rank):
 
 
 def train_with_delays(seed):
-    """Every rank comes late to other collectives than its peers."""
+    """Every rank comes late to other collectives than its peers; on GPUs both with launches and with gradients."""
     chance = random.Random(f"{seed} {dist.get_rank()}")
-    with recorded_launches(lambda: time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))):
+
+    def delay():
+        time.sleep(chance.choice((0.0, 0.0, 0.005, 0.02)))
+        if collectives.group_device().type == "cuda":
+            # Cycles: up to 50 ms, in which a collective that did not wait for this stream would read old gradients.
+            torch.cuda._sleep(chance.choice((0, 0, 100_000_000)))
+
+    with recorded_launches(delay):
         return {mode: train(mode, torch.float32, 2) for mode in MODES}
 
 
@@ -654,6 +661,27 @@ def wrong_arguments():
     return [error_of(BucketedDDP, nn.Linear(2, 2), size) for size in (0, -1.0, float("nan"))] + [
         error_of(NaiveDDP, nn.Linear(2, 2), gradient_dtype=torch.int32)
     ]
+
+
+def peak_memory_mib():
+    """By mode: most memory allocated in a training step of 8 layers with 4 MiB of fp32 weights each."""
+    peaks = {}
+    for mode in (*MODES, "torch"):
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+        wrapped = (MODES | TORCH_MODES)[mode](model)
+        # Fused, because others need memory of their own.
+        optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            wrapped(torch.ones(16, 1024, device="cuda")).sum().backward()
+            finish(wrapped)
+            optimizer.step()
+        peaks[mode] = torch.cuda.max_memory_allocated() / 2**20
+        del model, wrapped, optimizer
+        gc.collect()
+    return peaks
 
 
 def lost_peer(how):

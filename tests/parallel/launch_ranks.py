@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import launch
+from cs336sys.parallel.collectives import group_device
 
 
 def rank_and_sum(base):
-    total = torch.tensor([base + dist.get_rank()])
+    total = torch.tensor([base + dist.get_rank()], device=group_device())
     dist.all_reduce(total)
-    return dist.get_rank(), dist.get_world_size(), total
+    return dist.get_rank(), dist.get_world_size(), total.cpu()
 
 
 def process_id():
@@ -61,7 +62,7 @@ def fail(how, rank=1):
             time.sleep(600)
         if how == "unpicklable result":
             return lambda: None
-    total = torch.ones(1000)
+    total = torch.ones(1000, device=group_device())
     dist.all_reduce(total)
     return total.sum().item()
 

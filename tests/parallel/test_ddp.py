@@ -359,3 +359,29 @@ def test_parameter_without_gradient_on_two_gpus():
             assert_same(on_first, dict_of(used=18.0, sometimes=6.0, never=None))
             assert_same(on_all, dict_of(used=18.0, sometimes=18.0, never=None))
             assert_same(on_none, dict_of(used=18.0, sometimes=None, never=None))
+
+
+@pytest.mark.multigpu
+def test_delays_change_nothing_on_two_gpus():
+    with launch.start(2, backend="nccl") as ranks:
+        expected = ranks.run(ddp_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
+        for seed in range(5):
+            for result in ranks.run(ddp_ranks.train_with_delays, seed):
+                for mode in EVERY_MODE:
+                    assert_same(result[mode], expected[mode])
+
+
+@pytest.mark.multigpu
+def test_no_mode_needs_more_memory_than_torch():
+    for peaks in launch.run(ddp_ranks.peak_memory_mib, world_size=2, backend="nccl"):
+        # Weights, gradients and AdamW's two moments are 128 MiB; a second copy of the gradients would be 32 more.
+        assert peaks["torch"] > 128
+        assert all(peak < peaks["torch"] + 4 for peak in peaks.values()), peaks
+
+
+@pytest.mark.gpu
+def test_training_on_one_gpu_equals_training_without_ranks():
+    expected = ddp_ranks.train_alone(torch.float64)
+    (result,) = launch.run(ddp_ranks.train_all, EVERY_MODE, torch.float64, world_size=1, backend="nccl")
+    for weights in result.values():
+        assert_same(weights, expected, atol=1e-10)

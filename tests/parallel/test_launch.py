@@ -15,7 +15,8 @@ import torch
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel import launch
-from cs336sys.parallel.spawned_ranks import RankError
+from cs336sys.parallel.rank_process import Failure
+from cs336sys.parallel.spawned_ranks import RankError, _cause_before_consequence
 
 HERE = pathlib.Path(__file__).parent
 
@@ -123,6 +124,19 @@ def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, 
     assert children() == before
     if how in ("raise", "crash"):
         assert "launch_ranks.py" in str(caught.value)
+    if how == "raise":
+        # The other rank was still waiting for this one: it had no broken connection to report.
+        assert "rank 0" not in str(caught.value)
+
+
+def test_cause_comes_before_consequences():
+    """A killed rank is the cause, though the broken connection that its peer reports may be seen first."""
+    broken = Failure(0, "RuntimeError: Connection closed by peer", "", time_s=1.0)
+    later = Failure(3, "RuntimeError: Connection closed by peer", "", time_s=2.0)
+    aborted = Failure(2, "was killed by SIGABRT", "", time_s=0.5, exit_code=-signal.SIGABRT)
+    killed = Failure(1, "was killed by SIGKILL", "", time_s=1.5, exit_code=-signal.SIGKILL)
+    failures = sorted([later, broken, aborted, killed], key=_cause_before_consequence)
+    assert [failure.rank for failure in failures] == [1, 0, 3, 2]
 
 
 def test_usage_error_of_a_rank_keeps_its_type_and_sentence():
@@ -284,3 +298,28 @@ def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(CapabilityError, match=r"2 ranks on this machine: .* torch sees 1"):
         launch.run(launch_ranks.process_id, world_size=8, backend="nccl")
+
+
+@pytest.mark.gpu
+def test_run_on_a_gpu():
+    assert launch.run(launch_ranks.rank_and_sum, 5, world_size=1) == [(0, 1, torch.tensor([5]))]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
+def test_failed_rank_ends_the_run_on_gpus(how):
+    """The other rank waits in a kernel that no signal interrupts: only killing it ends it."""
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, how, world_size=2, backend="nccl", timeout_s=120)
+    assert time.monotonic() - started < 40
+    assert caught.value.rank == 1
+    assert "rank 0" not in str(caught.value)
+
+
+@pytest.mark.multigpu
+def test_rank_that_does_not_come_to_a_collective_is_named_on_gpus():
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, "hang", world_size=2, backend="nccl", timeout_s=10)
+    assert str(caught.value).split("\n")[0].endswith("still running: rank 1")
+    assert "in fail" in str(caught.value).split("rank 1 was here:")[1]
