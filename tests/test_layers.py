@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 LAYERS = (
     {"", "errors", "processes", "sizes", "workload", "results", "accounting"},
     {"kernels", "parallel", "measure"},
-    {"training", "attention_timing"},
+    {"training"},
+    {"attention_timing", "collective_timing", "parallel_training", "profiling", "memory_profiling"},
     {"report"},
     {"commands"},
     {"cli"},
