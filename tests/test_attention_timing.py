@@ -123,3 +123,4 @@ def test_gpu_attn_cell_holds_what_the_accounting_predicts(causal):
     # random_inputs also holds the output's gradient.
     grad_out = 8 * 2048 * 64 * 4
     assert outcome.derived["held_gib"] == pytest.approx((predicted.held + grad_out) / 2**30, rel=0.02)
+    assert outcome.derived["peak_gib"] == pytest.approx((predicted.peak + grad_out) / 2**30, rel=0.02)

@@ -1,6 +1,7 @@
 """FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -73,6 +74,20 @@ def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(tensor.shape)
 
 
+def _is_direct(
+    given: Sequence[torch.Tensor],
+    used: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
+) -> bool:
+    """Whether the kernels take tensors of a signature as given, and ``torch.empty_like`` makes the results."""
+    return (
+        given[0].is_cuda
+        and all(tensor is other for tensor, other in zip(given, used, strict=True))
+        and all(result.stride() == tensor.stride() for result, tensor in zip(results, like, strict=True))
+    )
+
+
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, float32_precision: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +99,11 @@ def _forward(
         is_causal, float32_precision,
     )  # fmt: skip
     plan = _plans.get(signature)
+    if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
+        out = torch.empty_like(query)
+        logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        plan(query, key, value, out, logsumexp)
+        return out, logsumexp
     if plan is None:
         _check(query, key, value, float32_precision)
     if INTERPRETED and query.dtype == torch.bfloat16:
@@ -99,6 +119,7 @@ def _forward(
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
     if plan is None:
         plan = ForwardPlan(*tensors, is_causal, float32_precision)
+        plan.is_direct = _is_direct((query, key, value, out), tensors, [out], [query])
         _remember(signature, plan)
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
@@ -117,6 +138,19 @@ def _backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides."""
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    # Query, key and value were checked by forward; the output and the logsumexp are its own.
+    signature = (
+        query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
+        key.shape, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
+        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16,
+        is_causal, float32_precision, deterministic,
+    )  # fmt: skip
+    plan = _plans.get(signature)
+    if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        plan(query, key, value, out, logsumexp.contiguous(), grad_out, grads)
+        return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
         tensors = (tensor.float() for tensor in (query, key, value, out, logsumexp, grad_out))
         grads = _backward(*tensors, is_causal, float32_precision, deterministic)
@@ -124,21 +158,16 @@ def _backward(
     grads = tuple(_empty_result(tensor) for tensor in (query, key, value))
     if query.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
-    tensors = tuple(_kernel_view(tensor) for tensor in (query, key, value, out))
+    given = query, key, value, out, grad_out
+    tensors = tuple(_kernel_view(tensor) for tensor in given)
     logsumexp = logsumexp.contiguous()
-    grad_out = _kernel_view(grad_out)
     kernel_grads = grads if query.dim() <= 4 else tuple(grad.view(-1, *grad.shape[-3:]) for grad in grads)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    signature = (
-        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, deterministic,
-        grad_out.stride(), *(tensor.stride() for tensor in tensors), *(grad.stride() for grad in kernel_grads),
-    )  # fmt: skip
-    plan = _plans.get(signature)
     if plan is None:
-        plan = BackwardPlan(*tensors, grad_out, kernel_grads, is_causal, float32_precision, deterministic)
+        plan = BackwardPlan(*tensors, kernel_grads, is_causal, float32_precision, deterministic)
+        plan.is_direct = _is_direct(given, tensors, grads, given[:3])
         _remember(signature, plan)
     with torch.cuda.device_of(query):
-        plan(*tensors, logsumexp, grad_out, kernel_grads)
+        plan(*tensors[:4], logsumexp, tensors[4], kernel_grads)
     return grads
 
 

@@ -74,8 +74,26 @@ class Operand:
         element_bytes = tensor.element_size()
         self.fits_tma = all(stride > 0 and stride * element_bytes % 16 == 0 for stride in self.row_strides)
 
-    def descriptor(self, tensor: torch.Tensor, rows: int, block_dim: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, self.shape, self.strides, [1, 1, rows, block_dim])
+    def descriptors(self, rows: int, block_dim: int) -> "Descriptors":
+        return Descriptors(self.shape, self.strides, [1, 1, rows, block_dim])
+
+
+class Descriptors:
+    """TMA descriptors of one tensor after another, all with the same shape, strides, dtype and block.
+
+    Only the first descriptor checks these: that takes 3 us, and a backward pass has up to ten descriptors.
+    """
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int]):
+        self._layout = (shape, strides, block_shape)
+        self._checked: dict | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> TensorDescriptor:
+        if self._checked is None:
+            self._checked = vars(TensorDescriptor(tensor, *self._layout)) | {"base": None}
+        descriptor = object.__new__(TensorDescriptor)
+        vars(descriptor).update(self._checked, base=tensor)
+        return descriptor
 
 
 def _problem(
@@ -126,7 +144,13 @@ def _options(tile: TileSettings) -> dict:
 
 
 class ForwardPlan:
-    """The launch of the forward kernel."""
+    """The launch of the forward kernel.
+
+    Attributes:
+        is_direct: tensors of this signature go to the kernel as they are, and the output has the query's strides.
+    """
+
+    is_direct = False
 
     def __init__(
         self,
@@ -137,17 +161,21 @@ class ForwardPlan:
         is_causal: bool,
         float32_precision: str,
     ):
-        self._operands = [Operand(tensor) for tensor in (query, key, value, out)]
-        problem = _problem(query, key, self._operands, is_causal, float32_precision)
-        self._tile = tile = forward_settings(problem)
-        self._block_dim = _block_dim(problem)
+        operands = [Operand(tensor) for tensor in (query, key, value, out)]
+        problem = _problem(query, key, operands, is_causal, float32_precision)
+        tile = forward_settings(problem)
+        block_dim = _block_dim(problem)
+        self._descriptors = None
+        if tile.use_tma:
+            rows = tile.query_rows, tile.key_rows, tile.key_rows
+            self._descriptors = [one.descriptors(n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
         self._launch = Launch(
             forward_kernel,
             problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
             (
-                *(operand.row_strides for operand in self._operands),
-                self._operands[0].shape[1],
+                *(operand.row_strides for operand in operands),
+                operands[0].shape[1],
                 problem.num_sequences,
                 problem.num_queries,
                 problem.num_keys,
@@ -156,7 +184,7 @@ class ForwardPlan:
             ),
             (
                 problem.head_dim,
-                self._block_dim,
+                block_dim,
                 tile.query_rows,
                 tile.key_rows,
                 is_causal,
@@ -174,17 +202,21 @@ class ForwardPlan:
         out: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> None:
-        tile = self._tile
-        if tile.use_tma:
-            query_operand, key_operand, value_operand, _ = self._operands
-            query = query_operand.descriptor(query, tile.query_rows, self._block_dim)
-            key = key_operand.descriptor(key, tile.key_rows, self._block_dim)
-            value = value_operand.descriptor(value, tile.key_rows, self._block_dim)
-        self._launch(query, key, value, out, logsumexp)
+        operands = query, key, value
+        if self._descriptors is not None:
+            operands = [describe(tensor) for describe, tensor in zip(self._descriptors, operands, strict=True)]
+        self._launch(*operands, out, logsumexp)
 
 
 class BackwardPlan:
-    """The launches of the backward kernels: prepare, one or two passes, and in the fused form convert."""
+    """The launches of the backward kernels: prepare, one or two passes, and in the fused form convert.
+
+    Attributes:
+        is_direct: tensors of this signature are given to the kernels as they are, and each gradient has the strides of
+            its tensor.
+    """
+
+    is_direct = False
 
     def __init__(
         self,
@@ -221,7 +253,7 @@ class BackwardPlan:
             ),
             (problem.head_dim, self._block_dim, rows, self.fused),
         )
-        self._passes = [(one.tile, self._pass_launch(one)) for one in settings.passes]
+        self._passes = [(self._pass_descriptors(one.tile), self._pass_launch(one)) for one in settings.passes]
         self._convert = Launch(
             convert_grad_query_kernel,
             problem.num_sequences * triton.cdiv(problem.num_queries, rows),
@@ -293,30 +325,28 @@ class BackwardPlan:
         if self.fused:
             grad_query_sum = logsumexp.new_empty((num_sequences * self._padded_queries, self._block_dim))
         self._prepare(out, grad_out, logsumexp, statistics, grad_query_sum)
-        for tile, launch in self._passes:
-            operands = query, key, value, grad_out, statistics, grad_query_sum
-            if tile.use_tma:
-                operands = self._descriptors(tile, *operands)
+        tensors = query, key, value, grad_out, statistics, grad_query_sum
+        for descriptors, launch in self._passes:
+            operands = list(tensors)
+            if descriptors is not None:
+                # The last of the tensors has a descriptor only if it is written.
+                operands[: len(descriptors)] = [
+                    describe(tensor) for describe, tensor in zip(descriptors, tensors, strict=False)
+                ]
             launch(*operands, *grads)
         if self.fused:
             self._convert(grad_query_sum, grads[0])
 
-    def _descriptors(
-        self,
-        tile: TileSettings,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grad_out: torch.Tensor,
-        statistics: torch.Tensor,
-        grad_query_sum: torch.Tensor,
-    ) -> tuple[TensorDescriptor | torch.Tensor, ...]:
-        rows = (tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows)
-        operands = zip(self._operands, (query, key, value, grad_out), rows, strict=True)
+    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors] | None:
+        """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused."""
+        if not tile.use_tma:
+            return None
+        rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
+        descriptors = [one.descriptors(n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
+        padded_queries = self._padded_queries
+        statistics = (2 * self._problem.num_sequences, padded_queries)
+        descriptors.append(Descriptors(statistics, (padded_queries, 1), [1, tile.query_rows]))
         if self.fused:
-            grad_query_sum = TensorDescriptor.from_tensor(grad_query_sum, [tile.query_rows, self._block_dim])
-        return (
-            *(operand.descriptor(tensor, tensor_rows, self._block_dim) for operand, tensor, tensor_rows in operands),
-            TensorDescriptor.from_tensor(statistics, [1, tile.query_rows]),
-            grad_query_sum,
-        )
+            sums = (self._problem.num_sequences * padded_queries, self._block_dim)
+            descriptors.append(Descriptors(sums, (self._block_dim, 1), [tile.query_rows, self._block_dim]))
+        return descriptors
