@@ -1,33 +1,35 @@
 """The ``cs336sys`` command: a table of subcommands, each imported only when it is asked for."""
 
-import importlib
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
-from typer.core import TyperGroup
 
 from cs336sys import __version__
+from cs336sys.commands.lazy import HELP_OPTIONS, LazyGroup
 from cs336sys.errors import CapabilityError, UsageError
 
-# Every subcommand is a function of its name in a module of its name.
-COMMANDS = ("bench", "attn", "flash", "precision", "compare", "doctor")
+# Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.
+COMMANDS = (
+    "bench",
+    "nsys",
+    "memprof",
+    "attn",
+    "flash",
+    "allreduce",
+    "ddp",
+    "precision",
+    "account",
+    "compare",
+    "doctor",
+)
 
 INTERRUPTED = 130
 
 
-class CommandTable(TyperGroup):
-    """Imports a subcommand's module when it is looked up, so that help stays fast."""
+class CommandTable(LazyGroup):
+    """All subcommands; an error that a user can mend ends with its one sentence."""
 
-    def list_commands(self, ctx):
-        return list(COMMANDS)
-
-    def get_command(self, ctx, cmd_name):
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"cs336sys.commands.{cmd_name}")
-        command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command(cmd_name, context_settings={"help_option_names": ["-h", "--help"]})(getattr(module, cmd_name))
-        return typer.main.get_command(command)
+    modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
 
     def invoke(self, ctx):
         try:
@@ -43,7 +45,7 @@ app = typer.Typer(
     cls=CommandTable,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
 
 

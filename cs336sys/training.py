@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cs336_basics.model
@@ -48,12 +48,13 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def build_model(workload: Workload, device: torch.device) -> nn.Module:
-    """A ``BasicsTransformerLM`` on ``device`` with the workload's attention, compiled as the workload says.
+    """A ``BasicsTransformerLM`` on ``device``, of the workload's seed, with its attention and compiled as it says.
 
     Attention is replaced for the whole process: the model looks it up in its module at every call.
     """
     size = workload.size
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
+    torch.manual_seed(workload.seed)
     with device:
         model = cs336_basics.model.BasicsTransformerLM(
             vocab_size=size.vocab_size,
@@ -73,44 +74,68 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
     return model
 
 
+# Class and settings by the name of workload.OPTIMIZERS.
+OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "course": (AdamW, {}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+}
+
+
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "fused":
-        return torch.optim.AdamW(model.parameters(), fused=True)
-    return AdamW(model.parameters())
+    optimizer_class, settings = OPTIMIZER_CLASSES[name]
+    return optimizer_class(model.parameters(), **settings)
 
 
 def random_batch(workload: Workload, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and next-token targets, each (batch_size, context), int64."""
+    """Token ids and next-token targets of the workload's seed, each (batch_size, context), int64."""
     size = workload.size
-    tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), device=device)
+    seeded = torch.Generator(device).manual_seed(workload.seed)
+    tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class TrainStep:
     """One training step of a workload, cut into the phases that are timed.
 
+    Args:
+        model, optimizer: what takes the place of the workload's own, for example a wrapper around its model.
+        share: which sequences of the workload's batch to train on.
+
     Attributes:
         phases: the phases of the workload's mode in order; calling them all is one step.
+        phases_with_loss: the same with the loss as a phase of its own, cut from the forward pass.
         loss: what the last forward pass returned.
     """
 
-    def __init__(self, workload: Workload, device: torch.device):
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        share: slice = slice(None),
+    ):
         if workload.precision == "fp16" and device.type == "cpu":
             _check_fp16_on_cpu()
-        torch.manual_seed(workload.seed)
         self.workload = workload
         self.device = device
-        self.model = build_model(workload, device)
-        self.inputs, self.targets = random_batch(workload, device)
-        self.optimizer = build_optimizer(workload.optimizer, self.model) if workload.mode == "train" else None
+        self.model = build_model(workload, device) if model is None else model
+        self.inputs, self.targets = (tokens[share] for tokens in random_batch(workload, device))
+        self.optimizer = optimizer
+        if optimizer is None and workload.mode == "train":
+            self.optimizer = build_optimizer(workload.optimizer, self.model)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         self.scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self._loss_function = cross_entropy
         if workload.compile != "off":
             self._loss_function = torch.compile(cross_entropy, dynamic=False)
         self.loss: Tensor | None = None
+        self._logits: Tensor | None = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES[workload.mode]}
+        self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss}
+        self.phases_with_loss |= {name: run for name, run in self.phases.items() if name != "forward"}
 
     def __call__(self) -> None:
         for phase in self.phases.values():
@@ -118,11 +143,25 @@ class TrainStep:
 
     def forward(self) -> None:
         """Logits and loss; without gradients in mode ``forward``."""
+        self.compute_logits()
+        self.compute_loss()
+
+    def compute_logits(self) -> None:
+        with self._precision():
+            self._logits = self.model(self.inputs)
+
+    def compute_loss(self) -> None:
+        logits, self._logits = self._logits, None
+        with self._precision():
+            self.loss = self._loss_function(logits, self.targets)
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
         dtype = AUTOCAST_DTYPES.get(self.workload.precision)
         autocast = torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
         gradients = torch.no_grad() if self.workload.mode == "forward" else contextlib.nullcontext()
         with autocast, gradients:
-            self.loss = self._loss_function(self.model(self.inputs), self.targets)
+            yield
 
     def backward(self) -> None:
         self.scaler.scale(self.loss).backward()
@@ -144,6 +183,14 @@ def _check_fp16_on_cpu() -> None:
         raise CapabilityError(f"precision 'fp16': torch cannot run it on this CPU ({error}); choose bf16") from error
 
 
+def set_matmul_precision(workload: Workload) -> None:
+    """For the whole process, whether fp32 matrix products may use TF32."""
+    # "high" allows TF32 in fp32 matrix products, "highest" does not.
+    torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
+    # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+
+
 def step_flops(workload: Workload) -> float:
     """Model FLOPs of one step of the workload's mode: the optimizer's are negligible and not counted."""
     return model_flops(workload.size, backward=workload.mode != "forward")
@@ -156,10 +203,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     """
     workload = Workload.from_configuration(configuration)
     device = choose_device(workload.device)
-    # "high" allows TF32 in fp32 matrix products, "highest" does not.
-    torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
-    # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    set_matmul_precision(workload)
     progress("building the model")
     started = time.perf_counter()
     step = TrainStep(workload, device)

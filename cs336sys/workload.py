@@ -1,9 +1,11 @@
 """What one benchmark cell trains, and how. Plain data, no torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
 
@@ -72,6 +74,14 @@ class Workload:
         """Tokens a step."""
         return self.size.batch_size * self.size.context
 
+    @property
+    def name(self) -> str:
+        """A file name without its ending, different for workloads that differ in more than device, steps and seed."""
+        size = self.size
+        parts = [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
+        parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
+        return "-".join([*parts, self.optimizer, f"w{self.warmup}"]).replace("/", "x")
+
     def configuration(self) -> dict[str, Any]:
         """All fields as one flat dictionary of JSON scalars: a cell's configuration in the results."""
         size = asdict(self.size)
@@ -89,8 +99,160 @@ class Workload:
         return cls(size=size, **{name: configuration[name] for name in own})
 
 
+@dataclass(frozen=True)
+class MemoryWorkload:
+    """A training workload whose memory is recorded.
+
+    Attributes:
+        checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
+        trace: also predict the step on fake tensors.
+        snapshot: a directory for the recorded step's pictures and files.
+    """
+
+    training: Workload
+    checkpointing: str = "none"
+    trace: bool = True
+    snapshot: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "checkpointing", parse_checkpointing(self.checkpointing))
+        except UsageError as error:
+            raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
+        if self.checkpointing != "none" and self.training.compile == "model":
+            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
+
+    @property
+    def name(self) -> str:
+        """A file name without its ending, different for workloads that differ in anything but steps and seed."""
+        return f"{self.training.name}-{self.checkpointing}".replace("=", "")
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields, the training workload's among them: a cell's configuration in the results."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "training"}
+        return self.training.configuration() | own
+
+    @classmethod
+    def from_configuration(cls, configuration: Mapping[str, Any]) -> "MemoryWorkload":
+        """The inverse of :meth:`configuration`."""
+        own = {field.name: configuration[field.name] for field in fields(cls) if field.name != "training"}
+        rest = {name: value for name, value in configuration.items() if name not in own}
+        return cls(Workload.from_configuration(rest), **own)
+
+
+PROFILERS = ("auto", "nsys", "torch")
+
+
+@dataclass(frozen=True)
+class ProfileWorkload:
+    """A training workload that is run under a profiler.
+
+    Attributes:
+        profiler: ``nsys``, ``torch`` (torch.profiler), or ``auto``: nsys for a GPU where it is installed.
+        keep: a directory for the profiler's files.
+    """
+
+    training: Workload
+    profiler: str = "auto"
+    keep: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.profiler not in PROFILERS:
+            raise UsageError(f"unknown profiler '{self.profiler}': choose from {', '.join(PROFILERS)}")
+        if self.profiler == "nsys" and self.training.device == "cpu":
+            raise UsageError("profiler 'nsys' traces work on a GPU: with device cpu choose torch")
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields, the training workload's among them: a cell's configuration in the results."""
+        return self.training.configuration() | {"profiler": self.profiler, "keep": self.keep}
+
+    @classmethod
+    def from_configuration(cls, configuration: Mapping[str, Any]) -> "ProfileWorkload":
+        """The inverse of :meth:`configuration`."""
+        rest = dict(configuration)
+        own = {"profiler": rest.pop("profiler"), "keep": rest.pop("keep")}
+        return cls(Workload.from_configuration(rest), **own)
+
+
+# How ranks train one model together, by the names that cs336sys.parallel_training knows; the last synchronizes nothing,
+# and is what the others are compared with.
+DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch")
+STRATEGIES = (*DATA_PARALLEL_STRATEGIES, "unsynchronized")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class ParallelWorkload:
+    """A training workload that several ranks share, and how they do it.
+
+    Attributes:
+        training: its batch is that of all ranks together, each takes an equal part; its mode is ``train``.
+        strategy: one of :data:`STRATEGIES`.
+        backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
+        bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes); for ``bucketed``, else None.
+        gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
+        high_priority: let NCCL's kernels go before others that wait for the GPU.
+        trace: a directory for the Chrome trace of one more step on rank 0.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    training: Workload
+    strategy: str
+    world_size: int = 2
+    backend: str = "auto"
+    bucket_mb: float | None = None
+    gradient_dtype: str = "fp32"
+    high_priority: bool = False
+    trace: str | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        choices = {"strategy": STRATEGIES, "backend": BACKENDS, "gradient_dtype": PRECISIONS}
+        for field, names in choices.items():
+            if getattr(self, field) not in names:
+                raise UsageError(f"unknown {field} '{getattr(self, field)}': choose from {', '.join(names)}")
+        if self.backend == "nccl" and self.training.device == "cpu":
+            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+        if self.training.mode != "train":
+            raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
+        if self.world_size < 1:
+            raise UsageError(f"--world-size {self.world_size}: must be at least 1")
+        if (self.bucket_mb is not None) != (self.strategy == "bucketed"):
+            raise UsageError(f"bucket size {self.bucket_mb}: strategy 'bucketed' needs one, and others have none")
+        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+            raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+        if self.training.size.batch_size % self.world_size:
+            raise UsageError(
+                f"--batch-size {self.training.size.batch_size}: {self.world_size} ranks cannot share it equally; "
+                f"choose a multiple of {self.world_size}"
+            )
+
+    @property
+    def share(self) -> int:
+        """Sequences a rank."""
+        return self.training.size.batch_size // self.world_size
+
+    @property
+    def unsynchronized(self) -> "ParallelWorkload":
+        """The same steps without communication."""
+        return replace(self, strategy="unsynchronized", bucket_mb=None, gradient_dtype="fp32", trace=None)
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields, the training workload's among them: a cell's configuration in the results."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "training"}
+        return self.training.configuration() | own
+
+    @classmethod
+    def from_configuration(cls, configuration: Mapping[str, Any]) -> "ParallelWorkload":
+        """The inverse of :meth:`configuration`."""
+        own = {field.name: configuration[field.name] for field in fields(cls) if field.name != "training"}
+        rest = {name: value for name, value in configuration.items() if name not in own}
+        return cls(Workload.from_configuration(rest), **own)
+
+
 IMPLEMENTATIONS = (
     "triton",
+    "hopper",
     "tiled",
     "eager",
     "compiled",
@@ -107,7 +269,8 @@ class AttentionWorkload:
 
     Attributes:
         implementation: one of :data:`IMPLEMENTATIONS`; ``eager`` is plain PyTorch with the scores in memory,
-            ``compiled`` the same under torch.compile, ``tiled`` FlashAttention-2 in PyTorch, ``triton`` our kernels.
+            ``compiled`` the same under torch.compile, ``tiled`` FlashAttention-2 in PyTorch, ``triton`` and ``hopper``
+            our kernels.
         causal: a query sees the keys up to its own position.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """

@@ -45,19 +45,19 @@ class SavedActivations:
             multiplies by a transposed view, which autocast's cache passes over, but the backward pass needs the copy.
     """
 
-    tokens: int
-    residual_stream: int
-    norms: int
-    linear_inputs: int
-    queries_keys_values: int
-    mask: int
-    exponentials: int
-    probabilities: int
-    attention_statistics: int
-    attention_output: int
-    swiglu: int
-    logits: int
-    weight_copies: int
+    tokens: int = 0
+    residual_stream: int = 0
+    norms: int = 0
+    linear_inputs: int = 0
+    queries_keys_values: int = 0
+    mask: int = 0
+    exponentials: int = 0
+    probabilities: int = 0
+    attention_statistics: int = 0
+    attention_output: int = 0
+    swiglu: int = 0
+    logits: int = 0
+    weight_copies: int = 0
 
     @property
     def total(self) -> int:
@@ -70,30 +70,49 @@ def saved_activations(size: ModelSize, precision: str, attention: str) -> SavedA
     Raises:
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
+    block = block_activations(size, precision, attention)
+    e, autocast = ELEMENT_BYTES[precision], precision != "fp32"
+    tokens = size.batch_size * size.context
+    stream = tokens * size.d_model
+    outside = SavedActivations(
+        tokens=16 * tokens,
+        residual_stream=4 * stream,
+        norms=4 * (stream + tokens),
+        linear_inputs=e * stream,
+        logits=tokens * (e * size.vocab_size + 8),
+        weight_copies=2 * parameters_by_component(size).lm_head if autocast else 0,
+    )
+    totals = (size.num_layers * each + once for each, once in zip(astuple(block), astuple(outside), strict=True))
+    return SavedActivations(*totals)
+
+
+def block_activations(size: ModelSize, precision: str, attention: str) -> SavedActivations:
+    """What one Transformer block adds to :func:`saved_activations`; the size's numbers may be symbols.
+
+    Raises:
+        UsageError: ``attention`` is not in :data:`ATTENTION`.
+    """
     if attention not in ATTENTION:
         raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
     reference, autocast = attention == "reference", precision != "fp32"
-    e, layers, norms = ELEMENT_BYTES[precision], size.num_layers, 2 * size.num_layers + 1
+    e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context
     stream = tokens * size.d_model
     statistics = size.batch_size * size.num_heads * size.context
     scores = statistics * size.context if reference else 0
-    norm_outputs = 2 * (5 * layers + 1) * stream if autocast else 4 * norms * stream
-    counts = parameters_by_component(size)
+    weights = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff
     return SavedActivations(
-        tokens=16 * tokens,
-        residual_stream=norms * 4 * stream,
-        norms=norms * 4 * (stream + tokens),
-        linear_inputs=norm_outputs + layers * e * stream,
-        queries_keys_values=layers * 3 * e * stream,
-        mask=layers * size.context**2 if reference else 0,
-        exponentials=layers * 4 * scores,
-        probabilities=layers * e * scores,
-        attention_statistics=layers * 4 * statistics,
-        attention_output=0 if reference else layers * e * stream,
-        swiglu=layers * 5 * e * tokens * size.d_ff,
-        logits=tokens * (e * size.vocab_size + 8),
-        weight_copies=2 * (counts.attention + counts.feed_forward + counts.lm_head) if autocast else 0,
+        residual_stream=2 * 4 * stream,
+        norms=2 * 4 * (stream + tokens),
+        linear_inputs=(2 * 5 if autocast else 4 * 2) * stream + e * stream,
+        queries_keys_values=3 * e * stream,
+        mask=size.context**2 if reference else 0,
+        exponentials=4 * scores,
+        probabilities=e * scores,
+        attention_statistics=4 * statistics,
+        attention_output=0 if reference else e * stream,
+        swiglu=5 * e * tokens * size.d_ff,
+        weight_copies=2 * weights if autocast else 0,
     )
 
 
@@ -139,8 +158,9 @@ def attention_memory(
     With ``n`` bytes in query (key, value and output are as large) and ``s`` bytes in the ``batch * context^2`` scores:
 
     - ``eager`` is plain PyTorch, ``kernels.attention.reference.plain_attention``. It holds ``5 n + s`` and, if causal,
-      the mask. Its backward pass is widest in the softmax: probabilities, their gradient and the scores' gradient,
-      beside the gradients of output and value: ``2 n + 2 s`` more. Doubling the context quadruples ``s``.
+      the mask. Its backward pass is widest in the softmax: probabilities, their gradient, on a GPU the product of the
+      two as a tensor of its own, and the scores' gradient, beside the gradients of output and value: ``2 n + 3 s``
+      more. Doubling the context quadruples ``s``.
     - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): ``4 n`` and the logsumexp are
       held, and the backward pass adds the four gradients and one fp32 a query (the row sums of dO * O): all linear in
       the context. Kernels that accumulate a gradient in fp32 need room for it beside that.
@@ -164,7 +184,7 @@ def attention_memory(
             probabilities=scores,
             statistics=0,
             output=tensor,
-            backward=2 * tensor + 2 * scores,
+            backward=2 * tensor + 3 * scores,
         )
     if implementation == "flash":
         return AttentionMemory(

@@ -12,13 +12,13 @@ Its derivative by ``n_b``, ``o - s / (n_b^2 w)``, is zero at ``n_b = sqrt(s / (w
 ``b = s / n_b = sqrt(s w o)`` bytes, where both terms are equal: ``overhead = 2 sqrt(s o / w)``.
 """
 
-import math
-
+from cs336sys.accounting.collectives import AlphaBeta
+from cs336sys.accounting.derivation import Number, minimum
 from cs336sys.errors import UsageError
 
 
-def bucketing_overhead_s(gradient_bytes: float, buckets: float, bytes_per_s: float, call_s: float) -> float:
-    """Seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``.
+def bucketing_overhead_s(gradient_bytes: Number, buckets: Number, bytes_per_s: Number, call_s: Number) -> Number:
+    """Seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``; arguments may be symbols.
 
     Args:
         gradient_bytes: all gradients of one rank, ``s``.
@@ -35,7 +35,7 @@ def bucketing_overhead_s(gradient_bytes: float, buckets: float, bytes_per_s: flo
     return gradient_bytes / (buckets * bytes_per_s) + buckets * call_s
 
 
-def optimal_bucket_bytes(gradient_bytes: float, bytes_per_s: float, call_s: float) -> float:
+def optimal_bucket_bytes(gradient_bytes: Number, bytes_per_s: Number, call_s: Number) -> Number:
     """The bucket size with the least overhead, ``sqrt(s w o)`` bytes.
 
     It is never more than all gradients (one bucket) and approaches 0 as calls become free. Arguments as in
@@ -45,7 +45,33 @@ def optimal_bucket_bytes(gradient_bytes: float, bytes_per_s: float, call_s: floa
         UsageError: a value is not positive.
     """
     _check_positive(gradient_bytes=gradient_bytes, bytes_per_s=bytes_per_s, call_s=call_s)
-    return min(gradient_bytes, math.sqrt(gradient_bytes * bytes_per_s * call_s))
+    return minimum(gradient_bytes, (gradient_bytes * bytes_per_s * call_s) ** 0.5)
+
+
+def overhead_on_link_s(gradient_bytes: float, bucket_bytes: float, link: AlphaBeta) -> float:
+    """:func:`bucketing_overhead_s` with a measured link: a call costs its latency, the transfer its bandwidth.
+
+    Args:
+        bucket_bytes: the size of a bucket; one larger than all gradients holds them all.
+
+    Raises:
+        UsageError: a size is not positive.
+    """
+    _check_positive(bucket_bytes=bucket_bytes)
+    buckets = max(1.0, gradient_bytes / bucket_bytes)
+    return bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s)
+
+
+def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> float:
+    """:func:`optimal_bucket_bytes` with a measured link; 0 where calls are free: the smaller the better.
+
+    Raises:
+        UsageError: ``gradient_bytes`` is not positive.
+    """
+    if link.latency_s == 0:
+        _check_positive(gradient_bytes=gradient_bytes)
+        return 0.0
+    return optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s)
 
 
 def _check_positive(**values: float) -> None:

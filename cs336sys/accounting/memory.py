@@ -5,14 +5,17 @@ allocator really hands out in each place, and the tests hold them to that. Lette
 ``T`` tokens, ``S`` context, ``d`` d_model, ``f`` d_ff, ``e`` bytes of a matrix product's result.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from cs336sys.accounting.activations import ATTENTION, ELEMENT_BYTES, saved_activations
+from cs336sys.accounting.activations import ATTENTION, ELEMENT_BYTES, block_activations, saved_activations
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ModelSize
 
 GIB = 2**30
+
+_MODES = ("forward", "forward-backward", "train")
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,43 @@ class PeakMemory:
         return self.total / GIB
 
 
+@dataclass(frozen=True)
+class SavedBlocks:
+    """Which activations of the blocks exist at a moment of the backward pass.
+
+    Attributes:
+        block: the block that it has reached, from 1; those after it are done.
+        saved: how many blocks have their activations saved: this one and the ones before it.
+        inputs: how many further blocks are kept as their input alone, ``4 T d``, to be computed again.
+        name: of the block, for people.
+    """
+
+    block: int
+    saved: int
+    inputs: int = 0
+    name: str = ""
+
+
+def everything_saved(num_layers: int) -> list[SavedBlocks]:
+    """Without checkpointing. From one block to the next memory changes by a constant amount, so the widest block is the
+    last, where the backward pass starts, or the first."""
+    return [SavedBlocks(num_layers, num_layers, name="last block"), SavedBlocks(1, 1, name="first block")]
+
+
 def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str) -> PeakMemory:
     """The most memory alive at once in a step: the widest of :func:`widest_moments` (same arguments)."""
     return max(widest_moments(size, precision, mode, attention), key=lambda moment: moment.total)
 
 
-def widest_moments(size: ModelSize, precision: str, mode: str, attention: str) -> list[PeakMemory]:
+def widest_moments(
+    size: ModelSize,
+    precision: str,
+    mode: str,
+    attention: str,
+    *,
+    at_loss: SavedBlocks | None = None,
+    at_blocks: Sequence[SavedBlocks] = (),
+) -> list[PeakMemory]:
     """The moments of a step that can be its peak, to compare with ``torch.cuda.max_memory_allocated``.
 
     Counts tensors alone: the CUDA context, cuBLAS workspaces (tens of MiB) and the allocator's rounding come on top.
@@ -100,21 +134,30 @@ def widest_moments(size: ModelSize, precision: str, mode: str, attention: str) -
         precision: ``fp32``, or autocast to ``bf16`` or ``fp16``.
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
         attention: one of :data:`~cs336sys.accounting.activations.ATTENTION`.
+        at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can
+            be the widest; by default those of all blocks that it has not finished.
 
     Raises:
         UsageError: ``mode`` or ``attention`` is unknown.
     """
     if attention not in ATTENTION:
         raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
-    modes = {"forward": _forward_moments, "forward-backward": _backward_moments, "train": _train_moments}
-    if mode not in modes:
-        raise UsageError(f"unknown mode '{mode}': choose from {', '.join(modes)}")
+    if mode not in _MODES:
+        raise UsageError(f"unknown mode '{mode}': choose from {', '.join(_MODES)}")
+    if mode == "forward":
+        moments = _forward_moments(size, precision, attention)
+    else:
+        at_loss = at_loss or SavedBlocks(size.num_layers, size.num_layers)
+        at_blocks = at_blocks or everything_saved(size.num_layers)
+        moments = _backward_moments(size, precision, attention, at_loss, at_blocks)
+    if mode == "train":
+        moments.append(_optimizer_moment(size))
     state = training_state(size, precision)
     optimizer_state = state.optimizer_state if mode == "train" else 0
     rotary_table = 4 * size.context * size.head_dim
     return [
         PeakMemory(moment, state.parameters, gradients, optimizer_state, activations + rotary_table)
-        for moment, gradients, activations in modes[mode](size, precision, attention)
+        for moment, gradients, activations in moments
     ]
 
 
@@ -153,7 +196,9 @@ def _forward_moments(size: ModelSize, precision: str, attention: str) -> list[_M
     return [(name, 0, 16 * tokens + held) for name, held in moments.items()]
 
 
-def _backward_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
+def _backward_moments(
+    size: ModelSize, precision: str, attention: str, at_loss: SavedBlocks, at_blocks: Sequence[SavedBlocks]
+) -> list[_Moment]:
     """What a backward pass holds where it is widest; the forward pass before it holds less.
 
     - Loss: all saved activations, the fp32 gradient of the logits, and its cast under autocast.
@@ -164,9 +209,6 @@ def _backward_moments(size: ModelSize, precision: str, attention: str) -> list[_
       there are four fp32 matrices: the exponentials, the gradient of the probabilities, and that times each factor of
       the softmax's last product. The heads side by side and v are gone; v's gradient exists.
     - End: all gradients, and that of the embedded tokens.
-
-    From one block to the next memory changes by a constant amount, so the widest block is the last, where the backward
-    pass starts, or the first.
     """
     e = ELEMENT_BYTES[precision]
     copy = 2 if e < 4 else 0
@@ -176,39 +218,38 @@ def _backward_moments(size: ModelSize, precision: str, attention: str) -> list[_
     scores = statistics * size.context
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
+    without_blocks = saved_activations(replace(size, num_layers=0), precision, attention).total
+    one_block = block_activations(size, precision, attention).total
+
+    def held(blocks: SavedBlocks) -> int:
+        return blocks.saved * one_block + blocks.inputs * 4 * stream
+
     all_gradients = 4 * count_parameters(size)
     moments = [
-        ("loss", 0, _saved(size, precision, attention) + (4 + copy) * tokens * size.vocab_size),
+        ("loss", 0, without_blocks + held(at_loss) + (4 + copy) * tokens * size.vocab_size),
         ("end of backward", all_gradients, 16 * tokens + 4 * stream),
     ]
-    head = _saved(replace(size, num_layers=0), precision, attention) - 16 * tokens
-    for name, layers in (("last", size.num_layers), ("first", 1)):
-        below = replace(size, num_layers=layers)
-        saved = _saved(below, precision, attention) - head
+    for blocks in at_blocks:
+        saved = 16 * tokens + held(blocks)
         # Of what is not in a block, only the LM head and the last norm have their gradients yet.
-        gradients = all_gradients - 4 * count_parameters(below) + 4 * (size.vocab_size + 1) * size.d_model
-        moments.append(
-            (f"feed-forward backward, {name} block", gradients + 4 * w2, saved + 4 * stream + 2 * e * inner - copy * w2)
-        )
+        not_done = 4 * count_parameters(replace(size, num_layers=blocks.block))
+        gradients = all_gradients - not_done + 4 * (size.vocab_size + 1) * size.d_model
+        feed_forward = saved + 4 * stream + 2 * e * inner - copy * w2
+        moments.append((f"feed-forward backward, {blocks.name}", gradients + 4 * w2, feed_forward))
         if attention == "reference":
             # Stream, normalized and output are 12 T d in either precision.
-            feed_forward = 12 * stream + 4 * tokens + 5 * e * inner + 3 * copy * w2
-            held = saved - feed_forward - copy * projection + (4 - e) * stream + (12 - e) * scores + 4 * statistics
+            freed = 12 * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
+            softmax = saved - freed + (4 - e) * stream + (12 - e) * scores + 4 * statistics
             done = gradients + 4 * (3 * w2 + projection + size.d_model)
-            moments.append((f"softmax backward, {name} block", done, held))
+            moments.append((f"softmax backward, {blocks.name}", done, softmax))
     return moments
 
 
-def _train_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
-    """Those of the backward pass, and AdamW's step: all gradients, and one temporary as large as the largest parameter.
+def _optimizer_moment(size: ModelSize) -> _Moment:
+    """AdamW's step: all gradients, and one temporary as large as the largest parameter.
 
     torch's fused AdamW makes no temporary; its ``foreach`` variant makes one of all parameters and would need more.
     """
     tokens = size.batch_size * size.context
     largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-    optimizer = ("optimizer", 4 * count_parameters(size), 16 * tokens + 4 * largest)
-    return [*_backward_moments(size, precision, attention), optimizer]
-
-
-def _saved(size: ModelSize, precision: str, attention: str) -> int:
-    return saved_activations(size, precision, attention).total
+    return "optimizer", 4 * count_parameters(size), 16 * tokens + 4 * largest

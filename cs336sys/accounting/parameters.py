@@ -40,3 +40,23 @@ def parameters_by_component(size: ModelSize) -> ParameterCounts:
 def count_parameters(size: ModelSize) -> int:
     """Parameters of the whole model, embedding and LM head included."""
     return parameters_by_component(size).total
+
+
+def parameter_shapes(size: ModelSize) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the order in which the model registers and uses them."""
+    d_model, d_ff, vocab_size = size.d_model, size.d_ff, size.vocab_size
+    layer = {
+        **{f"attn.{name}_proj.weight": (d_model, d_model) for name in ("q", "k", "v", "output")},
+        "ffn.w1.weight": (d_ff, d_model),
+        "ffn.w2.weight": (d_model, d_ff),
+        "ffn.w3.weight": (d_ff, d_model),
+        "ln1.weight": (d_model,),
+        "ln2.weight": (d_model,),
+    }
+    layers = {f"layers.{n}.{name}": shape for n in range(size.num_layers) for name, shape in layer.items()}
+    return {
+        "token_embeddings.weight": (vocab_size, d_model),
+        **layers,
+        "ln_final.weight": (d_model,),
+        "lm_head.weight": (vocab_size, d_model),
+    }

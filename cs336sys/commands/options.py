@@ -1,5 +1,6 @@
 """Options that several commands share, and the reading of their values."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -88,3 +89,18 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
         return number
 
     return convert
+
+
+_BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def byte_count(text: str) -> int:
+    """A converter for :func:`split_list` that takes ``512``, ``8B``, ``1.5MB`` (1,500,000) and ``1MiB`` (1,048,576)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", text.upper())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise UsageError("write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)")
+    count = float(match[1]) * _BYTE_UNITS[match[2]]
+    if count < 1 or count != int(count):
+        raise UsageError("must be a whole number of bytes, at least 1")
+    return int(count)

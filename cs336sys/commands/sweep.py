@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cs336sys.commands.ranks import JoinedWorker
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.cells import Outcome, Worker
+from cs336sys.parallel.place import started_outside
 from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
 
 ResumeOption = Annotated[
@@ -35,11 +37,20 @@ class Sweep:
     Attributes:
         cells: one for each configuration, in their order; fewer when it was interrupted.
         run: the machine they were measured on; None when it was interrupted before that was known.
+        ranks: where this process is one of the ranks that torchrun or Slurm started.
+        stopped: those ranks could not go on after the last cell.
     """
 
     cells: tuple[Cell, ...]
     run: Run | None
     interrupted: bool
+    ranks: JoinedWorker | None = None
+    stopped: bool = False
+
+    @property
+    def is_reported_here(self) -> bool:
+        """False on all but the first of the ranks that torchrun or Slurm started: they print and draw nothing."""
+        return self.ranks is None or self.ranks.is_first
 
     def exit(self) -> None:
         """End the command as the documented exit codes say, once the cells are printed.
@@ -47,6 +58,10 @@ class Sweep:
         Cells that ran out of memory, timed out or broke are results; a sweep in which nothing could be measured failed.
         """
         statuses = {cell.status for cell in self.cells}
+        if self.ranks is not None:
+            self.ranks.wait_for_report()
+        if self.stopped:
+            self.ranks.exit_at_once()
         if self.interrupted:
             raise typer.Exit(INTERRUPTED)
         if statuses and statuses <= {"unsupported"}:
@@ -64,11 +79,14 @@ def run_sweep(
     resume: bool = False,
     cell_timeout: float | None = None,
     fresh_worker: bool = False,
+    across_ranks: bool = False,
 ) -> Sweep:
     """Measure every configuration with ``measure`` (``module:function``, see :class:`Worker`).
 
     Args:
         fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
+        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.ranks`; where torchrun or Slurm
+            started these, ``fresh_worker`` has no effect.
 
     Raises:
         UsageError: ``save`` cannot be written or, on ``resume``, read; the timeout is not positive.
@@ -78,12 +96,18 @@ def run_sweep(
         raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
     if resume and save is None:
         raise UsageError("--resume needs --save: the file that holds the cells to skip")
+    place = started_outside() if across_ranks else None
+    if place is not None and cell_timeout is not None:
+        raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
+    ranks = JoinedWorker(measure, tuple(sys.argv[1:]), place) if place is not None else None
+    if ranks is not None and not ranks.is_first:
+        save, resume = None, False
     results = read_results(save) if resume and save.exists() and save.stat().st_size else None
     file = ResultsFile(save) if save else None
-    worker = Worker(measure, tuple(sys.argv[1:]))
+    worker = ranks or Worker(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
     run = None
-    interrupted = False
+    interrupted = stopped = False
     try:
         run = worker.run
         known = {}
@@ -93,8 +117,10 @@ def run_sweep(
                 for cell in results.measured_on(run.machine)
                 if cell.command == command and cell.status not in _WORTH_RETRYING
             }
+        if ranks is not None:
+            known = ranks.from_first_rank(known)
         run_is_saved = False
-        with _progress_bar() as bar:
+        with _progress_bar(ranks is None or ranks.is_first) as bar:
             task = bar.add_task(command, total=len(configurations), stage="")
             for configuration in configurations:
                 cell = known.get(configuration_key(configuration))
@@ -110,10 +136,20 @@ def run_sweep(
                             file.append(run)
                             run_is_saved = True
                         file.append(cell)
-                    if fresh_worker:
+                    if fresh_worker and ranks is None:
                         worker.close()
+                    # Ranks that torchrun started cannot be replaced.
+                    stopped = ranks is not None and not outcome.leaves_worker_sound
                 cells.append(cell)
                 bar.advance(task)
+                if stopped:
+                    break
+        if stopped:
+            print(
+                f"rank {ranks.place.rank}: {cell.status}: {cell.reason}; {len(cells)} of {len(configurations)} cells "
+                "measured",
+                file=sys.stderr,
+            )
     except KeyboardInterrupt:
         interrupted = True
         print(f"interrupted: {len(cells)} of {len(configurations)} cells measured", file=sys.stderr)
@@ -121,7 +157,7 @@ def run_sweep(
         worker.close()
         if file is not None:
             file.close()
-    return Sweep(tuple(cells), run, interrupted)
+    return Sweep(tuple(cells), run, interrupted, ranks, stopped)
 
 
 def _cell(command: str, configuration: dict[str, Any], outcome: Outcome, run: Run) -> Cell:
@@ -130,7 +166,7 @@ def _cell(command: str, configuration: dict[str, Any], outcome: Outcome, run: Ru
     )
 
 
-def _progress_bar() -> Progress:
+def _progress_bar(is_shown: bool) -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -140,5 +176,5 @@ def _progress_bar() -> Progress:
         TextColumn("{task.fields[stage]}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal or os.environ.get("TERM") == "dumb",
+        disable=not is_shown or not console.is_terminal or os.environ.get("TERM") == "dumb",
     )

@@ -1,5 +1,6 @@
 """The options that say which model is trained and how, shared by every command that trains one."""
 
+import shutil
 from dataclasses import replace
 from itertools import product
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from cs336sys.commands.options import at_least, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS, SIZES, choose_size
+from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.workload import ATTENTION, COMPILE_MODES, DEVICES, MODES, OPTIMIZERS, Workload
 
 _OWN = "Default: the size's own."
@@ -45,6 +46,32 @@ SynchronizeOption = Annotated[
 ]
 
 
+def expand_sizes(
+    *, size: list[str], context: list[str], batch_size: list[str], **fields: int | None
+) -> list[ModelSize]:
+    """Every combination of sizes, contexts and batch sizes, in their order.
+
+    Args:
+        fields: single numbers in the place of the sizes' own, see :func:`cs336sys.sizes.choose_size`.
+
+    Raises:
+        UsageError: a value is none of the choices, or a size cannot be.
+    """
+    return [
+        choose_size(name, context=tokens, batch_size=sequences, **fields)
+        for name, tokens, sequences in product(
+            split_list(size, "--size", one_of(SIZES)),
+            split_list(context, "--context", at_least(1)) if context else [None],
+            split_list(batch_size, "--batch-size", at_least(1)) if batch_size else [None],
+        )
+    ]
+
+
+def default_size(device: str) -> str:
+    """The model of a command whose default must end soon anywhere: ``small``, and ``tiny`` where there is no GPU."""
+    return "tiny" if device == "cpu" or shutil.which("nvidia-smi") is None else "small"
+
+
 def expand_workloads(
     *,
     size: list[str],
@@ -78,14 +105,7 @@ def expand_workloads(
         raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
     precision = ["bf16"] if bf16 else ["fp16"] if fp16 else precision
     shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
-    sizes = [
-        choose_size(name, **shape, vocab_size=vocab_size, context=tokens, batch_size=sequences)
-        for name, tokens, sequences in product(
-            split_list(size, "--size", one_of(SIZES)),
-            split_list(context, "--context", at_least(1)) if context else [None],
-            split_list(batch_size, "--batch-size", at_least(1)) if batch_size else [None],
-        )
-    ]
+    sizes = expand_sizes(size=size, context=context, batch_size=batch_size, vocab_size=vocab_size, **shape)
     common = {"mode": mode, "steps": steps, "device": device, "seed": seed, "tf32": tf32, "synchronize": synchronize}
     axes = {
         "precision": split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None],

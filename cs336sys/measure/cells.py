@@ -33,12 +33,21 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "CUDA err
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise."""
+    """What came of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise.
+
+    Attributes:
+        refused: the cell failed before anything was run: the process that measures can go on.
+    """
 
     status: Status
     samples: dict[str, Samples] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
+    refused: bool = False
+
+    @property
+    def leaves_worker_sound(self) -> bool:
+        return self.refused or self.status in ("ok", "unsupported", "wrong")
 
 
 # Called in the worker with a cell's configuration; reports what it is doing through the second argument.
@@ -94,7 +103,7 @@ class Worker:
                 self.close()
                 return Outcome("timeout", reason=f"not done after {timeout_s:g} s")
             self._is_measuring = False
-            if message.status not in ("ok", "unsupported", "wrong"):
+            if not message.leaves_worker_sound:
                 self.close()
             return message
 
@@ -155,11 +164,11 @@ def _serve(
     with contextlib.suppress(EOFError):
         while True:
             configuration = connection.recv()
-            connection.send(_guarded(measure_cell, configuration, connection.send))
-            _release_memory()
+            connection.send(guarded(measure_cell, configuration, connection.send))
+            release_memory()
 
 
-def _guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress) -> Outcome:
+def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress) -> Outcome:
     """Run one cell and turn what it raises into its status."""
     stage = "start"
 
@@ -195,12 +204,13 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 def _first_sentences(error: BaseException) -> str:
     """An error's message, short enough for a table: its first line, at most two sentences."""
     # The CPU allocator puts the place of its check before what happened.
-    text = re.sub(r"^\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
+    text = re.sub(r"\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
     lines = text.splitlines() or [type(error).__name__]
     return ". ".join(lines[0].split(". ")[:2]).rstrip(".")
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
+    """Free what a cell left behind: compiled code, garbage, the GPU memory that torch's allocator keeps."""
     import torch
 
     torch.compiler.reset()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results import Cell, Results, Run, Samples, configuration_key
 
-# Settings that decide how a configuration is sampled, not what is measured.
-SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms")
+# Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
+SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep")
 
 # Of a run's environment, what is meant to change between two files; the fields gpu0_... are momentary readings.
 _EXPECTED_DIFFERENCES = frozenset({"cs336sys", "git_commit", "git_dirty", "seed"})

@@ -79,11 +79,17 @@ def memory_gib() -> tuple[float | None, float | None]:
         name, _, value = line.partition(":")
         values[name] = float(value.split()[0]) / 2**20
     total, available = values.get("MemTotal"), values.get("MemAvailable")
-    limit, used = _read_text("/sys/fs/cgroup/memory.max"), _read_text("/sys/fs/cgroup/memory.current")
-    if total is not None and limit.isdigit() and int(limit) / 2**30 < total:
-        total = int(limit) / 2**30
+    limit, used = container_memory_limit_bytes(), _read_text("/sys/fs/cgroup/memory.current")
+    if total is not None and limit is not None and limit / 2**30 < total:
+        total = limit / 2**30
         available = min(available, total - int(used or 0) / 2**30)
     return total, available
+
+
+def container_memory_limit_bytes() -> int | None:
+    """How much main memory the container of this process may use, if it is limited."""
+    limit = _read_text("/sys/fs/cgroup/memory.max")
+    return int(limit) if limit.isdigit() else None
 
 
 def is_wsl() -> bool:

@@ -34,10 +34,10 @@ def time_phases(
         kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)
         progress(f"{kind} {number + 1}/{count}")
         started = time.perf_counter()
-        step_marks = [_mark(on_gpu)]
+        step_marks = [mark(on_gpu)]
         for phase in phases.values():
             phase()
-            step_marks.append(_mark(on_gpu))
+            step_marks.append(mark(on_gpu))
         if on_gpu and synchronize_steps:
             torch.cuda.synchronize(device)
         marks.append(step_marks)
@@ -50,9 +50,9 @@ def time_phases(
 
     method = "cuda events" if on_gpu else "cpu clock"
     durations = {
-        name: [_elapsed_ms(step[number], step[number + 1]) for step in marks] for number, name in enumerate(phases)
+        name: [elapsed_ms(step[number], step[number + 1]) for step in marks] for number, name in enumerate(phases)
     }
-    durations["step"] = [_elapsed_ms(step[0], step[-1]) for step in marks]
+    durations["step"] = [elapsed_ms(step[0], step[-1]) for step in marks]
     samples = {
         name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
         for name, values in durations.items()
@@ -62,7 +62,8 @@ def time_phases(
     return samples
 
 
-def _mark(on_gpu: bool) -> "torch.cuda.Event | float":
+def mark(on_gpu: bool) -> "torch.cuda.Event | float":
+    """A moment: when the GPU has done what was launched before, or now."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -70,7 +71,8 @@ def _mark(on_gpu: bool) -> "torch.cuda.Event | float":
     return event
 
 
-def _elapsed_ms(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+def elapsed_ms(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    """Milliseconds from one mark to another; the GPU must have reached both."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, _coalescing_manager
 
+from cs336sys.accounting.full_sharding import own_rows
 from cs336sys.errors import UsageError
 
 # torch 2.13 warns of the names on the right, which are the only ones of torch 2.11.
@@ -41,25 +42,54 @@ def group_device() -> torch.device:
     return torch.device("cpu")
 
 
-class MeanReduction:
-    """Replaces tensors by their mean over all ranks, in place and in one launch: start, go on computing, wait.
-
-    NCCL gets several tensors as one group of operations; Gloo packs them itself. The mean is taken inside the
-    collective where the backend can. Where it cannot (Gloo on CUDA tensors), and in fp16, where the sum of two
-    gradients of 40,000 overflows on Gloo, each rank divides before the sum, as torch's DDP does.
+class _Launched:
+    """Collective operations under way on some tensors: start them, go on computing, wait.
 
     Args:
-        dtype, device: of the tensors.
-        what: what they are, for the note of an error.
+        what: what the tensors are, for the note of an error.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, what: str = "tensors"):
+    _collective: str
+
+    def __init__(self, what: str):
         self.what = what
-        self._dtype = dtype
-        self._device_type = device.type
         # NCCL reads tensors on a stream of its own: freed before that is done, their memory would be given to others.
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Any] = ()
+
+    def wait(self) -> None:
+        """Return when the results may be used: on a GPU, when the current stream waits for them.
+
+        Raises:
+            RuntimeError: another rank died or timed out; a note says what was communicated.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            error.add_note(f"in the {self._collective} of {self.what}")
+            raise
+        self._tensors = self._works = ()
+
+    def record_end(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Record on a stream of its own when the results are there; nothing else waits for them."""
+        with torch.cuda.stream(stream):
+            for work in self._works:
+                work.wait()
+            event.record()
+
+
+class _Mean(_Launched):
+    """A collective that takes means.
+
+    The mean is taken inside the collective where the backend can. Where it cannot (Gloo on CUDA tensors), and in fp16,
+    where the sum of two gradients of 40,000 overflows on Gloo, each rank divides before the sum, as torch's DDP does.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, what: str = "tensors"):
+        super().__init__(what)
+        self._dtype = dtype
+        self._device_type = device.type
 
     @functools.cached_property
     def _averages_inside(self) -> bool:
@@ -73,33 +103,171 @@ class MeanReduction:
         # Gloo does on the CPU only.
         return self._device_type != "cuda" or "nccl" in dist.get_backend()
 
+    def _prepare(self, tensors: Sequence[Tensor]) -> dist.ReduceOp:
+        """The operation that adds up to a mean; divides the tensors if they are to be summed."""
+        if self._averages_inside:
+            return dist.ReduceOp.AVG
+        torch._foreach_div_(tensors, dist.get_world_size())
+        return dist.ReduceOp.SUM
+
+
+class MeanReduction(_Mean):
+    """Replaces tensors by their mean over all ranks, in place and in one launch.
+
+    NCCL gets several tensors as one group of operations; Gloo packs them itself.
+
+    Args:
+        dtype, device: of the tensors.
+        what: what they are, for the note of an error.
+    """
+
+    _collective = "all-reduce"
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Launch; the tensors must be contiguous, at least one, and of the same shapes in this order on every rank."""
-        if not self._averages_inside:
-            torch._foreach_div_(tensors, dist.get_world_size())
-        op = dist.ReduceOp.AVG if self._averages_inside else dist.ReduceOp.SUM
+        is_coalesced = len(tensors) > 1 and self._coalesces
+        options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
+        options.reduceOp = self._prepare(tensors)
+        options.asyncOp = True
         self._tensors = tensors
-        if len(tensors) == 1 or not self._coalesces:
-            self._works = [dist.all_reduce(tensor, op, async_op=True) for tensor in tensors]
+        if self._dtype.is_complex:
+            tensors = [torch.view_as_real(tensor) for tensor in tensors]
+        # What dist.all_reduce and its coalescing end in; on the way there they spend several times as long in Python,
+        # for every gradient of the backward pass, in which a GPU often waits for the CPU.
+        if is_coalesced:
+            self._works = [self._group.allreduce_coalesced(list(tensors), options)]
         else:
-            with _coalescing_manager(async_ops=True) as coalesced:
-                for tensor in tensors:
-                    dist.all_reduce(tensor, op)
+            self._works = [self._group.allreduce([tensor], options) for tensor in tensors]
+
+
+class MeanScatter(_Mean):
+    """Gives each rank its slice of the means of tensors, in one launch and without copies. Arguments as above."""
+
+    _collective = "reduce-scatter"
+
+    def start(self, slices: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Launch: rank r's ``slices[i]``, of n elements, becomes the r-th of W slices of the mean of ``tensors[i]``.
+
+        All tensors must be contiguous. Those of W n elements may be changed.
+        """
+        op = self._prepare(tensors)
+        self._tensors = [*slices, *tensors]
+        with _coalescing_manager(async_ops=True) as coalesced:
+            for own, tensor in zip(slices, tensors, strict=True):
+                reduce_scatter_single(own, tensor, op)
+        self._works = [coalesced]
+
+
+class SliceGather(_Launched):
+    """Completes tensors of which every rank has one slice, in place and in one launch.
+
+    Args:
+        tensors: contiguous, of W n elements; rank r has the r-th n.
+        what: what they are, for the note of an error.
+    """
+
+    _collective = "all-gather"
+
+    def __init__(self, tensors: Sequence[Tensor], what: str):
+        super().__init__(what)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._slices = [(tensor, tensor.chunk(world_size)[rank]) for tensor in tensors]
+
+    def start(self) -> None:
+        if through_host(self._slices[0][0]):
+            for tensor, own in self._slices:
+                on_host = tensor.cpu()
+                all_gather_single(on_host, own.cpu())
+                tensor.copy_(on_host)
+            return
+        with _coalescing_manager(async_ops=True) as coalesced:
+            for tensor, own in self._slices:
+                all_gather_single(tensor, own)
+        self._works = [coalesced]
+
+
+class SliceExchange(_Launched):
+    """Gives each rank its slice of every rank's tensors, in one launch: a reduce-scatter that leaves the sum to it.
+
+    It sends as many bytes as a reduce-scatter. The receiver may sum in a wider dtype than was sent, and slices may
+    differ in size: they are cut along the first dimension as ``torch.chunk`` does.
+    """
+
+    _collective = "all-to-all"
+
+    def start(self, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Launch: rank r's ``received[i]`` becomes all ranks' r-th slices of ``tensors[i]``, one after another.
+
+        All tensors must be contiguous, and ``received[i]`` W times as long as this rank's slice.
+        """
+        self._tensors = [*received, *tensors]
+        if through_host(tensors[0]):
+            for into, tensor in zip(received, tensors, strict=True):
+                on_host = into.cpu()
+                dist.all_to_all_single(on_host, tensor.cpu(), *_splits(into, tensor))
+                into.copy_(on_host)
+        elif tensors[0].is_cuda:
+            with _coalescing_manager(device=tensors[0].device, async_ops=True) as coalesced:
+                self._exchange_all(received, tensors)
             self._works = [coalesced]
+        else:
+            self._works = self._exchange_all(received, tensors)
+
+    def _exchange_all(self, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
+        return [
+            dist.all_to_all_single(into, tensor, *_splits(into, tensor), async_op=True)
+            for into, tensor in zip(received, tensors, strict=True)
+        ]
+
+
+class Broadcasts(_Launched):
+    """Overwrites each of several tensors by that of one rank.
+
+    NCCL gets them as one group of operations, which run at the same time: with two ranks that send, both directions of
+    the link are in use, as in an all-gather. One after the other they would take twice as long.
+
+    Args:
+        tensors: laid out alike on every rank, on one device.
+        sources: for each, the rank that has it.
+        what: what they are, for the note of an error.
+    """
+
+    _collective = "broadcast"
+
+    def __init__(self, tensors: Sequence[Tensor], sources: Sequence[int], what: str):
+        super().__init__(what)
+        # Of an expanded tensor only what is in memory.
+        self._targets = [_stored(tensor) for tensor in tensors]
+        self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
+        self._memories = [memory_view(target) if is_dense(target) else target for target in self._targets]
+        self._sources = sources
+
+    def start(self) -> None:
+        self._tensors = list(self._memories)
+        for index in self._scattered:
+            self._tensors[index] = self._targets[index].contiguous()
+        if dist.get_backend() == "nccl":
+            with _coalescing_manager(device=group_device(), async_ops=True) as coalesced:
+                self._broadcast_all()
+            self._works = [coalesced]
+        else:
+            self._works = self._broadcast_all()
 
     def wait(self) -> None:
-        """Return when the means may be used: on a GPU, when the current stream waits for them.
+        copies = [(self._targets[index], self._tensors[index]) for index in self._scattered if self._works]
+        super().wait()
+        for target, copied in copies:
+            target.copy_(copied)
 
-        Raises:
-            RuntimeError: another rank died or timed out; a note says what was being averaged.
-        """
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            error.add_note(f"in the all-reduce of {self.what}")
-            raise
-        self._tensors = self._works = ()
+    def _broadcast_all(self) -> list[Any]:
+        return [
+            dist.broadcast(memory, source, async_op=True)
+            for memory, source in zip(self._tensors, self._sources, strict=True)
+        ]
 
 
 class AnyRank:
@@ -120,19 +288,45 @@ class AnyRank:
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 
-def broadcast_from_first(tensors: Sequence[Tensor]) -> None:
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Replace a tensor by its sum over all ranks, in place."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_numbers(number: Tensor) -> Tensor:
+    """Every rank's value of a scalar, (W,), in rank order, on every rank and where it was."""
+    own = number.detach().view(1).to(group_device())
+    gathered = own.new_empty(dist.get_world_size())
+    all_gather_single(gathered, own)
+    return gathered.to(number.device)
+
+
+def broadcast_from_first(tensors: Sequence[Tensor], what: str = "start values") -> None:
     """Overwrite each tensor by rank 0's. They must be laid out alike on every rank."""
-    sent = []
-    for tensor in tensors:
-        # Of an expanded tensor only what is in memory.
-        sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        tensor = tensor.detach().as_strided(sizes, tensor.stride())
-        sent.append((tensor, memory_view(tensor if is_dense(tensor) else tensor.contiguous())))
-    works = [dist.broadcast(memory, src=0, async_op=True) for _, memory in sent]
-    for work, (tensor, memory) in zip(works, sent, strict=True):
-        work.wait()
-        if not is_dense(tensor):
-            tensor.copy_(memory)
+    if tensors:
+        broadcasts = Broadcasts(tensors, [0] * len(tensors), what)
+        broadcasts.start()
+        broadcasts.wait()
+
+
+def through_host(tensor: Tensor) -> bool:
+    """Whether the backend cannot communicate this tensor where it is: Gloo only broadcasts and all-reduces on GPUs."""
+    return tensor.is_cuda and "nccl" not in dist.get_backend()
+
+
+def _splits(received: Tensor, tensor: Tensor) -> tuple[list[int] | None, list[int] | None]:
+    """Rows from and to each rank; None if all are equal."""
+    world_size = dist.get_world_size()
+    if len(tensor) % world_size == 0:
+        return None, None
+    to_ranks = [len(own_rows(len(tensor), rank, world_size)) for rank in range(world_size)]
+    return [len(received) // world_size] * world_size, to_ranks
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.detach().as_strided(sizes, tensor.stride())
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -147,6 +341,18 @@ def memory_view(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def send_to_first(tensors: Sequence[Tensor]) -> None:
+    """Send contiguous tensors to rank 0, which calls :func:`receive_from` for tensors of the same shapes."""
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 0) for tensor in tensors]):
+        work.wait()
+
+
+def receive_from(source: int, tensors: Sequence[Tensor]) -> None:
+    """Fill contiguous tensors with those that a rank sends to this one."""
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source) for tensor in tensors]):
+        work.wait()
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ Data Parallel Training" (2020).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class _Replicated(nn.Module):
             if parameter.requires_grad:
                 raise UsageError(f"{name} was unfrozen after it was wrapped: call refresh() on every rank")
         return self.module(*args, **kwargs)
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]:
+        """What an all-reduce averages together, in the order of launching."""
+        return self._synchronizer.buckets
 
     def finish_gradient_synchronization(self) -> None:
         """Make every gradient the mean over ranks: call it on every rank between backward pass and optimizer step.

@@ -28,12 +28,13 @@ class GradientSynchronizer:
             else all in :meth:`finish`.
 
     Attributes:
+        buckets: as given.
         enabled: False lets backward passes accumulate gradients on this rank alone.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], overlap: bool):
         self.enabled = True
-        self._buckets = buckets
+        self.buckets = buckets
         self._overlap = overlap
         self._launched = 0
         # Hooks run on autograd's threads, one for each device.
@@ -65,32 +66,38 @@ class GradientSynchronizer:
             if not self.enabled:
                 return
             bucket.waiting.remove(parameter)
-            while self._overlap and self._launched < len(self._buckets) and not self._next.waiting:
+            while self._overlap and self._launched < len(self.buckets) and not self._next.waiting:
                 self._launch_next()
 
     def finish(self) -> None:
         """Launch what is not launched yet, wait for all, and begin a new step. Every rank must call it."""
-        if not self._buckets:
+        if not self.buckets:
             return
         with self._lock:
-            while self._launched < len(self._buckets):
+            while self._launched < len(self.buckets):
                 self._launch_next()
-            present = [here for bucket in self._buckets for here in bucket.present]
-            present_anywhere = AnyRank(present, next(iter(self._buckets[0].parameters.values())).device)
-            for bucket in self._buckets:
+            present = [here for bucket in self.buckets for here in bucket.present]
+            present_anywhere = AnyRank(present, next(iter(self.buckets[0].parameters.values())).device)
+            for bucket in self.buckets:
                 bucket.wait()
             anywhere = iter(present_anywhere.wait())
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.finish([next(anywhere) for _ in bucket.parameters])
             self._launched = 0
 
     @property
     def _next(self) -> GradientBucket:
-        return self._buckets[self._launched]
+        return self.buckets[self._launched]
 
     def _launch_next(self) -> None:
         self._next.launch()
         self._launched += 1
+
+
+def is_synchronized(parameter: nn.Parameter) -> bool:
+    """Whether a living synchronizer averages the gradient of this parameter."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return any(hook.__module__ == __name__ for hook in hooks.values())
 
 
 def _hook(

@@ -8,9 +8,10 @@ each other through ``MASTER_ADDR`` and ``MASTER_PORT``. Under Slurm, export thos
 ``srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID cs336sys ...'``.
 """
 
+import datetime
 import functools
 import itertools
-import os
+import multiprocessing.util
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.rank_process import Place, join_process_group, leave_process_group
+from cs336sys.parallel.place import Place, started_outside
+from cs336sys.parallel.rank_process import join_process_group, leave_process_group
 from cs336sys.parallel.spawned_ranks import SpawnedRanks
 
 BACKENDS = ("gloo", "nccl")
@@ -50,25 +52,61 @@ def run(
         return ranks.run(function, *args)
 
 
-def start(world_size: int, *, backend: str | None = None, timeout_s: float = 120.0) -> "SpawnedRanks | JoinedRanks":
+def start(
+    world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
+) -> "SpawnedRanks | JoinedRanks":
     """Ranks that run one function after another: ``with start(2) as ranks: ranks.run(function, ...)``.
 
-    Arguments and errors as in :func:`run`. After an error the ranks are gone; start new ones.
+    After an error the ranks are gone; start new ones. Arguments and errors as in :func:`run`, and:
+
+    Args:
+        high_priority: let NCCL's kernels go before others that wait for the GPU; no effect on Gloo.
     """
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = backend or _default_backend()
     outside = started_outside()
     _check(world_size, backend, timeout_s, outside)
     if outside is not None:
-        return JoinedRanks(outside, backend, timeout_s)
-    return SpawnedRanks(world_size, backend, timeout_s)
+        return JoinedRanks(outside, backend, timeout_s, high_priority)
+    _check_gpus(world_size, backend)
+    return SpawnedRanks(world_size, backend, timeout_s, high_priority)
 
 
-def started_outside() -> Place | None:
-    """This process's place among ranks that torchrun or Slurm started; None if it was started alone."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    rank = int(os.environ["RANK"])
-    return Place(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+_kept: dict[tuple, "SpawnedRanks | JoinedRanks"] = {}
+
+
+def kept(
+    world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
+) -> "SpawnedRanks | JoinedRanks":
+    """The ranks of the last call if that asked for the same, and else new ones: to start ranks takes seconds.
+
+    They stay until this process asks for others or ends; so does what their functions keep in modules, and the memory
+    that torch caches. Arguments and errors as in :func:`start`.
+    """
+    asked = (world_size, backend or _default_backend(), timeout_s, high_priority)
+    if asked in _kept and _kept[asked].alive:
+        return _kept[asked]
+    end_kept()
+    _end_kept_at_exit()
+    _kept[asked] = start(world_size, backend=backend, timeout_s=timeout_s, high_priority=high_priority)
+    return _kept[asked]
+
+
+def end_kept() -> None:
+    """Let the ranks of :func:`kept` leave, those that no error ended."""
+    while _kept:
+        _, ranks = _kept.popitem()
+        if ranks.alive:
+            ranks.__exit__(None, None, None)
+
+
+@functools.cache
+def _end_kept_at_exit() -> None:
+    # A process that multiprocessing started waits for its children before it runs what atexit knows.
+    multiprocessing.util.Finalize(None, end_kept, exitpriority=1)
+
+
+def _default_backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _check(world_size: int, backend: str, timeout_s: float, outside: Place | None) -> None:
@@ -80,30 +118,42 @@ def _check(world_size: int, backend: str, timeout_s: float, outside: Place | Non
         raise UsageError(f"timeout {timeout_s} s: must be positive")
     if outside is not None and outside.world_size != world_size:
         raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")
-    if backend == "nccl":
-        gpus = torch.cuda.device_count()
-        needed = world_size if outside is None else outside.local_rank + 1
-        if needed > gpus:
-            raise CapabilityError(
-                f"{needed} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
-                "choose a smaller world size or backend gloo"
-            )
+
+
+def _check_gpus(needed: int, backend: str) -> None:
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and needed > gpus:
+        raise CapabilityError(
+            f"{needed} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
+            "choose a smaller world size or backend gloo"
+        )
 
 
 class JoinedRanks:
-    """The ranks that torchrun or Slurm started, seen from one of them; every rank makes the same calls."""
+    """The ranks that torchrun or Slurm started, seen from one of them; every rank makes the same calls.
 
-    def __init__(self, place: Place, backend: str, timeout_s: float):
+    Attributes:
+        alive: false after an error, which other ranks need not have met: nothing can be run any more.
+    """
+
+    def __init__(self, place: Place, backend: str, timeout_s: float, high_priority: bool):
         self._place = place
         # Each process group gets keys of its own in the store: an earlier group's name connections that are closed.
-        store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", _store_from_environment())
-        join_process_group(place, backend, store, timeout_s)
+        store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store())
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        _check_gpus_of_all(place, backend, store)
+        join_process_group(place, backend, store, timeout_s, high_priority)
+        self.alive = True
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` here and return what all ranks returned; an error leaves as it is."""
+        """Call ``function(*args)`` here and return what all ranks returned; an error leaves as it is.
+
+        A function that refuses (UsageError, CapabilityError) must do so on every rank; then the next one can run.
+        """
         try:
             return gather_objects(function(*args))
-        except Exception as error:
+        except BaseException as error:
+            self.alive = isinstance(error, UsageError | CapabilityError)
             error.add_note(f"on rank {self._place.rank} of {self._place.world_size}")
             raise
 
@@ -113,6 +163,7 @@ class JoinedRanks:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # After an error other ranks may never come to a collective again, and leaving a group can be one.
         if error_type is None:
+            self.alive = False
             leave_process_group()
 
 
@@ -120,6 +171,20 @@ _joined_groups = itertools.count()
 
 
 @functools.cache
-def _store_from_environment() -> dist.Store:
+def outside_store() -> dist.Store:
+    """What ranks that torchrun or Slurm started share besides process groups, from their first moment to their last."""
     store, _, _ = next(dist.rendezvous("env://"))
     return store
+
+
+def _check_gpus_of_all(place: Place, backend: str, store: dist.Store) -> None:
+    """Let every rank refuse if one must: machines may differ, and the others would wait for its process group."""
+    refusal = ""
+    try:
+        _check_gpus(place.local_rank + 1, backend)
+    except CapabilityError as error:
+        refusal = str(error)
+    store.set(f"refusal-{place.rank}", refusal)
+    for rank in range(place.world_size):
+        if refusal := store.get(f"refusal-{rank}").decode():
+            raise CapabilityError(f"rank {rank}: {refusal}")

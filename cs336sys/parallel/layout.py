@@ -1,7 +1,9 @@
 """Compares a module between ranks before they communicate: without it, ranks that disagree hang or add up garbage."""
 
+import contextlib
 import hashlib
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,15 +16,43 @@ from cs336sys.parallel.collectives import all_gather_single, gather_objects, gro
 def require_same_layout(module: nn.Module, settings: str) -> None:
     """Compare names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers between ranks.
 
-    One small all-gather of hashes; only if they differ are the layouts themselves exchanged.
-
     Args:
         settings: what else must be the same on every rank.
 
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    lines = [settings, *_layout(module)]
+    require_same_lines([settings, *describe_module(module)])
+
+
+@contextlib.contextmanager
+def same_on_every_rank() -> Iterator[list[str]]:
+    """What each rank does for itself in this context, all have done the same, or every rank raises.
+
+    Yields:
+        a list, empty at first: the context adds the lines that must be the same on every rank.
+
+    Raises:
+        Exception: the context's, if all ranks raised the same.
+        UsageError: on every rank, naming the first difference, if lines differ or only some ranks raised.
+    """
+    lines: list[str] = []
+    try:
+        yield lines
+    except Exception as error:
+        require_same_lines([f"{type(error).__name__}: {error}"])
+        raise
+    require_same_lines(lines)
+
+
+def require_same_lines(lines: Sequence[str]) -> None:
+    """Compare some lines of text between ranks.
+
+    One small all-gather of hashes; only if they differ are the lines themselves exchanged.
+
+    Raises:
+        UsageError: on every rank, naming the first difference.
+    """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group_device())
     gathered = own.new_empty(dist.get_world_size() * len(digest))
@@ -36,16 +66,18 @@ def require_same_layout(module: nn.Module, settings: str) -> None:
                 raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {found} on rank {rank}")
 
 
-def _layout(module: nn.Module) -> list[str]:
+def describe_module(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer: name, dtype, shape, strides, whether it is trained, what it is tied to."""
     first_name: dict[nn.Parameter, str] = {}
     lines = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         state = "trained" if parameter.requires_grad else "frozen"
         first = first_name.setdefault(parameter, name)
         tie = f" tied to {first}" if first != name else ""
-        lines.append(f"parameter {name} {_tensor_layout(parameter)} {state}{tie}")
-    return lines + [f"buffer {name} {_tensor_layout(buffer)}" for name, buffer in module.named_buffers()]
+        lines.append(f"parameter {name} {tensor_layout(parameter)} {state}{tie}")
+    return lines + [f"buffer {name} {tensor_layout(buffer)}" for name, buffer in module.named_buffers()]
 
 
-def _tensor_layout(tensor: torch.Tensor) -> str:
+def tensor_layout(tensor: torch.Tensor) -> str:
+    """Dtype, shape and strides in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"

@@ -16,19 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cs336sys.parallel.place import Place
 from cs336sys.processes import become_worker
 
 # Gloo says "Timed out waiting 4000ms for recv operation", stores "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank a process is. ``local_rank`` counts on its machine alone and chooses the GPU."""
-
-    rank: int
-    world_size: int
-    local_rank: int
 
 
 @dataclass(frozen=True)
@@ -53,16 +45,26 @@ class Failure:
     pickled_errors: tuple[bytes, ...] = ()
 
 
-def join_process_group(place: Place, backend: str, store: dist.Store, timeout_s: float) -> None:
+def join_process_group(
+    place: Place, backend: str, store: dist.Store, timeout_s: float, high_priority: bool = False
+) -> None:
     """Initialize the default process group; on NCCL also this process's GPU and its communicator."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
-    device = None
+    device = options = None
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+        options._timeout = timeout
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=device
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device,
+        pg_options=options,
     )
 
 
@@ -84,6 +86,7 @@ def serve(
     place: Place,
     backend: str,
     timeout_s: float,
+    high_priority: bool,
     directory: Path,
     parent: int,
 ) -> None:
@@ -97,7 +100,8 @@ def serve(
         torch.set_num_threads(max(1, torch.get_num_threads() // place.world_size))
 
     try:
-        join_process_group(place, backend, dist.FileStore(str(directory / "store"), place.world_size), timeout_s)
+        store = dist.FileStore(str(directory / "store"), place.world_size)
+        join_process_group(place, backend, store, timeout_s, high_priority)
         while job := connection.recv_bytes():
             function, args = pickle.loads(job)
             connection.send_bytes(pickle.dumps(function(*args)))

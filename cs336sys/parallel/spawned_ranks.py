@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel.rank_process import Failure, Place, serve, stacks_path
+from cs336sys.parallel.place import Place
+from cs336sys.parallel.rank_process import Failure, serve, stacks_path
 from cs336sys.processes import cause_of_death, ctrl_c_ignored
 
 # How long to listen after the first failure for one that explains it: the peers of a killed rank report broken
@@ -72,7 +73,7 @@ class _Rank:
 class SpawnedRanks:
     """Processes that run one function after another, each as one rank; they find each other through a file."""
 
-    def __init__(self, world_size: int, backend: str, timeout_s: float):
+    def __init__(self, world_size: int, backend: str, timeout_s: float, high_priority: bool = False):
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         # Fresh, because ranks that find an earlier run's file wait for that run's ranks.
@@ -85,7 +86,7 @@ class SpawnedRanks:
                 for number in range(world_size):
                     ours, theirs = context.Pipe()
                     place = Place(number, world_size, local_rank=number)
-                    args = (theirs, place, backend, timeout_s, self._directory, os.getpid())
+                    args = (theirs, place, backend, timeout_s, high_priority, self._directory, os.getpid())
                     process = context.Process(target=serve, args=args)
                     process.start()
                     theirs.close()

@@ -5,28 +5,14 @@ from typing import Any
 
 from cs336sys.accounting.memory import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.report.machine import machine_words
 from cs336sys.report.tables import Column, Table
+from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.workload import PHASES, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
 
-_SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
-
-# Settings that get a column only where the sweep varies them; the others stand in the title.
-_SETTING_COLUMNS = {
-    "mode": Column("mode", "mode"),
-    "batch_size": Column("batch_size", "batch"),
-    "vocab_size": Column("vocab_size", "vocabulary"),
-    "context": Column("context", "context"),
-    "precision": Column("precision", "precision"),
-    "compile": Column("compile", "compile"),
-    "attention": Column("attention", "attention"),
-    "optimizer": Column("optimizer", "optimizer"),
-    "warmup": Column("warmup", "warm-up"),
-}
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 
 # What a speed-up is measured over: the first precision and compile mode of the sweep.
@@ -35,13 +21,13 @@ _SPEEDUP_AXES = ("precision", "compile", "attention", "optimizer")
 
 def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = ()) -> list[Table]:
     """The step times, and a table of speed-ups when the sweep offers something to compare."""
-    settings = _shown_settings(cells)
+    settings = shown_settings(cells, SETTING_COLUMNS, _ALWAYS_SHOWN)
     tables = [_times(cells, run, settings, percentiles)]
     speedups = _speedups(cells, settings)
     return [*tables, speedups] if speedups else tables
 
 
-def plan_table(workloads: Sequence[Workload]) -> Table:
+def plan_table(workloads: Sequence[Workload], command: str = "bench") -> Table:
     """What ``--dry-run`` prints: each cell with its predicted memory."""
     rows = []
     for workload in workloads:
@@ -59,8 +45,8 @@ def plan_table(workloads: Sequence[Workload]) -> Table:
             }
         )
     columns = (
-        *_SIZE_COLUMNS,
-        *_SETTING_COLUMNS.values(),
+        *SIZE_COLUMNS,
+        *SETTING_COLUMNS.values(),
         Column("parameters_gib", "parameters", "gib"),
         Column("gradients_gib", "gradients", "gib"),
         Column("optimizer_state_gib", "optimizer state", "gib"),
@@ -69,21 +55,13 @@ def plan_table(workloads: Sequence[Workload]) -> Table:
         Column("moment", "at"),
     )
     note = "Predicted for eager mode: what is alive at the moment when most is."
-    return Table("plan", "bench: cells and predicted memory (nothing was run)", columns, rows, notes=(note,))
-
-
-def _shown_settings(cells: Sequence[Cell]) -> dict[str, Column]:
-    return {
-        name: column
-        for name, column in _SETTING_COLUMNS.items()
-        if name in _ALWAYS_SHOWN or len({cell.configuration[name] for cell in cells}) > 1
-    }
+    return Table("plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note,))
 
 
 def _times(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
     phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES[cell.configuration["mode"]]))
     columns = [
-        *_SIZE_COLUMNS,
+        *SIZE_COLUMNS,
         *settings.values(),
         *(Column(f"{phase}_ms", phase, "ms") for phase in phases),
         Column("step_ms", "step", "ms"),
@@ -103,8 +81,8 @@ def _times(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column], 
         Column("status", "status"),
     ]
     rows = [_row(cell, percentiles) for cell in cells]
-    reasons = dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason)
-    return Table("bench", _title(cells, run, settings), tuple(columns), rows, notes=(*_method(cells), *reasons))
+    heading = title("bench", cells, run, SETTING_COLUMNS, settings)
+    return Table("bench", heading, tuple(columns), rows, notes=method_notes(cells))
 
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
@@ -121,26 +99,6 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
         idle_percent = 100 * (1 - busy_ms / step.median)
         row["launch_bound"] = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
     return row
-
-
-def _title(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column]) -> str:
-    if not cells:
-        return "bench: nothing measured"
-    constant = [
-        f"{column.header} {cells[0].configuration[name]}"
-        for name, column in _SETTING_COLUMNS.items()
-        if name not in settings
-    ]
-    return f"bench: {', '.join([*constant, *machine_words(run)])}"
-
-
-def _method(cells: Sequence[Cell]) -> tuple[str, ...]:
-    methods = {samples.method for cell in cells for name, samples in cell.samples.items() if name == "step"}
-    counts = {(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells}
-    if not methods:
-        return ()
-    steps = ", ".join(f"{steps} steps after {warmup} warm-up" for warmup, steps in sorted(counts))
-    return (f"mean ± standard deviation of {steps}, by {' and '.join(sorted(methods))}",)
 
 
 def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:

@@ -16,7 +16,8 @@ def check_writable(path: Path, option: str) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            path.unlink()
+            # Another rank of the same command may have been faster.
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, option, error) from error
 

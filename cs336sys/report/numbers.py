@@ -36,7 +36,19 @@ UNITS = {
     "p_value": Unit(digits=2),
     "count": Unit(most_decimals=0),
     "parameters": Unit(most_decimals=2, scales=((1, ""), (1e3, " K"), (1e6, " M"), (1e9, " B"), (1e12, " T"))),
+    # Messages and bandwidths are counted in powers of ten, memory in powers of two.
+    "decimal_bytes": Unit(most_decimals=2, scales=((1, " B"), (1e3, " KB"), (1e6, " MB"), (1e9, " GB"), (1e12, " TB"))),
     "bytes": Unit(most_decimals=2, scales=((1, " B"), (2**10, " KiB"), (2**20, " MiB"), (2**30, " GiB"))),
+    "value": Unit(digits=6),
+}
+
+# In which units a value is shown that has a column for its unit beside it: (divisor, label) in rising order.
+_SHOWN_UNITS = {
+    "bytes": tuple((2 ** (10 * power), label) for power, label in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
+    "decimal_bytes": tuple((10 ** (3 * power), label) for power, label in enumerate(("B", "KB", "MB", "GB", "TB"))),
+    "flops": tuple((10 ** (3 * power), f"{prefix}FLOPs") for power, prefix in enumerate(("", "K", "M", "G", "T", "P"))),
+    "parameters": ((1, "parameters"), (10**6, "million parameters"), (10**9, "billion parameters")),
+    "s": ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1, "s")),
 }
 
 
@@ -103,6 +115,25 @@ def format_quantity(value: float | None, unit: str) -> str:
     """A number with its unit, for running text: ``12.34 ms``, ``1.50 GiB``, ``5.00 %``."""
     label = unit_label(unit) if value is not None else ""
     return f"{format_number(value, unit)} {label}".rstrip()
+
+
+def in_shown_unit(value: float, unit: str) -> tuple[float, str]:
+    """A value of mixed company in the largest unit that leaves it at 1 or more: (bytes) 3e9 is (2.79, "GiB").
+
+    A unit that has no scales, ``tokens``, is its own label.
+    """
+    scales = _SHOWN_UNITS.get(unit, ((1, unit),))
+    fitting = [scale for scale in scales if scale[0] <= abs(value) < math.inf]
+    divisor, label = fitting[-1] if fitting else next(scale for scale in scales if scale[0] == 1)
+    return value if divisor == 1 else value / divisor, label
+
+
+def format_operand(value: float) -> str:
+    """A number inside a formula: an integer with all digits, another with six; large and small ones as ``4.6e14``."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = f"{value:,.6g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.6g}"
+    return text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
 def _rule(unit: str) -> Unit:

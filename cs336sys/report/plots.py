@@ -10,7 +10,7 @@ from cs336sys.results import Cell
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: Path | None) -> None:
+def check_plot(path: Path | None, option: str = "--plot") -> None:
     """Find out before anything is measured whether a picture can be written.
 
     Raises:
@@ -19,8 +19,8 @@ def check_plot(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in _PICTURES:
-        raise UsageError(f"--plot {path}: the file must end in {', '.join(_PICTURES)}")
-    check_writable(path, "--plot")
+        raise UsageError(f"{option} {path}: the file must end in {', '.join(_PICTURES)}")
+    check_writable(path, option)
 
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:

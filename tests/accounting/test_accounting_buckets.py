@@ -1,8 +1,16 @@
 """The bucket model: worked by hand, and its optimum is the least of its own curve."""
 
+import math
+
 import pytest
 
-from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_bytes
+from cs336sys.accounting.buckets import (
+    bucketing_overhead_s,
+    optimal_bucket_bytes,
+    optimal_bucket_on_link_bytes,
+    overhead_on_link_s,
+)
+from cs336sys.accounting.collectives import AlphaBeta
 from cs336sys.errors import UsageError
 
 
@@ -40,6 +48,25 @@ def test_free_calls_leave_the_transfer_of_the_last_bucket():
     assert bucketing_overhead_s(8e9, 10, 400e9, 0.0) == pytest.approx(2e-3, rel=1e-12)
 
 
+def test_model_with_a_measured_link():
+    link = AlphaBeta(latency_s=250e-6, bytes_per_s=400e9)
+    # As above: 8 GB in buckets of 2 GB at 400 GB/s are 5 ms, and 4 calls 1 ms.
+    assert overhead_on_link_s(8e9, 2e9, link) == pytest.approx(6e-3, rel=1e-12)
+    # A bucket of 100 GB holds all 8 GB: 20 ms and one call.
+    assert overhead_on_link_s(8e9, 100e9, link) == pytest.approx(20.25e-3, rel=1e-12)
+    best = optimal_bucket_on_link_bytes(8e9, link)
+    assert best == pytest.approx((8e9 * 400e9 * 250e-6) ** 0.5, rel=1e-12)
+    assert overhead_on_link_s(8e9, best, link) < min(overhead_on_link_s(8e9, b * best, link) for b in (0.9, 1.1))
+
+
+def test_fits_at_the_edge_have_an_optimum_too():
+    assert optimal_bucket_on_link_bytes(8e9, AlphaBeta(0.0, 400e9)) == 0.0
+    assert overhead_on_link_s(8e9, 1e6, AlphaBeta(0.0, 400e9)) == pytest.approx(2.5e-6, rel=1e-12)
+    # Transfers that cost nothing: one bucket, one call.
+    assert optimal_bucket_on_link_bytes(8e9, AlphaBeta(1e-4, math.inf)) == 8e9
+    assert overhead_on_link_s(8e9, 8e9, AlphaBeta(1e-4, math.inf)) == pytest.approx(1e-4, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -48,6 +75,8 @@ def test_free_calls_leave_the_transfer_of_the_last_bucket():
         lambda: bucketing_overhead_s(1, 1, -1, 1),
         lambda: bucketing_overhead_s(1, 1, 1, -1),
         lambda: optimal_bucket_bytes(1, 1, 0),
+        lambda: overhead_on_link_s(1, 0, AlphaBeta(1.0, 1.0)),
+        lambda: optimal_bucket_on_link_bytes(0, AlphaBeta(0.0, 1.0)),
         lambda: optimal_bucket_bytes(float("nan"), 1, 1),
     ],
 )

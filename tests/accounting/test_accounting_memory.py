@@ -292,7 +292,8 @@ def test_eager_attention_holds_and_peaks_as_predicted(dtype, causal, tmp_path):
     assert held + predicted.inputs == predicted.held + 8
     out = plain_attention(*qkv, is_causal=causal)
     added, _ = allocated_bytes(lambda: out.backward(torch.ones_like(out)), tmp_path / "backward.json")
-    assert added == predicted.peak - predicted.held
+    # The CPU's softmax multiplies probabilities and gradient in registers, CUDA's in a temporary.
+    assert added == predicted.peak - predicted.held - predicted.probabilities
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -308,7 +309,7 @@ def test_attention_memory_of_a_handout_cell():
     # Batch 8, 16384 x 64 in fp32: scores of 8 * 16384^2 * 4 bytes = 8 GiB, q, k, v and out of 32 MiB each.
     eager = attention_memory(8, 16384, 64, "fp32", causal=False, implementation="eager")
     assert eager.held == 8 * GIB + 5 * 32 * 2**20
-    assert eager.peak == 24 * GIB + 7 * 32 * 2**20
+    assert eager.peak == 32 * GIB + 7 * 32 * 2**20
     # Flash attention: four such tensors and a logsumexp of 8 * 16384 * 4 bytes = 512 KiB.
     flash = attention_memory(8, 16384, 64, "fp32", causal=True, implementation="flash")
     assert flash.held == 128 * 2**20 + 2**19

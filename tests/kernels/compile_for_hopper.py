@@ -15,15 +15,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cs336sys.kernels.attention import triton_plans
-from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan
+from cs336sys.kernels.attention import hopper_plans, triton_plans
+from cs336sys.kernels.attention.triton import _backward_plan, _forward_plan
 
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 MAX_SHARED_BYTES = 232448
 
 # (shape, dtype, is_causal)
-CONFIGURATIONS = {
+TRITON_CONFIGURATIONS = {
     "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "head dim 64 full": ((1, 16, 16384, 64), torch.bfloat16, False),
@@ -32,6 +32,12 @@ CONFIGURATIONS = {
     "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
     "one short head": ((1, 1, 1024, 64), torch.float16, True),
     "float32": ((1, 1, 8192, 64), torch.float32, True),
+}
+HOPPER_CONFIGURATIONS = {
+    "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
+    "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
+    "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
+    "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
 }
 
 
@@ -69,6 +75,7 @@ def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
         "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
         "serialized": "serialized" in ptxas_log,
+        "reallocates_registers": "setmaxnreg" in compiled.asm["ptx"],
         "limited": compiled.metadata.maxnreg is not None,
         "num_warps": compiled.metadata.num_warps,
         "shared_bytes": compiled.metadata.shared,
@@ -91,11 +98,11 @@ def compile_and_describe(launch: triton_plans.Launch, *tensors) -> dict:
     return descriptions[compiled.hash]
 
 
-def compile_configuration(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
+def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
     query, key, value, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(4))
     out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
     grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    forward = ForwardPlan(query, key, value, out, is_causal, "tf32x3")
+    forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels)
     report = {}
 
     def described(launch, name):
@@ -103,7 +110,7 @@ def compile_configuration(shape: tuple[int, ...], dtype: torch.dtype, is_causal:
 
     forward._launch = described(forward._launch, "forward")
     forward(query, key, value, out, logsumexp)
-    backward = BackwardPlan(query, key, value, out, grad_out, grads, is_causal, "tf32x3", False)
+    backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
     names = {1: ["backward"], 2: ["grad_key_value", "grad_query"]}[len(backward._passes)]
     backward._passes = [
         (tile, described(launch, name)) for name, (tile, launch) in zip(names, backward._passes, strict=True)
@@ -115,7 +122,7 @@ def compile_configuration(shape: tuple[int, ...], dtype: torch.dtype, is_causal:
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    problem_on_this_machine = triton_plans._problem
+    problem_on_this_machine = triton_plans.make_problem
 
     def problem_on_hopper(query, key, operands, *options):
         return dataclasses.replace(
@@ -125,12 +132,13 @@ def main() -> None:
             tma_allowed=all(operand.fits_tma for operand in operands),
         )
 
-    triton_plans._problem = problem_on_hopper
+    triton_plans.make_problem = hopper_plans.make_problem = problem_on_hopper
     reports = {}
-    for name, configuration in CONFIGURATIONS.items():
-        # The other kernels print their ptxas log as well.
-        with contextlib.redirect_stdout(sys.stderr):
-            reports[name] = compile_configuration(*configuration)
+    for kernels, configurations in (("triton", TRITON_CONFIGURATIONS), ("hopper", HOPPER_CONFIGURATIONS)):
+        for name, configuration in configurations.items():
+            # The other kernels print their ptxas log as well.
+            with contextlib.redirect_stdout(sys.stderr):
+                reports[name] = compile_configuration(kernels, *configuration)
     json.dump(reports, sys.stdout)
 
 

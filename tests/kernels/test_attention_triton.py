@@ -66,8 +66,8 @@ def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=
     )
 
 
-def assert_matches_float64(inputs, is_causal, grad_out=None, float32_precision="tf32x3"):
-    out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision)
+def assert_matches_float64(inputs, is_causal, grad_out=None, float32_precision="tf32x3", kernels="triton"):
+    out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision, False, kernels)
     if grad_out is None:
         grad_out = torch.randn(out.shape, dtype=out.dtype, device=out.device)
     logsumexp = out.grad_fn.saved_tensors[-1]
@@ -193,9 +193,9 @@ def exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed
     return inputs, grad_out.to(device, dtype), picked.to(device)
 
 
-def assert_exact(num_queries, num_keys, head_dim, is_causal, dtype, device, seed=0):
+def assert_exact(num_queries, num_keys, head_dim, is_causal, dtype, device, seed=0, kernels="triton"):
     inputs, grad_out, picked = exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed)
-    out = FlashAttentionTriton.apply(*inputs, is_causal)
+    out = FlashAttentionTriton.apply(*inputs, is_causal, "tf32x3", False, kernels)
     grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out)
     value = inputs[2].detach()
     assert torch.equal(out, value[picked])

@@ -39,7 +39,13 @@ def put_tool(folder: Path, name: str, answers: dict[str, str]) -> Path:
 
 
 def put_nvidia_smi(
-    folder: Path, *gpus: str, processes: str = "", topology: str = NVLINK, banner: str = BANNER, old: bool = False
+    folder: Path,
+    *gpus: str,
+    processes: str = "",
+    topology: str = NVLINK,
+    banner: str = BANNER,
+    old: bool = False,
+    nvlinks: str = "",
 ) -> None:
     """A driver's nvidia-smi; an ``old`` one does not know clocks_event_reasons."""
     reasons = "clocks_throttle_reasons.active" if old else "clocks_event_reasons.active"
@@ -47,6 +53,7 @@ def put_nvidia_smi(
         f"{reasons} --format=csv,noheader,nounits": "\n".join(gpus),
         "--query-compute-apps=pid,used_memory --format=csv,noheader": processes,
         "topo -m": topology,
+        "nvlink --status -i 0": nvlinks,
     }
     put_tool(folder, "nvidia-smi", answers if banner is None else answers | {"  ": banner})
 

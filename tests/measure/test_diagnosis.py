@@ -11,6 +11,7 @@ import torch
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
 from packaging.version import Version
 
+from cs336sys.errors import CapabilityError
 from cs336sys.measure.diagnosis import diagnose, gpu, host, profilers, software
 from cs336sys.measure.diagnosis.check import Check
 from cs336sys.measure.system import installed_version, read_gpus, run_tool
@@ -264,6 +265,18 @@ def test_nsys_on_path_comes_first(installations, tmp_path):
     put_nsys(installations / "nsight-systems" / "2025.3.1" / "bin", "2025.3.1.90")
     path = put_nsys(tmp_path / "bin", "2023.4.4.54")
     assert profilers.find_nsys() == profilers.Profiler(path, "2023.4.4.54")
+
+
+def test_nsys_that_a_variable_names_comes_before_all(installations, tmp_path, monkeypatch):
+    put_nsys(tmp_path / "bin", "2023.4.4.54")
+    path = put_nsys(tmp_path / "mine", "2025.6.1.10")
+    monkeypatch.setenv("CS336SYS_NSYS", str(path))
+    assert profilers.find_nsys() == profilers.Profiler(path, "2025.6.1.10")
+    monkeypatch.setenv("CS336SYS_NSYS", str(tmp_path / "nowhere"))
+    with pytest.raises(CapabilityError, match=r"CS336SYS_NSYS=.*nowhere: this does not run as nsys"):
+        profilers.find_nsys()
+    (check,) = profilers.check_nsys()
+    assert (check.verdict, check.mend) == ("warn", "`unset CS336SYS_NSYS`.")
 
 
 def test_nsys_that_does_not_run(installations):

@@ -2,7 +2,16 @@ import math
 
 import pytest
 
-from cs336sys.report.numbers import MISSING, format_mean_std, format_number, format_quantity, format_value, unit_label
+from cs336sys.report.numbers import (
+    MISSING,
+    format_mean_std,
+    format_number,
+    format_operand,
+    format_quantity,
+    format_value,
+    in_shown_unit,
+    unit_label,
+)
 from cs336sys.results import Samples
 
 
@@ -119,3 +128,41 @@ def test_label_stands_in_the_header_unless_the_numbers_carry_it():
         "",
     ]
     assert unit_label("furlongs") == "furlongs"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (3 * 2**30, "bytes", (3.0, "GiB")),
+        (2**40, "bytes", (1.0, "TiB")),
+        (1023, "bytes", (1023, "B")),
+        (-(2**21), "bytes", (-2.0, "MiB")),
+        (3_517_578_215_424, "decimal_bytes", (3.517578215424, "TB")),
+        (2.5e12, "flops", (2.5, "TFLOPs")),
+        (611.669e-6, "s", (pytest.approx(611.669), "us")),
+        (90.0, "s", (90.0, "s")),
+        (0, "s", (0, "s")),
+        (219_848_638_464, "parameters", (219.848638464, "billion parameters")),
+        (319.44, "tokens", (319.44, "tokens")),
+        (math.inf, "bytes", (math.inf, "B")),
+    ],
+)
+def test_values_of_mixed_company_get_the_unit_that_fits(value, unit, shown):
+    assert in_shown_unit(value, unit) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (219_848_638_464, "219,848,638,464"),
+        (4.6e14, "4.6e14"),
+        (2 * 9e10, "1.8e11"),
+        (2e-5, "2e-5"),
+        (2555.5555, "2,555.56"),
+        (0.00260459, "0.00260459"),
+        (0.0, "0"),
+        (1.0, "1"),
+    ],
+)
+def test_operands_of_a_formula(value, text):
+    assert format_operand(value) == text

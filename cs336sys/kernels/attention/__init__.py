@@ -52,9 +52,27 @@ def _refuse_precision(name: str, float32_precision: str | None) -> None:
         )
 
 
+def _hopper_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    *,
+    float32_precision: str | None,
+    deterministic: bool,
+) -> torch.Tensor:
+    _refuse_precision("hopper", float32_precision)
+    return triton_attention(query, key, value, is_causal, deterministic=deterministic, kernels="hopper")
+
+
 # Each is called as (query, key, value, is_causal, float32_precision=..., deterministic=...) and says itself, by a
 # CapabilityError, what it lacks on this machine.
-IMPLEMENTATIONS = {"triton": triton_attention, "tiled": _tiled_attention, "reference": _reference_attention}
+IMPLEMENTATIONS = {
+    "triton": triton_attention,
+    "hopper": _hopper_attention,
+    "tiled": _tiled_attention,
+    "reference": _reference_attention,
+}
 
 
 def flash_attention(
@@ -81,8 +99,9 @@ def flash_attention(
         is_causal: query i sees the keys j <= i, counted from the first of each as in
             ``torch.nn.functional.scaled_dot_product_attention``: with S_q > S_k the queries from S_k on see all keys,
             with S_q < S_k no query sees the keys from S_q on.
-        implementation: "triton" (CUDA, or a CPU in Triton's interpreter), "tiled" (the same algorithm in PyTorch),
-            "reference" (plain attention, memory S_q x S_k) or "auto": "triton" for CUDA tensors, else "tiled".
+        implementation: "triton" (CUDA, or a CPU in Triton's interpreter), "hopper" (warp-specialised for H100 and H200:
+            float16 and bfloat16, D 64 and 128), "tiled" (FlashAttention-2 in PyTorch), "reference" (plain attention,
+            memory S_q x S_k) or "auto": "triton" for CUDA tensors, else "tiled".
         float32_precision: matrix products of float32 inputs in "triton": "tf32x3" (the default; three TF32 products,
             about float32), "ieee" (no tensor cores) or "tf32" (10 bits of mantissa).
         deterministic: gradients equal from run to run to the last bit, as also under

@@ -103,8 +103,9 @@ def forward_settings(problem: Problem) -> TileSettings:
     if not tma or _is_short(problem):
         # 1x1x1024x64: 0.0169, by tma 0.0161; 1x1x1024x128: 0.0205, by tma 0.0180: less than making descriptors costs.
         return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
-    if _few_programs(problem, 128):
+    if _few_programs(problem, 128, each=2):
         # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955. 1x1x8192x128: 0.0931, by ptr 0.1155, 64x128 0.1143.
+        # 1x1x32768x128: 0.544, 128x64 0.990. 1x4x8192x128: 0.146, 0.268. But 1x1x65536x64: 1.407, 64x128 1.189.
         return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
     if problem.head_dim <= 64:
         if problem.num_keys <= 512:
@@ -149,7 +150,7 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
             return split(key_value, TileSettings(128, 32, num_warps=8, num_stages=2, use_tma=True))
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
-    few = _few_programs(problem, 128)
+    few = _few_programs(problem, 128, each=2)
     if _is_short(problem):
         # The GPU takes 0.0387 to 0.0403 for 1x1x1024x64 in every form; this one has the fewest launches.
         return joint(by_pointers)
@@ -163,6 +164,7 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         return joint(by_pointers)
     if few:
         # 1x1x8192x64: 0.134, with two stages 0.257, split 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
+        # 1x1x32768x64: 0.815, split 1.139. 1x4x8192x64: 0.225, 0.308.
         return joint(TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True))
     if problem.head_dim <= 64:
         if problem.num_queries <= 512:
@@ -185,16 +187,20 @@ def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings
     if problem.head_dim > 128:
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
     tile = TileSettings(32, 32, num_warps=4, num_stages=1)
-    if problem.head_dim <= 32 and not deterministic and problem.float32_precision != "ieee":
-        # Fused. 1x1x1024x16: 0.0763, split 0.0972. 1x1x8192x16: 0.6057, split 0.7940.
-        return fused(tile)
+    if not deterministic and problem.float32_precision != "ieee":
+        if problem.head_dim <= 32:
+            # Fused. 1x1x1024x16: 0.0763, split 0.0972. 1x1x8192x16: 0.6057, split 0.7940.
+            return fused(tile)
+        if problem.head_dim > 64 and _few_programs(problem, 64):
+            # 1x1x8192x128: 1.361, joint 1.776. 1x1x4096x128: 0.596, 0.858. 1x1x2048x128: 0.262, 0.340.
+            return fused(TileSettings(32, 16, num_warps=4, num_stages=1))
     # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287, 8 warps 2.580.
     return joint(tile)
 
 
-def _few_programs(problem: Problem, rows: int) -> bool:
-    """Whether tiles of this many rows leave multiprocessors without work."""
-    return problem.num_sequences * -(-problem.num_queries // rows) < problem.num_multiprocessors
+def _few_programs(problem: Problem, rows: int, each: int = 1) -> bool:
+    """Whether tiles of this many rows give the multiprocessors fewer than ``each`` programs on average."""
+    return problem.num_sequences * -(-problem.num_queries // rows) < each * problem.num_multiprocessors
 
 
 def _is_short(problem: Problem) -> bool:

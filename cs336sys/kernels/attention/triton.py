@@ -9,12 +9,15 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import hopper
 from cs336sys.kernels.attention.triton_forward import forward_kernel
-from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan
+from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan, Operand
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
 
 FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
+# Plain Triton, or the warp-specialised ones of hopper_forward and hopper_backward.
+KERNELS = ("triton", "hopper")
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
@@ -28,13 +31,15 @@ def _remember(signature: tuple, plan: ForwardPlan | BackwardPlan) -> None:
     _plans[signature] = plan
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str, kernels: str) -> None:
     check_attention_inputs(query, key, value)
+    if kernels not in KERNELS:
+        raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
     if float32_precision not in FLOAT32_PRECISIONS:
         raise UsageError(
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
-    reason = _why_unavailable(query)
+    reason = hopper.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
     if reason is not None:
         raise CapabilityError(reason)
 
@@ -56,13 +61,40 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
     return None
 
 
-def _kernel_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with at most four dimensions, elements side by side, 16-byte aligned: a copy only where needed."""
+def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
+    """The tensor with at most four dimensions, elements side by side, 16-byte aligned: a copy only where needed.
+
+    The Hopper kernels need strides that TMA can take as well.
+    """
     if tensor.dim() > 4:
         tensor = tensor.reshape(-1, *tensor.shape[-3:])
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+    fits = kernels == "triton" or Operand(tensor).fits_tma
+    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or not fits:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str):
+    if kernels == "hopper":
+        from cs336sys.kernels.attention.hopper_plans import HopperForwardPlan
+
+        return HopperForwardPlan(*tensors, is_causal)
+    return ForwardPlan(*tensors, is_causal, float32_precision)
+
+
+def _backward_plan(
+    tensors: Sequence[torch.Tensor],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    is_causal: bool,
+    float32_precision: str,
+    deterministic: bool,
+    kernels: str,
+) -> BackwardPlan:
+    plan_class = BackwardPlan
+    # The Hopper kernel adds up dQ in no fixed order.
+    if kernels == "hopper" and not deterministic:
+        from cs336sys.kernels.attention.hopper_plans import HopperBackwardPlan as plan_class
+    return plan_class(*tensors, grads, is_causal, float32_precision, deterministic)
 
 
 def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,14 +121,19 @@ def _is_direct(
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, float32_precision: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    float32_precision: str,
+    kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32."""
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.device, key.data_ptr() % 16,
         value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16,
-        is_causal, float32_precision,
+        is_causal, float32_precision, kernels,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
@@ -105,7 +142,7 @@ def _forward(
         plan(query, key, value, out, logsumexp)
         return out, logsumexp
     if plan is None:
-        _check(query, key, value, float32_precision)
+        _check(query, key, value, float32_precision, kernels)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
         out, logsumexp = _forward(query.float(), key.float(), value.float(), is_causal, float32_precision)
@@ -114,11 +151,11 @@ def _forward(
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out, logsumexp
-    tensors = _kernel_view(query), _kernel_view(key), _kernel_view(value), out
+    tensors = *(_kernel_view(tensor, kernels) for tensor in (query, key, value)), out
     if out.dim() > 4:
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
     if plan is None:
-        plan = ForwardPlan(*tensors, is_causal, float32_precision)
+        plan = _forward_plan(tensors, is_causal, float32_precision, kernels)
         plan.is_direct = _is_direct((query, key, value, out), tensors, [out], [query])
         _remember(signature, plan)
     with torch.cuda.device_of(query):
@@ -136,6 +173,7 @@ def _backward(
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
+    kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -144,7 +182,7 @@ def _backward(
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
         out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16,
-        is_causal, float32_precision, deterministic,
+        is_causal, float32_precision, deterministic, kernels,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
@@ -159,11 +197,11 @@ def _backward(
     if query.numel() == 0:
         return tuple(grad.zero_() for grad in grads)
     given = query, key, value, out, grad_out
-    tensors = tuple(_kernel_view(tensor) for tensor in given)
+    tensors = tuple(_kernel_view(tensor, kernels) for tensor in given)
     logsumexp = logsumexp.contiguous()
     kernel_grads = grads if query.dim() <= 4 else tuple(grad.view(-1, *grad.shape[-3:]) for grad in grads)
     if plan is None:
-        plan = BackwardPlan(*tensors, kernel_grads, is_causal, float32_precision, deterministic)
+        plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels)
         plan.is_direct = _is_direct(given, tensors, grads, given[:3])
         _remember(signature, plan)
     with torch.cuda.device_of(query):
@@ -179,8 +217,9 @@ def _forward_operator(
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
+    kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(query, key, value, is_causal, float32_precision)
+    return _forward(query, key, value, is_causal, float32_precision, kernels)
 
 
 @torch.library.custom_op("cs336sys::flash_attention_backward", mutates_args=())
@@ -194,18 +233,19 @@ def _backward_operator(
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
+    kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _backward(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic)
+    return _backward(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic, kernels)
 
 
 @_forward_operator.register_fake
-def _(query, key, value, is_causal, float32_precision, deterministic):
+def _(query, key, value, is_causal, float32_precision, deterministic, kernels="triton"):
     check_attention_inputs(query, key, value)
     return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
 
 @_backward_operator.register_fake
-def _(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic):
+def _(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic, kernels="triton"):
     return _empty_result(query), _empty_result(key), _empty_result(value)
 
 
@@ -215,7 +255,7 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[torch.Tens
 
 
 def _differentiate(ctx: FunctionCtx, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
-    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None
+    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -270,6 +310,8 @@ class FlashAttentionTriton(torch.autograd.Function):
             (no tensor cores) or "tf32" (10 bits of mantissa). Sums are in float32 for every dtype.
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
+        kernels: "triton" (plain Triton) or "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
+            D 64 or 128; a deterministic backward is plain Triton's).
 
     Returns:
         (..., S_q, D), in the inputs' dtype. A query whose scores are all -inf gives zeros.
@@ -290,20 +332,21 @@ class FlashAttentionTriton(torch.autograd.Function):
         is_causal: bool = False,
         float32_precision: str = "tf32x3",
         deterministic: bool = False,
+        kernels: str = "triton",
     ) -> torch.Tensor:
         if _needs_operators(query):
-            out, logsumexp = _forward_operator(query, key, value, is_causal, float32_precision, deterministic)
+            out, logsumexp = _forward_operator(query, key, value, is_causal, float32_precision, deterministic, kernels)
         else:
-            out, logsumexp = _forward(query, key, value, is_causal, float32_precision)
+            out, logsumexp = _forward(query, key, value, is_causal, float32_precision, kernels)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = is_causal, float32_precision, deterministic
+        ctx.options = is_causal, float32_precision, deterministic, kernels
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         differentiate = _backward_operator if _needs_operators(grad_out) else _backward
-        return *differentiate(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None
+        return *differentiate(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
 
 
 def triton_attention(
@@ -314,14 +357,15 @@ def triton_attention(
     *,
     float32_precision: str | None = None,
     deterministic: bool = False,
+    kernels: str = "triton",
 ) -> torch.Tensor:
     """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
     float32_precision = float32_precision or FLOAT32_PRECISIONS[0]
     if torch.compiler.is_compiling():
-        return _forward_operator(query, key, value, is_causal, float32_precision, deterministic)[0]
+        return _forward_operator(query, key, value, is_causal, float32_precision, deterministic, kernels)[0]
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
             "take implementation 'reference' there"
         )
-    return FlashAttentionTriton.apply(query, key, value, is_causal, float32_precision, deterministic)
+    return FlashAttentionTriton.apply(query, key, value, is_causal, float32_precision, deterministic, kernels)

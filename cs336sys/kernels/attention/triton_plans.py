@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336sys.kernels.attention.launch_settings import (
     BackwardPass,
+    BackwardSettings,
     Problem,
     TileSettings,
     backward_settings,
@@ -84,19 +85,21 @@ class Descriptors:
     Only the first descriptor checks these: that takes 3 us, and a backward pass has up to ten descriptors.
     """
 
+    descriptor_class = TensorDescriptor
+
     def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int]):
         self._layout = (shape, strides, block_shape)
         self._checked: dict | None = None
 
     def __call__(self, tensor: torch.Tensor) -> TensorDescriptor:
         if self._checked is None:
-            self._checked = vars(TensorDescriptor(tensor, *self._layout)) | {"base": None}
-        descriptor = object.__new__(TensorDescriptor)
+            self._checked = vars(self.descriptor_class(tensor, *self._layout)) | {"base": None}
+        descriptor = object.__new__(self.descriptor_class)
         vars(descriptor).update(self._checked, base=tensor)
         return descriptor
 
 
-def _problem(
+def make_problem(
     query: torch.Tensor, key: torch.Tensor, operands: Sequence[Operand], is_causal: bool, float32_precision: str
 ) -> Problem:
     num_sequences = math.prod(query.shape[:-2])
@@ -130,7 +133,7 @@ def _dot_precision(problem: Problem) -> str:
     return problem.float32_precision if problem.dtype == torch.float32 else "ieee"
 
 
-def _sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: int) -> int:
+def sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: int) -> int:
     """As many sequences as fit in L2 together, in groups of about equal size."""
     num_groups = triton.cdiv(num_sequences, max(1, l2_bytes // bytes_per_sequence))
     return triton.cdiv(num_sequences, num_groups)
@@ -162,7 +165,7 @@ class ForwardPlan:
         float32_precision: str,
     ):
         operands = [Operand(tensor) for tensor in (query, key, value, out)]
-        problem = _problem(query, key, operands, is_causal, float32_precision)
+        problem = make_problem(query, key, operands, is_causal, float32_precision)
         tile = forward_settings(problem)
         block_dim = _block_dim(problem)
         self._descriptors = None
@@ -179,7 +182,7 @@ class ForwardPlan:
                 problem.num_sequences,
                 problem.num_queries,
                 problem.num_keys,
-                _sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
+                sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
                 math.log2(math.e) / math.sqrt(problem.head_dim),
             ),
             (
@@ -231,8 +234,8 @@ class BackwardPlan:
         deterministic: bool,
     ):
         self._operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
-        self._problem = problem = _problem(query, key, self._operands, is_causal, float32_precision)
-        settings = backward_settings(problem, deterministic)
+        self._problem = problem = make_problem(query, key, self._operands, is_causal, float32_precision)
+        settings = self._settings(problem, deterministic)
         self.fused = settings.fused
         self._block_dim = _block_dim(problem)
         query_rows = max(backward_pass.tile.query_rows for backward_pass in settings.passes)
@@ -289,7 +292,7 @@ class BackwardPlan:
                 problem.num_queries,
                 self._padded_queries,
                 problem.num_keys,
-                _sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
+                sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                 key_programs,
                 scale,
                 scale * math.log2(math.e),
@@ -333,9 +336,16 @@ class BackwardPlan:
                 operands[: len(descriptors)] = [
                     describe(tensor) for describe, tensor in zip(descriptors, tensors, strict=False)
                 ]
-            launch(*operands, *grads)
+            launch(*operands, *self._result_operands(grads))
         if self.fused:
             self._convert(grad_query_sum, grads[0])
+
+    def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
+        return backward_settings(problem, deterministic)
+
+    def _result_operands(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | TensorDescriptor]:
+        """What a pass is given to write the gradients of query, key and value to."""
+        return grads
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors] | None:
         """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused."""

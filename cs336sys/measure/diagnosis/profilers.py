@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cs336sys.errors import CapabilityError
 from cs336sys.measure.diagnosis.check import Check
 from cs336sys.measure.system import library_loads, run_tool
 
@@ -27,6 +28,9 @@ _NSYS_PLACES = (
 )
 _NCU_PLACES = ("cuda*/bin/ncu", "nsight-compute/ncu", "nsight-compute/*/ncu", "cuda*/nsight-compute-*/ncu")
 
+# Names the nsys to use, whatever else is installed.
+NSYS_VARIABLE = "CS336SYS_NSYS"
+
 DRIVER_PARAMETERS = Path("/proc/driver/nvidia/params")
 
 
@@ -39,7 +43,18 @@ class Profiler:
 
 
 def find_nsys() -> Profiler | None:
-    """The ``nsys`` to use: the one on PATH, else the newest in the usual install folders; None when none runs."""
+    """The ``nsys`` to use: the one that CS336SYS_NSYS names, the one on PATH, else the newest in the usual install
+    folders; None when none runs.
+
+    Raises:
+        CapabilityError: CS336SYS_NSYS names one that does not run.
+    """
+    named = os.environ.get(NSYS_VARIABLE)
+    if named:
+        version = _version(Path(named))
+        if version is None:
+            raise CapabilityError(f"{NSYS_VARIABLE}={named}: this does not run as nsys; name the program, or unset it")
+        return Profiler(Path(named), version)
     return _find("nsys", _NSYS_PLACES)
 
 
@@ -51,10 +66,15 @@ def find_ncu() -> Profiler | None:
 def _find(name: str, places: Sequence[str]) -> Profiler | None:
     for path in _installed(name, places):
         # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
-        match = re.search(r"[Vv]ersion (\d[\d.]*\d)", run_tool([str(path), "--version"]) or "")
-        if match:
-            return Profiler(path, match[1])
+        version = _version(path)
+        if version is not None:
+            return Profiler(path, version)
     return None
+
+
+def _version(program: Path) -> str | None:
+    match = re.search(r"[Vv]ersion (\d[\d.]*\d)", run_tool([str(program), "--version"]) or "")
+    return match[1] if match else None
 
 
 def _installed(name: str, places: Sequence[str]) -> list[Path]:
@@ -71,7 +91,10 @@ def _version_key(match: re.Match[str] | None) -> list[int]:
 
 def check_nsys() -> list[Check]:
     """Nsight Systems and, where it is there, the importer without which it leaves no report."""
-    nsys = find_nsys()
+    try:
+        nsys = find_nsys()
+    except CapabilityError as error:
+        return [Check("nsys", str(error), "warn", f"`unset {NSYS_VARIABLE}`.")]
     if nsys is None:
         mend = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
         return [Check("nsys", _absence("nsys", _NSYS_PLACES), "warn", mend)]
@@ -83,10 +106,14 @@ def _absence(name: str, places: Sequence[str]) -> str:
     return f"{paths[0]} does not run" if paths else "not found"
 
 
-def _check_importer(nsys: Path) -> Check:
-    """nsys writes its report with an importer, in a folder beside its own, that needs elfutils' libdw."""
+def makes_reports(nsys: Path) -> bool:
+    """Whether nsys can write a report: its importer, in a folder beside its own, needs elfutils' libdw."""
     installation = nsys.resolve().parent.parent
-    if library_loads("libdw.so.1") or any(installation.glob("*/libdw.so.1")):
+    return library_loads("libdw.so.1") or any(installation.glob("*/libdw.so.1"))
+
+
+def _check_importer(nsys: Path) -> Check:
+    if makes_reports(nsys):
         return Check("nsys importer", "finds libdw.so.1")
     return Check(
         "nsys importer",

@@ -1,0 +1,152 @@
+"""Activation checkpointing on paper: what it holds, what it computes again, and which strategy needs the least memory.
+
+Of a stretch of blocks only the input is kept, ``s = 4 T d`` bytes; when the backward pass reaches the stretch, its
+forward pass runs again and saves its activations, ``b`` bytes a block (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174, section 3; the 2026 handout, section 3.2). Strategies are written
+
+- ``none``: the activations of all ``N`` blocks are saved.
+- ``every=K``: stretches of ``K`` blocks, each with one checkpoint: about ``N s / K + K b`` bytes, least at
+  ``K = sqrt(N s / b)``, and each block computed twice. ``block`` is ``every=1``.
+- ``nested``: halves, each a checkpoint, with halves of their own inside and so on down to single blocks: the least
+  memory, at most ``b + s log2 N``, for about ``N/2 log2 N + N/2`` further block computations.
+"""
+
+from dataclasses import dataclass
+
+from cs336sys.accounting.activations import block_activations
+from cs336sys.accounting.flops import flops_by_component, linear_flops
+from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ModelSize
+
+_CHOICES = "none, block, every=K (groups of K blocks), nested"
+
+
+def parse_checkpointing(text: str) -> str:
+    """The strategy in its one spelling: ``every=1`` becomes ``block``.
+
+    Raises:
+        UsageError: there is no such strategy.
+    """
+    name, equals, count = text.partition("=")
+    if name == "every" and equals:
+        if not count.isdecimal() or int(count) < 1:
+            raise UsageError("a group has a whole number of blocks, at least 1, as in every=4")
+        return "block" if int(count) == 1 else f"every={int(count)}"
+    if text not in ("none", "block", "nested"):
+        raise UsageError(f"choose from {_CHOICES}")
+    return text
+
+
+def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
+    """How many blocks each checkpoint of ``block`` or ``every=K`` stands for; the last may have fewer."""
+    every = 1 if checkpointing == "block" else int(checkpointing.removeprefix("every="))
+    whole, rest = divmod(num_layers, every)
+    return [every] * whole + [rest] * (rest > 0)
+
+
+def checkpointed_moments(
+    size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str
+) -> list[PeakMemory]:
+    """:func:`~cs336sys.accounting.memory.widest_moments` of a step with checkpoints; ``mode`` forward makes none."""
+    at_loss, at_blocks = _schedule(checkpointing, size.num_layers)
+    return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
+
+
+def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str) -> PeakMemory:
+    """The widest of :func:`checkpointed_moments` (same arguments)."""
+    moments = checkpointed_moments(size, precision, mode, attention, checkpointing)
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
+    """Which activations exist at the loss, and at each block that can be the widest.
+
+    A checkpoint's own input is also the saved input of its first block, so it is not counted twice.
+    """
+    if checkpointing == "none":
+        return SavedBlocks(num_layers, num_layers), everything_saved(num_layers)
+    if checkpointing == "nested":
+        pending = _pending_halves(num_layers)
+        at_blocks = [
+            SavedBlocks(block, 1, inputs, f"block {block} of {num_layers}") for block, inputs in enumerate(pending, 1)
+        ]
+        return SavedBlocks(num_layers, 0, min(2, num_layers)), at_blocks
+    at_blocks, first = [], 1
+    sizes = group_sizes(checkpointing, num_layers)
+    for earlier, group in enumerate(sizes):
+        last = first + group - 1
+        for block in {last, first}:
+            name = f"block {block} of {num_layers}"
+            at_blocks.append(SavedBlocks(block, block - first + 1, earlier, name))
+        first = last + 1
+    return SavedBlocks(num_layers, 0, len(sizes)), at_blocks
+
+
+def _pending_halves(num_layers: int) -> list[int]:
+    """For each block, how many halves before it wait for their turn, each kept as its input."""
+    if num_layers == 1:
+        return [0]
+    left = (num_layers + 1) // 2
+    return _pending_halves(left) + [count + 1 for count in _pending_halves(num_layers - left)]
+
+
+def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True) -> int:
+    """FLOPs that a training step spends on computing activations again, counted as in ``accounting.flops``.
+
+    torch ends a recomputation at the last tensor that it must save: before its last block's product with w2.
+
+    Args:
+        causal: count the half of the attention square that the mathematics needs; False counts all of it.
+    """
+    if checkpointing == "none":
+        return 0
+    counts = flops_by_component(size, backward=False, causal=causal)
+    block = (counts.total - counts.lm_head) // size.num_layers
+    w2 = linear_flops(size.batch_size * size.context, size.d_ff, size.d_model, backward=False)
+    blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
+    return blocks * block - ends * w2
+
+
+def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
+    """How many times a block is computed again in a step, and how many of these end before their last product."""
+    if checkpointing == "none":
+        return 0, 0
+    if checkpointing == "nested":
+        # The two outer halves are recomputed from inputs that the forward pass itself has kept.
+        left = (num_layers + 1) // 2
+        return _nested_recomputations(num_layers) - (left if num_layers > 1 else 0), num_layers
+    return num_layers, len(group_sizes(checkpointing, num_layers))
+
+
+def _nested_recomputations(num_layers: int) -> int:
+    """Of one checkpoint: its left half once, to get at the right half's input, and then each half by itself."""
+    if num_layers == 1:
+        return 1
+    left = (num_layers + 1) // 2
+    return left + _nested_recomputations(left) + _nested_recomputations(num_layers - left)
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """The non-nested strategy with the least memory.
+
+    Attributes:
+        best: the ``K`` of ``every=K`` with the lowest predicted peak, the smallest if several have it.
+        rule: ``sqrt(N s / b)``, where ``N s / K + K b`` is least.
+        block_input, block_activations: ``s`` and ``b`` in bytes.
+    """
+
+    best: int
+    rule: float
+    block_input: int
+    block_activations: int
+
+
+def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
+    """Try every ``K``, and the formula (the 2026 handout, problem gradient_checkpointing (b))."""
+    layers = size.num_layers
+    peaks = {k: predicted_peak(size, precision, mode, attention, f"every={k}").total for k in range(1, layers + 1)}
+    block_input = 4 * size.batch_size * size.context * size.d_model
+    block = block_activations(size, precision, attention).total
+    return GroupSize(min(peaks, key=peaks.__getitem__), (layers * block_input / block) ** 0.5, block_input, block)

@@ -1,0 +1,152 @@
+"""Collective operations on paper: one call, the memory and bandwidth it needs, and a line through measured times.
+
+The size of a message, ``S``, is that of the whole array: what one rank contributes to an all-reduce or broadcasts, what
+an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
+NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``. Times of ring algorithms are in :mod:`cs336sys.accounting.rings`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cs336sys.errors import UsageError
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+# Bytes an element, by the name of the dtype.
+COLLECTIVE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int32": 4}
+
+
+@dataclass(frozen=True)
+class CollectiveWorkload:
+    """One collective on one size of message.
+
+    Attributes:
+        backend: ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors.
+        collective: one of :data:`COLLECTIVES`.
+        dtype: one of :data:`COLLECTIVE_DTYPES`.
+        message_bytes: the whole array as asked for.
+        warmup, iterations: calls in each of the two ways of timing.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    backend: str
+    collective: str
+    world_size: int
+    dtype: str
+    message_bytes: int
+    warmup: int = 5
+    iterations: int = 20
+    timeout_s: float = 120.0
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole array: as many as fit the message and all ranks can share equally.
+
+        Raises:
+            UsageError: there would be none.
+        """
+        element_bytes = COLLECTIVE_DTYPES[self.dtype]
+        parts = self.world_size if self.collective in ("all_gather", "reduce_scatter") else 1
+        count = self.message_bytes // element_bytes // parts * parts
+        if count == 0:
+            raise UsageError(
+                f"message of {self.message_bytes} bytes: too small for {self.collective} of {self.dtype} over "
+                f"{self.world_size} ranks; choose at least {parts * element_bytes} bytes"
+            )
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """The whole array as it is communicated; errors as of :attr:`elements`."""
+        return self.elements * COLLECTIVE_DTYPES[self.dtype]
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields: a cell's configuration in the results."""
+        return asdict(self)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: what part of ``S`` the busiest link must carry, whatever the algorithm.
+
+    With ``n`` ranks each element of an all-reduce takes ``n - 1`` additions and ``n - 1`` deliveries, which ``n`` links
+    share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``. A broadcast sends all
+    through the root's link: 1. One rank alone communicates nothing: 0.
+
+    Raises:
+        UsageError: the collective is none of :data:`COLLECTIVES`, or there is no rank.
+    """
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks: must be at least 1")
+    if collective not in COLLECTIVES:
+        raise UsageError(f"unknown collective '{collective}': choose from {', '.join(COLLECTIVES)}")
+    share = (ranks - 1) / ranks
+    if collective == "all_reduce":
+        return 2 * share
+    if collective == "broadcast":
+        return 1.0 if ranks > 1 else 0.0
+    return share
+
+
+def buffer_bytes(collective: str, message_bytes: int, ranks: int) -> int:
+    """Bytes that one rank's tensors take: all-reduce and broadcast work in place, the others need a part besides."""
+    if collective in ("all_gather", "reduce_scatter"):
+        return message_bytes + message_bytes // ranks
+    return message_bytes
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """How long messages take: ``latency_s + message_bytes / bytes_per_s``.
+
+    The first term is known as alpha, the inverse of ``bytes_per_s`` as beta (Hockney 1994, "The communication challenge
+    for MPP"). ``bytes_per_s`` is the algorithm bandwidth of endless messages, infinite if larger ones take no longer.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def time_s(self, message_bytes: float) -> float:
+        return self.latency_s + message_bytes / self.bytes_per_s
+
+    @property
+    def half_bandwidth_bytes(self) -> float:
+        """The message that takes as long to start as to transfer, so that it reaches half of the bandwidth."""
+        return self.latency_s * self.bytes_per_s
+
+    def largest_deviation(self, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> float:
+        """The largest relative difference of the line from a measured time."""
+        points = zip(sizes_bytes, times_s, strict=True)
+        return max(abs(self.time_s(size) / time_s - 1) for size, time_s in points)
+
+
+def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
+    """The line with the least squares of relative deviations, so that small messages count as much as large ones.
+
+    It minimizes ``sum(((a + b S - t) / t)^2)``, a linear least-squares problem with weights ``1 / t^2``. Latency is not
+    negative: where that would fit best, it is 0.
+
+    Raises:
+        UsageError: fewer than two different sizes, or a time or size that is not positive.
+    """
+    points = list(zip(sizes_bytes, times_s, strict=True))
+    if len({size for size, _ in points}) < 2:
+        raise UsageError("a latency and a bandwidth cannot be told apart with fewer than two message sizes")
+    if not all(size > 0 and time_s > 0 for size, time_s in points):
+        raise UsageError("message sizes and times must be positive")
+    weights = [1 / time_s**2 for _, time_s in points]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    mean_time = sum(w * time_s for w, (_, time_s) in zip(weights, points, strict=True)) / total
+    covariance = sum(w * (s - mean_size) * (t - mean_time) for w, (s, t) in zip(weights, points, strict=True))
+    variance = sum(w * (s - mean_size) ** 2 for w, (s, _) in zip(weights, points, strict=True))
+    slope = covariance / variance
+    if slope <= 0:
+        return AlphaBeta(mean_time, math.inf)
+    latency_s = mean_time - slope * mean_size
+    if latency_s < 0:
+        through_zero = sum(w * s * t for w, (s, t) in zip(weights, points, strict=True))
+        slope = through_zero / sum(w * s**2 for w, (s, _) in zip(weights, points, strict=True))
+        latency_s = 0.0
+    return AlphaBeta(latency_s, 1 / slope)

@@ -1,0 +1,246 @@
+"""Values that know how they were computed: the same arithmetic gives the number and the formula beside it.
+
+A formula is an ordinary Python function of numbers, ``def ring_all_gather_s(size, devices, bytes_per_s)``. Called with
+numbers it returns a number; called with symbols it returns an :class:`Expression`, which has that number as its value
+and can be written with names and with numbers. Text and value cannot disagree, because nobody writes the text.
+
+    >>> n, s, w = symbol("N", 4), symbol("S", 8e9), symbol("W", 1e11)
+    >>> (2 * (n - 1) / n * s / w).formula
+    '2 (N - 1) / N x S / W'
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Union
+
+Number = Union[int, float, "Expression"]
+
+# How tightly an expression holds together, for parentheses.
+_SUM, _PRODUCT, _ATOM = range(3)
+
+_TIMES = " x "
+
+
+class Expression:
+    """A number and the arithmetic that it came from.
+
+    Supports ``+ - * / **`` with numbers and expressions, ``math.ceil`` and ``math.floor``, and comparison by value;
+    :func:`maximum` and :func:`minimum` keep all their operands in the text. Multiplying by 1 and adding 0 leave no
+    trace.
+
+    Attributes:
+        value: the number.
+    """
+
+    def __init__(self, value: float, parts: tuple["str | _Symbol", ...], binding: int):
+        self.value = value
+        self._parts = parts
+        self._binding = binding
+
+    @property
+    def formula(self) -> str:
+        """The formula with names: ``2 (N - 1) / N x S / W``. A product is a space where that cannot be misread."""
+        text = ""
+        after_division = [False]  # One for each open parenthesis.
+        for position, part in enumerate(self._parts):
+            if isinstance(part, _Symbol):
+                text += part.name
+                continue
+            if part == _TIMES:
+                following = self._parts[position + 1]
+                tight = (isinstance(following, _Symbol) or following == "(") and not after_division[-1]
+                part = " " if tight else _TIMES
+            if part.endswith("("):
+                after_division.append(False)
+            elif part == ")":
+                after_division.pop()
+            elif part != " ":
+                after_division[-1] = part == " / "
+            text += part
+        return text
+
+    def substituted(self, format_number: Callable[[float], str]) -> str:
+        """The formula with each symbol's number in its place."""
+        return "".join(format_number(part.value) if isinstance(part, _Symbol) else part for part in self._parts)
+
+    @property
+    def is_symbol(self) -> bool:
+        """Whether it is one symbol, of which nothing is left to compute."""
+        return len(self._parts) == 1
+
+    def __add__(self, other: Number) -> "Expression":
+        return self if _is(other, 0) else _join(self, " + ", other, lambda a, b: a + b, _SUM)
+
+    def __radd__(self, other: float) -> "Expression":
+        return self if _is(other, 0) else _join(other, " + ", self, lambda a, b: a + b, _SUM)
+
+    def __sub__(self, other: Number) -> "Expression":
+        return self if _is(other, 0) else _join(self, " - ", other, lambda a, b: a - b, _SUM, right=_PRODUCT)
+
+    def __rsub__(self, other: float) -> "Expression":
+        return _join(other, " - ", self, lambda a, b: a - b, _SUM, right=_PRODUCT)
+
+    def __mul__(self, other: Number) -> "Expression":
+        return self if _is(other, 1) else _join(self, _TIMES, other, lambda a, b: a * b, _PRODUCT)
+
+    def __rmul__(self, other: float) -> "Expression":
+        return self if _is(other, 1) else _join(other, _TIMES, self, lambda a, b: a * b, _PRODUCT)
+
+    def __truediv__(self, other: Number) -> "Expression":
+        return self if _is(other, 1) else _join(self, " / ", other, _divide, _PRODUCT, right=_ATOM)
+
+    def __rtruediv__(self, other: float) -> "Expression":
+        return _join(other, " / ", self, _divide, _PRODUCT, right=_ATOM)
+
+    def __pow__(self, exponent: float) -> "Expression":
+        if exponent == 0.5:
+            return _call("sqrt", math.sqrt, self)
+        base = self._within(_ATOM) if self.is_symbol else ("(", *self._parts, ")")
+        return Expression(self.value**exponent, (*base, f"^{exponent:g}"), _ATOM)
+
+    def __ceil__(self) -> "Expression":
+        return _call("ceil", math.ceil, self)
+
+    def __floor__(self) -> "Expression":
+        return _call("floor", math.floor, self)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __lt__(self, other: Number) -> bool:
+        return self.value < number_of(other)
+
+    def __le__(self, other: Number) -> bool:
+        return self.value <= number_of(other)
+
+    def __gt__(self, other: Number) -> bool:
+        return self.value > number_of(other)
+
+    def __ge__(self, other: Number) -> bool:
+        return self.value >= number_of(other)
+
+    def __repr__(self) -> str:
+        return f"<{self.formula} = {self.value}>"
+
+    def _within(self, binding: int) -> tuple["str | _Symbol", ...]:
+        return self._parts if self._binding >= binding else ("(", *self._parts, ")")
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One derived value: a row of an answer.
+
+    Attributes:
+        quantity: what it is, in words.
+        expression: its value and formula.
+        unit: ``bytes``, ``s``, ``flops``, ``tokens``, ``devices`` or any other plural noun; "" for a ratio.
+        symbol: its name in its own and in later formulas.
+        relation: ``=``, or ``<=`` and ``>=`` where the expression bounds the symbol.
+        reason: why the formula holds, in one sentence.
+        source: where the formula comes from.
+        question: the handout's problem that it answers, ``fsdp_calcs (a)``; "" for a step on the way.
+    """
+
+    quantity: str
+    expression: Expression
+    unit: str
+    symbol: str = ""
+    relation: str = "="
+    reason: str = ""
+    source: str = ""
+    question: str = ""
+
+    @property
+    def value(self) -> float:
+        return self.expression.value
+
+    def as_symbol(self) -> Expression:
+        """This value under its name, for the formulas that build on it."""
+        return symbol(self.symbol, self.value)
+
+    def derivation(self, format_number: Callable[[float], str]) -> str:
+        """Formula and numbers in one line, without the result: ``P = 2 D F L = 2 x 16 x 64 x 3``."""
+        formula, numbers = self.expression.formula, self.expression.substituted(format_number)
+        steps = [formula] if self.expression.is_symbol or formula == numbers else [formula, numbers]
+        start = f"{self.symbol} {self.relation} " if self.symbol else ""
+        return start + " = ".join(steps)
+
+
+def symbol(name: str, value: float) -> Expression:
+    """A named number: what formulas are written in."""
+    return Expression(value, (_Symbol(name, value),), _ATOM)
+
+
+def number_of(value: Number) -> float:
+    """The plain number of a number or an expression."""
+    return value.value if isinstance(value, Expression) else value
+
+
+def expression_of(value: Number) -> Expression:
+    """An expression as it is, a plain number as a constant that is written out."""
+    if isinstance(value, Expression):
+        return value
+    short = f"{value:g}".replace("e+0", "e").replace("e+", "e")
+    return Expression(value, (short if float(short) == value else str(value),), _ATOM)
+
+
+def maximum(*terms: Number) -> Number:
+    """The largest term; as an expression it names all of them."""
+    return _choose("max", max, terms)
+
+
+def minimum(*terms: Number) -> Number:
+    """The smallest term; as an expression it names all of them."""
+    return _choose("min", min, terms)
+
+
+def log2(value: Number) -> Number:
+    """The binary logarithm."""
+    return _call("log2", math.log2, value) if isinstance(value, Expression) else math.log2(value)
+
+
+def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) -> Number:
+    if len(terms) == 1:
+        return terms[0]
+    if not any(isinstance(term, Expression) for term in terms):
+        return choose(terms)
+    return _call(name, choose, *terms)
+
+
+def _call(name: str, function: Callable[..., float], *terms: Number) -> Expression:
+    parts: list[str | _Symbol] = [f"{name}("]
+    for position, term in enumerate(map(expression_of, terms)):
+        parts += [", "] * bool(position)
+        parts += term._parts
+    return Expression(function(*map(number_of, terms)), (*parts, ")"), _ATOM)
+
+
+def _join(
+    left: Number,
+    operator: str,
+    right_operand: Number,
+    compute: Callable[[float, float], float],
+    binding: int,
+    right: int | None = None,
+) -> Expression:
+    a, b = expression_of(left), expression_of(right_operand)
+    parts = (*a._within(binding), operator, *b._within(binding if right is None else right))
+    return Expression(compute(a.value, b.value), parts, binding)
+
+
+def _divide(a: float, b: float) -> float:
+    """``a / b``, an integer where it is one: bytes stay whole."""
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
+    return a / b
+
+
+def _is(value: Number, constant: int) -> bool:
+    return not isinstance(value, Expression) and value == constant

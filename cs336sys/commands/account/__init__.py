@@ -1,0 +1,36 @@
+"""``cs336sys account``: what training needs, on paper. Arithmetic without a GPU and without torch."""
+
+from typing import ClassVar
+
+import typer
+
+from cs336sys.commands.lazy import LazyGroup
+
+# Subjects, and the commands that each module has.
+_MODULES = {
+    "memory": ("memory",),
+    "model": ("activations", "attention", "flops", "checkpointing"),
+    "communication": ("collectives", "buckets"),
+    "devices": ("parallel", "xxl"),
+}
+
+
+class AccountCommands(LazyGroup):
+    modules: ClassVar = {
+        name: f"cs336sys.commands.account.{module}" for module, names in _MODULES.items() for name in names
+    }
+
+
+account = typer.Typer(
+    name="account", cls=AccountCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@account.callback()
+def _account() -> None:
+    """Memory, FLOPs and communication on paper: every number with its formula, and with the question it answers.
+
+    cs336sys account memory --size xl --world-size 2 --strategy none,optimizer,fsdp
+
+    cs336sys account parallel --strategy fsdp-tp --batch 131072 --plot parallel.png
+    """

@@ -1,0 +1,113 @@
+"""``account parallel`` and ``account xxl``: how many devices, and what they say to each other."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.accounting.activations import ELEMENT_BYTES
+from cs336sys.accounting.answers.parallelism import Mesh
+from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.parallelism import STRATEGIES, Layer
+from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
+from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS, SIZES
+
+# An H100's or H200's dense bf16 peak, and what its NVLinks send: 18 of 25 GB/s each.
+_H200_FLOPS = peak_tflops("NVIDIA H200", "bf16") * 1e12
+_H200_BANDWIDTH = 450e9
+
+FlopsOption = Annotated[float, typer.Option("--flops", help="FLOP/s of a device, C.")]
+BandwidthOption = Annotated[float, typer.Option("--bandwidth", help="Bytes/s that a device sends, W.")]
+
+
+def parallel(
+    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(STRATEGIES)}.")] = [",".join(STRATEGIES)],
+    batch: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
+    d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
+    flops: FlopsOption = _H200_FLOPS,
+    bandwidth: BandwidthOption = _H200_BANDWIDTH,
+    dtype: Annotated[str, typer.Option(help="Of weights, gradients and activations.")] = "fp16",
+    devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the times over the devices to this picture file.")
+    ] = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
+
+    cs336sys account parallel --strategy dp,fsdp --batch 65536 --flops 4.6e14 --bandwidth 1.8e11
+
+    cs336sys account parallel --strategy fsdp-tp --mesh 4x2
+    """
+    from cs336sys.report.account_parallel import parallel_tables
+    from cs336sys.report.account_plots import plot_parallel
+    from cs336sys.report.plots import check_plot
+    from cs336sys.report.tables import check_output, emit
+
+    chosen = split_list(strategy, "--strategy", one_of(STRATEGIES))
+    element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
+    layer = Layer(batch, d_model, d_ff, flops, bandwidth, element_bytes)
+    asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
+    count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
+    if count < 1:
+        raise UsageError(f"--devices {count}: must be at least 1")
+    check_output(output, format)
+    check_plot(plot)
+    if plot is not None:
+        plot_parallel(chosen, layer, plot)
+    emit(parallel_tables(chosen, layer, count, asked_mesh), format=format, output=output)
+
+
+def _read_mesh(text: str, devices: int | None) -> Mesh:
+    fsdp, _, tp = text.partition("x")
+    if not (fsdp.isdecimal() and tp.isdecimal()):
+        raise UsageError(f"--mesh '{text}': must be N_FSDPxN_TP, such as 4x2")
+    mesh = Mesh(int(fsdp), int(tp))
+    if devices not in (None, mesh.devices):
+        raise UsageError(f"--mesh {text} is {mesh.devices} devices: its axes must multiply to --devices {devices}")
+    return mesh
+
+
+def xxl(
+    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.")] = XXL.d_model,
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.")] = XXL.d_ff,
+    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.")] = XXL.num_blocks,
+    tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.")] = 4 * 512,
+    weight_copies: Annotated[
+        bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
+    ] = False,
+    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).")] = 80.0,
+    device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).")] = 95.0,
+    flops: FlopsOption = 4.6e14,
+    bandwidth: Annotated[float, typer.Option("--bandwidth", help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
+    x: Annotated[int, typer.Option("--x", help="Devices for FSDP, X.")] = 16,
+    y: Annotated[int, typer.Option("--y", help="Devices for TP, Y.")] = 4,
+    m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.")] = 2,
+    m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.")] = 1,
+    devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
+
+    cs336sys account xxl
+
+    cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
+    """
+    from cs336sys.report.account_parallel import xxl_tables
+    from cs336sys.report.tables import check_output, emit
+
+    mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
+    if devices not in (None, x * y):
+        raise UsageError(f"--x {x} and --y {y} multiply to {x * y}, not to --devices {devices}")
+    check_output(output, format)
+    stack = FeedForwardStack(d_model, d_ff, num_blocks)
+    tables = xxl_tables(stack, tokens, gpu_gb * 1e9, device_gb * 1e9, mesh, weight_copies=weight_copies)
+    emit(tables, format=format, output=output)

@@ -1,0 +1,90 @@
+"""``account memory``: what a rank holds for each way of sharing out training state."""
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.accounting.activations import ELEMENT_BYTES
+from cs336sys.accounting.strategies import STRATEGIES
+from cs336sys.commands import workloads as options
+from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import ATTENTION, MODES
+
+
+def memory(
+    size: options.SizeOption = ["xl"],
+    context: options.ContextOption = [],
+    batch_size: Annotated[
+        list[str],
+        typer.Option(
+            "--batch-size", help="Batches of all ranks together. Default: the size's own.", show_default=False
+        ),
+    ] = [],
+    vocab_size: options.VocabSizeOption = None,
+    d_model: options.DModelOption = None,
+    d_ff: options.DFfOption = None,
+    num_layers: options.NumLayersOption = None,
+    num_heads: options.NumHeadsOption = None,
+    world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
+    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(STRATEGIES)}.")] = [",".join(STRATEGIES)],
+    mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.")] = ["train"],
+    precision: options.PrecisionOption = [],
+    parameter_dtype: Annotated[
+        str, typer.Option("--parameter-dtype", help="Of parameters and gradients; bf16 and fp16 have fp32 masters.")
+    ] = "fp32",
+    attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTION)}.")] = "reference",
+    plot: Annotated[Path | None, typer.Option(help="Also draw the peaks to this picture file.")] = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Memory of a rank by component, at the handout's three times and at its peak, for each way of sharing out state.
+
+    cs336sys account memory --size xl,2.7b --world-size 2 --strategy none,optimizer,optimizer-flat,fsdp
+
+    cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
+    """
+    from cs336sys.report.account_memory import MemorySetting, memory_tables
+    from cs336sys.report.account_plots import plot_memory
+    from cs336sys.report.plots import check_plot
+    from cs336sys.report.tables import check_output, emit
+
+    sizes = options.expand_sizes(
+        size=size,
+        context=context,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
+    precisions = split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None]
+    element_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
+    check_choice(attention, "--attention", ATTENTION)
+    check_output(output, format)
+    check_plot(plot)
+    settings = [
+        MemorySetting(
+            chosen_size,
+            ranks,
+            chosen_strategy,
+            chosen_precision or chosen_size.precision,
+            chosen_mode,
+            attention,
+            element_bytes,
+        )
+        for chosen_size, chosen_precision, chosen_mode, ranks, chosen_strategy in product(
+            sizes,
+            precisions,
+            split_list(mode, "--mode", one_of(MODES)),
+            split_list(world_size, "--world-size", at_least(1)),
+            split_list(strategy, "--strategy", one_of(STRATEGIES)),
+        )
+    ]
+    tables = memory_tables(settings)
+    if plot is not None:
+        plot_memory(settings, plot)
+    emit(tables, format=format, output=output)

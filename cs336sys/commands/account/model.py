@@ -1,0 +1,154 @@
+"""``account activations``, ``flops``, ``attention`` and ``checkpointing``: what one model needs on one device."""
+
+from typing import Annotated
+
+import typer
+
+from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.commands import workloads as options
+from cs336sys.commands.options import FormatOption, OutputOption, at_least, between, check_choice, one_of, split_list
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import ATTENTION, MODES
+
+AttentionOption = Annotated[str, typer.Option("--attention", help=f"{', '.join(ATTENTION)}.")]
+OnePrecisionOption = Annotated[str, typer.Option("--precision", help=f"{', '.join(PRECISIONS)} (autocast).")]
+
+
+def activations(
+    size: options.SizeOption = ["2.7b"],
+    context: options.ContextOption = [],
+    batch_size: options.BatchSizeOption = [],
+    vocab_size: options.VocabSizeOption = None,
+    d_model: options.DModelOption = None,
+    d_ff: options.DFfOption = None,
+    num_layers: options.NumLayersOption = None,
+    num_heads: options.NumHeadsOption = None,
+    precision: OnePrecisionOption = "fp32",
+    attention: AttentionOption = "reference",
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """The largest tensors of a forward pass, what one block saves for backward, and the gradients it produces there.
+
+    cs336sys account activations --size 2.7b --context 128,512,2048
+    """
+    from cs336sys.report.account_model import activations_tables
+    from cs336sys.report.tables import check_output, emit
+
+    sizes = options.expand_sizes(
+        size=size,
+        context=context,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
+    check_choice(precision, "--precision", PRECISIONS)
+    check_choice(attention, "--attention", ATTENTION)
+    check_output(output, format)
+    emit(activations_tables(sizes, precision, attention), format=format, output=output)
+
+
+def flops(
+    size: options.SizeOption = ["2.7b"],
+    context: options.ContextOption = [],
+    batch_size: options.BatchSizeOption = [],
+    vocab_size: options.VocabSizeOption = None,
+    d_model: options.DModelOption = None,
+    d_ff: options.DFfOption = None,
+    num_layers: options.NumLayersOption = None,
+    num_heads: options.NumHeadsOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
+
+    cs336sys account flops --size small,2.7b --context 1024
+    """
+    from cs336sys.report.account_model import flops_tables
+    from cs336sys.report.tables import check_output, emit
+
+    sizes = options.expand_sizes(
+        size=size,
+        context=context,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
+    check_output(output, format)
+    emit(flops_tables(sizes), format=format, output=output)
+
+
+def attention(
+    batch_size: Annotated[int, typer.Option(help="Batch size times heads.")] = 8,
+    d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
+    context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = "fp32",
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
+    implementations: Annotated[list[str], typer.Option(help="eager, flash.")] = ["eager,flash"],
+    capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.")] = 80.0,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Memory of attention alone over the handout's grid, its growth, and the smallest shape that does not fit.
+
+    cs336sys account attention --capacity-gib 24 --causal
+    """
+    from cs336sys.report.account_model import ATTENTION_IMPLEMENTATIONS, attention_tables
+    from cs336sys.report.tables import check_output, emit
+
+    contexts = split_list(context, "--context", at_least(1))
+    head_dims = split_list(d_model, "--d-model", at_least(1))
+    chosen = split_list(implementations, "--implementations", one_of(ATTENTION_IMPLEMENTATIONS))
+    check_choice(dtype, "--dtype", PRECISIONS)
+    split_list([str(batch_size)], "--batch-size", at_least(1))
+    split_list([str(capacity_gib)], "--capacity-gib", between(1e-3, 1e6))
+    check_output(output, format)
+    tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
+    emit(tables, format=format, output=output)
+
+
+def checkpointing(
+    size: Annotated[str, typer.Option("--size", help="Model size.")] = "2.7b",
+    context: Annotated[int, typer.Option(help="Context length.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 4,
+    num_layers: options.NumLayersOption = None,
+    checkpoint: Annotated[
+        list[str],
+        typer.Option(
+            "--checkpoint",
+            help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
+            show_default=False,
+        ),
+    ] = [],
+    precision: OnePrecisionOption = "fp32",
+    attention: AttentionOption = "reference",
+    mode: options.ModeOption = "train",
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """What activation checkpointing holds and computes again, and which grouping of blocks needs the least memory.
+
+    cs336sys account checkpointing --size 2.7b --attention flash --checkpoint none,block,every=2,every=4,nested
+    """
+    from cs336sys.accounting.checkpointing import best_group_size
+    from cs336sys.report.account_model import checkpointing_tables, neighbours
+    from cs336sys.report.tables import check_output, emit
+    from cs336sys.sizes import choose_size
+
+    chosen = choose_size(size, context=context, batch_size=batch_size, num_layers=num_layers)
+    check_choice(precision, "--precision", PRECISIONS)
+    check_choice(attention, "--attention", ATTENTION)
+    check_choice(mode, "--mode", MODES)
+    if checkpoint:
+        strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
+    else:
+        best = best_group_size(chosen, precision, mode, attention).best
+        strategies = list(dict.fromkeys(["none", "block", *neighbours(best, chosen), "every=4", "every=8", "nested"]))
+    check_output(output, format)
+    emit(checkpointing_tables(chosen, precision, attention, strategies, mode), format=format, output=output)

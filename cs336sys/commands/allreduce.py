@@ -1,0 +1,146 @@
+"""``cs336sys allreduce``: what communication costs on this machine's links."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.accounting.collectives import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
+from cs336sys.commands.options import (
+    FormatOption,
+    OutputOption,
+    SaveOption,
+    at_least,
+    between,
+    byte_count,
+    check_choice,
+    one_of,
+    split_list,
+)
+from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.workloads import DeviceOption
+from cs336sys.errors import UsageError
+from cs336sys.workload import DEVICES
+
+# The tensors of each backend are on one kind of device.
+BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
+
+# From where latency is all to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's end within seconds.
+DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
+
+
+def allreduce(
+    backend: Annotated[
+        list[str],
+        typer.Option(help="gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.", show_default=False),
+    ] = [],
+    collective: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}.")] = ["all_reduce"],
+    message: Annotated[
+        list[str],
+        typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.", show_default=False),
+    ] = [],
+    factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
+    world_size: WorldSizeOption = [],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.")] = ["fp32"],
+    warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.")] = 5,
+    iterations: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.")] = 20,
+    timeout: TimeoutOption = 120.0,
+    device: DeviceOption = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth to this picture file.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the cells with the memory of their tensors and run nothing.")
+    ] = False,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Check and time collective operations: time, algorithm and bus bandwidth, and a fit of latency and bandwidth.
+
+    cs336sys allreduce --backend gloo,nccl --message 1MB,10MB,100MB,1GB --world-size 2,4,6 --plot allreduce.png
+
+    cs336sys allreduce --message 8B:1GB --factor 4 --collective all_reduce,all_gather,reduce_scatter,broadcast
+
+    torchrun --nnodes 2 ... -m cs336sys allreduce
+    """
+    from cs336sys.report.collectives import allreduce_tables, plan_table
+    from cs336sys.report.plots import check_plot
+    from cs336sys.report.tables import check_output, emit
+
+    for name, value, lowest in (("--warmup", warmup, 0), ("--iterations", iterations, 1)):
+        split_list([str(value)], name, at_least(lowest))
+    split_list([str(timeout)], "--timeout", between(1, math.inf))
+    collectives = split_list(collective, "--collective", one_of(COLLECTIVES))
+    dtypes = split_list(dtype, "--dtype", one_of(tuple(COLLECTIVE_DTYPES)))
+    world_sizes = choose_world_sizes(world_size)
+    if is_first_rank():
+        check_output(output, format)
+        check_plot(plot)
+    backends = _backends(backend, device)
+    messages = message_sizes(message or [DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
+    # Backend and world size outermost: for each of them ranks are started.
+    workloads = [
+        CollectiveWorkload(name, kind, ranks, type_, size, warmup, iterations, timeout)
+        for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
+    ]
+    if dry_run:
+        emit([plan_table(workloads)], format=format, output=output)
+        return
+    sweep = run_sweep(
+        "allreduce",
+        "cs336sys.collective_timing:measure_collective",
+        [workload.configuration() for workload in workloads],
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+        across_ranks=True,
+    )
+    if sweep.is_reported_here:
+        if plot is not None:
+            from cs336sys.report.collective_plots import plot_collectives
+
+            plot_collectives(sweep.cells, plot)
+        emit(allreduce_tables(sweep.cells, sweep.run), format=format, output=output)
+    sweep.exit()
+
+
+def message_sizes(values: list[str], factor: float) -> list[int]:
+    """The values of ``--message`` in bytes; ``8B:1KB`` is a range from 8 bytes up, each ``factor`` times the last.
+
+    Raises:
+        UsageError: a value is no size or range, or the factor is not more than 1.
+    """
+    if not 1 < factor < math.inf:
+        raise UsageError(f"--factor {factor:g}: must be more than 1")
+
+    def convert(text: str) -> tuple[int, ...]:
+        first, colon, last = text.partition(":")
+        smallest = byte_count(first)
+        if not colon:
+            return (smallest,)
+        largest = byte_count(last)
+        if smallest > largest:
+            raise UsageError("a range begins with its smallest size")
+        count = int(math.log(largest / smallest, factor) + 1e-9) + 1
+        return tuple(round(smallest * factor**step) for step in range(count))
+
+    ranges = split_list(values, "--message", convert)
+    return list(dict.fromkeys(size for sizes in ranges for size in sizes))
+
+
+def _backends(values: list[str], device: str) -> list[str]:
+    check_choice(device, "--device", DEVICES)
+    if values:
+        chosen = split_list(values, "--backend", one_of(tuple(BACKENDS)))
+        for backend in chosen:
+            if device not in ("auto", BACKENDS[backend]):
+                raise UsageError(f"--backend {backend}: communicates tensors on {BACKENDS[backend]}, not on {device}")
+        return chosen
+
+    from cs336sys.measure.device import choose_device
+
+    return ["nccl" if choose_device(device).type == "cuda" else "gloo"]

@@ -1,0 +1,174 @@
+"""``cs336sys ddp``: data parallel training, its strategies, and how much of the communication each hides."""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands import workloads as options
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
+from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.results import Cell
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import BACKENDS, DATA_PARALLEL_STRATEGIES, ParallelWorkload
+
+
+def ddp(
+    mode: Annotated[
+        list[str],
+        typer.Option("--mode", help=f"{', '.join(DATA_PARALLEL_STRATEGIES)} (torch's DistributedDataParallel)."),
+    ] = [",".join(DATA_PARALLEL_STRATEGIES)],
+    bucket_mb: Annotated[
+        list[str], typer.Option("--bucket-mb", help="For bucketed: the most gradients in one all-reduce, in 1e6 bytes.")
+    ] = ["25"],
+    world_size: WorldSizeOption = [],
+    backend: Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.")] = "auto",
+    gradient_dtype: Annotated[
+        list[str], typer.Option("--gradient-dtype", help=f"What gradients are sent in: {', '.join(PRECISIONS)}.")
+    ] = ["fp32"],
+    high_priority: Annotated[
+        bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
+    ] = False,
+    size: options.SizeOption = [],
+    context: options.ContextOption = [],
+    batch_size: Annotated[
+        list[str],
+        typer.Option("--batch-size", help="Sequences of all ranks together. Default: the size's.", show_default=False),
+    ] = [],
+    vocab_size: options.VocabSizeOption = None,
+    d_model: options.DModelOption = None,
+    d_ff: options.DFfOption = None,
+    num_layers: options.NumLayersOption = None,
+    num_heads: options.NumHeadsOption = None,
+    precision: options.PrecisionOption = [],
+    bf16: options.Bf16Option = False,
+    fp16: options.Fp16Option = False,
+    compile: options.CompileOption = ["off"],
+    attention: options.AttentionOption = ["reference"],
+    optimizer: options.OptimizerOption = ["course"],
+    warmup: options.WarmupOption = ["3"],
+    steps: options.StepsOption = 8,
+    device: options.DeviceOption = "auto",
+    seed: options.SeedOption = 0,
+    tf32: options.Tf32Option = False,
+    synchronize: options.SynchronizeOption = "step",
+    timeout: TimeoutOption = 120.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the timelines of computing and communication to this picture file.")
+    ] = None,
+    plot_buckets: Annotated[
+        Path | None, typer.Option("--plot-buckets", help="Draw bucket sizes and the model of their overhead to this.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
+    ] = False,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Train on several ranks, check the weights against one process, and time what communication costs the step.
+
+    cs336sys ddp --size xl --world-size 2 --bf16 --bucket-mb 1,10,100,1000 --plot timelines.png
+
+    cs336sys ddp --mode bucketed --bucket-mb 100
+
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
+    """
+    from cs336sys.report.files import check_writable
+    from cs336sys.report.parallel_training import ddp_tables, plan_table
+    from cs336sys.report.plots import check_plot
+    from cs336sys.report.tables import check_output, emit
+
+    workloads = options.expand_workloads(
+        size=size or [options.default_size(device)],
+        context=context,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mode="train",
+        precision=precision,
+        bf16=bf16,
+        fp16=fp16,
+        compile=compile,
+        attention=attention,
+        optimizer=optimizer,
+        warmup=warmup,
+        steps=steps,
+        device=device,
+        seed=seed,
+        tf32=tf32,
+        synchronize=synchronize,
+    )
+    chosen = [
+        ParallelWorkload(
+            training,
+            strategy,
+            ranks,
+            backend,
+            bucket,
+            sent_in,
+            high_priority,
+            str(trace) if trace else None,
+            timeout,
+        )
+        for ranks, training, sent_in in product(
+            choose_world_sizes(world_size),
+            workloads,
+            split_list(gradient_dtype, "--gradient-dtype", one_of(PRECISIONS)),
+        )
+        for strategy, bucket in _strategies(mode, bucket_mb)
+    ]
+    split_list([str(timeout)], "--timeout", between(1, math.inf))
+    check_output(output, format)
+    check_plot(plot)
+    check_plot(plot_buckets, "--plot-buckets")
+    if trace is not None:
+        check_writable(trace / "trace.json.gz", "--trace")
+    if dry_run:
+        emit([plan_table(chosen)], format=format, output=output)
+        return
+    sweep = run_sweep(
+        "ddp",
+        "cs336sys.parallel_training.measurement:measure_parallel_training",
+        [workload.configuration() for workload in chosen],
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+        across_ranks=True,
+    )
+    if sweep.is_reported_here:
+        if plot is not None or plot_buckets is not None:
+            _draw(sweep.cells, plot, plot_buckets)
+        emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
+    sweep.exit()
+
+
+def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | None]]:
+    """Modes with their bucket sizes; only ``bucketed`` has any."""
+    buckets = split_list(bucket_mb, "--bucket-mb", float)
+    return [
+        (strategy, bucket)
+        for strategy in split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
+        for bucket in (buckets if strategy == "bucketed" else [None])
+    ]
+
+
+def _draw(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> None:
+    from cs336sys.report.timeline_plots import plot_buckets, plot_timelines
+
+    if timelines is not None:
+        plot_timelines(cells, timelines)
+    if buckets is not None:
+        plot_buckets(cells, buckets)

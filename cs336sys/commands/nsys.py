@@ -1,0 +1,198 @@
+"""``cs336sys nsys``: which kernels take the time in each phase of a training step."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands import workloads as options
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, one_of, split_list
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
+
+# What can be asked of a report; everything else says what to run.
+_OF_REPORTS = ("source", "range_names", "top", "full_names", "format", "output")
+# What a process that runs under nsys, and leaves reading the report to another, has no use for.
+_NOT_UNDER_NSYS = (
+    "compare_precision",
+    "keep",
+    "top",
+    "full_names",
+    "save",
+    "resume",
+    "cell_timeout",
+    "format",
+    "output",
+)
+
+
+def nsys(
+    ctx: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Read this report instead: .nsys-rep, .sqlite, or a trace of torch.profiler."),
+    ] = None,
+    range_names: Annotated[
+        list[str],
+        typer.Option("--range", help="A range that is a phase of that report; repeatable.", show_default=False),
+    ] = [],
+    size: options.SizeOption = ["small"],
+    context: options.ContextOption = [],
+    batch_size: options.BatchSizeOption = [],
+    vocab_size: options.VocabSizeOption = None,
+    d_model: options.DModelOption = None,
+    d_ff: options.DFfOption = None,
+    num_layers: options.NumLayersOption = None,
+    num_heads: options.NumHeadsOption = None,
+    mode: options.ModeOption = "train",
+    precision: options.PrecisionOption = [],
+    bf16: options.Bf16Option = False,
+    fp16: options.Fp16Option = False,
+    compare_precision: Annotated[
+        bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare them phase by phase.")
+    ] = False,
+    compile: options.CompileOption = ["off"],
+    attention: options.AttentionOption = ["reference"],
+    optimizer: options.OptimizerOption = ["course"],
+    warmup: options.WarmupOption = ["5"],
+    steps: options.StepsOption = 5,
+    device: options.DeviceOption = "auto",
+    seed: options.SeedOption = 0,
+    tf32: options.Tf32Option = False,
+    synchronize: options.SynchronizeOption = "step",
+    profiler: Annotated[
+        list[str], typer.Option(help="nsys, torch (torch.profiler), or auto: nsys on a GPU where it is installed.")
+    ] = ["auto"],
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the profiler's files in this folder: for nsys-ui, for ui.perfetto.dev.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Kernels shown of each phase.")] = 5,
+    full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
+    ] = False,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Show which kernels take the time in each phase of a training step, and how much of it is matrix multiplication.
+
+    cs336sys nsys --size small,medium --context 128,256,512
+
+    nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi -o report cs336sys nsys --size small
+
+    cs336sys nsys --from report.nsys-rep
+    """
+    from cs336sys.measure.profile.nsys import is_profiled
+    from cs336sys.report.bench import plan_table
+    from cs336sys.report.profile import profile_tables
+    from cs336sys.report.tables import check_output, emit
+
+    if top < 1:
+        raise UsageError(f"--top {top}: must be at least 1")
+    check_output(output, format)
+    if source is not None:
+        _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
+        emit(_tables_of_report(source, range_names, top, full_names), format=format, output=output)
+        return
+    _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
+    if compare_precision and (precision or bf16 or fp16):
+        raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
+    workloads = options.expand_workloads(
+        size=size,
+        context=context,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mode=mode,
+        precision=["fp32,bf16"] if compare_precision else precision,
+        bf16=bf16,
+        fp16=fp16,
+        compile=compile,
+        attention=attention,
+        optimizer=optimizer,
+        warmup=warmup,
+        steps=steps,
+        device=device,
+        seed=seed,
+        tf32=tf32,
+        synchronize=synchronize,
+    )
+    profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
+    if dry_run:
+        emit([plan_table(workloads, "nsys")], format=format, output=output)
+        return
+    if is_profiled():
+        _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
+        _run_under_nsys(workloads, profilers)
+        return
+    if keep is not None:
+        _check_folder(keep)
+    cells = [
+        ProfileWorkload(workload, name, str(keep) if keep else None) for workload in workloads for name in profilers
+    ]
+    sweep = run_sweep(
+        "nsys",
+        "cs336sys.profiling:measure_profile",
+        [cell.configuration() for cell in cells],
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+    )
+    tables = profile_tables(sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision)
+    emit(tables, format=format, output=output)
+    sweep.exit()
+
+
+def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise if one of these options was given on the command line."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name)
+        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
+
+
+def _tables_of_report(source: Path, range_names: Sequence[str], top: int, full_names: bool) -> list:
+    from cs336sys.measure.profile.reading import open_capture
+    from cs336sys.measure.profile.summary import summarize
+    from cs336sys.report.profile import report_tables
+
+    capture = open_capture(source)
+    try:
+        profile = summarize(capture, range_names)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from error
+    finally:
+        capture.close()
+    return report_tables(profile, source.name, top=top, full_names=full_names)
+
+
+def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> None:
+    if len(workloads) > 1:
+        raise UsageError(f"one report can hold one run, not {len(workloads)}: give each list option one value")
+    if "torch" in profilers:
+        raise UsageError("--profiler torch: this process runs under nsys, and a GPU takes one profiler at a time")
+    from cs336sys.measure.cells import guarded
+    from cs336sys.profiling import run_for_nsys
+
+    outcome = guarded(run_for_nsys, workloads[0].configuration(), lambda stage: None)
+    if outcome.status == "unsupported":
+        raise CapabilityError(outcome.reason)
+    if outcome.status != "ok":
+        typer.echo(f"{outcome.status}: {outcome.reason}", err=True)
+        raise typer.Exit(1)
+    print("done: read the report that nsys writes now with `cs336sys nsys --from REPORT`", file=sys.stderr)
+
+
+def _check_folder(folder: Path) -> None:
+    from cs336sys.report.files import check_writable
+
+    check_writable(folder / "trace.json.gz", "--keep")

@@ -1,0 +1,146 @@
+"""Sweeps whose cells run on several ranks: how many ranks, and what changes when torchrun or Slurm started them.
+
+For a command like ``allreduce`` or ``ddp``::
+
+    def ddp(world_size: WorldSizeOption = [], ...):
+        world_sizes = choose_world_sizes(world_size)
+        if is_first_rank():
+            check_output(output, format)
+        ...
+        sweep = run_sweep("ddp", "cs336sys.parallel_training:measure_ddp", configurations, across_ranks=True, ...)
+        if sweep.is_reported_here:
+            emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
+        sweep.exit()
+
+and its cell function, which is the same however the ranks were started::
+
+    def measure_ddp(configuration, progress):
+        ranks = launch.kept(world_size, backend=backend)        # or: with launch.start(...) as ranks
+        results = ranks.run(function_of_a_rank, ...)            # every rank's result, in rank order
+
+Alone, the command measures in a worker process (:class:`cs336sys.measure.cells.Worker`), where ``launch`` spawns the
+ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: the cells are
+measured in the command's own process, which ``launch`` makes one of the ranks. All ranks go through the same cells and
+end with the same exit code; only rank 0 reports: it alone shows progress, saves, prints, and says which cells a resumed
+sweep skips. No rank can be replaced, so a cell that ran out of memory or broke on a rank is its last: it ends the sweep
+with exit code 1, on which torchrun ends the other ranks.
+"""
+
+import contextlib
+import datetime
+import importlib
+import itertools
+import os
+import pickle
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from cs336sys.commands.options import at_least, split_list
+from cs336sys.errors import CapabilityError
+from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
+from cs336sys.parallel.place import Place, started_outside
+from cs336sys.results import Run
+
+WorldSizeOption = Annotated[
+    list[str],
+    typer.Option("--world-size", help="Numbers of ranks. Default: 2, under torchrun its own.", show_default=False),
+]
+
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that a rank waits for the others.")]
+
+# How long ranks that failed leave rank 0 to print what was measured before their exit makes torchrun end it. A failed
+# run must be over within 10 s.
+_REPORT_S = 5.0
+
+
+def choose_world_sizes(values: list[str]) -> list[int]:
+    """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2.
+
+    Raises:
+        UsageError: a value is no positive number.
+    """
+    place = started_outside()
+    if values:
+        return split_list(values, "--world-size", at_least(1))
+    return [place.world_size if place else 2]
+
+
+def is_first_rank() -> bool:
+    """Whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm started."""
+    place = started_outside()
+    return place is None or place.rank == 0
+
+
+class JoinedWorker:
+    """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
+
+    def __init__(self, measure: str, arguments: tuple[str, ...], place: Place):
+        module, function = measure.split(":")
+        self._measure_cell = getattr(importlib.import_module(module), function)
+        self._arguments = arguments
+        self.place = place
+        self._run: Run | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.rank == 0
+
+    @property
+    def run(self) -> Run:
+        if self._run is None:
+            from cs336sys.measure.environment import new_run
+
+            self._run = new_run(self._arguments)
+        return self._run
+
+    def measure(self, configuration: dict[str, Any], *, timeout_s: None, progress: Progress) -> Outcome:
+        """Measure one cell; no time limit can end it, because there is no other process to end."""
+        # Results are printed to standard output; what a cell prints is log.
+        with contextlib.redirect_stdout(sys.stderr):
+            outcome = guarded(self._measure_cell, configuration, progress)
+        release_memory()
+        return outcome
+
+    def from_first_rank(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; all ranks call this equally often.
+
+        Raises:
+            CapabilityError: rank 0 is gone; it has said why.
+        """
+        from cs336sys.parallel.launch import outside_store
+
+        key = f"cs336sys-from-first-rank-{next(_values_shared)}"
+        if self.is_first:
+            outside_store().set(key, pickle.dumps(value))
+            return value
+        try:
+            return pickle.loads(outside_store().get(key))
+        except RuntimeError as error:
+            raise CapabilityError(f"rank {self.place.rank}: rank 0 ended before anything was measured") from error
+
+    def close(self) -> None:
+        from cs336sys.parallel.launch import end_kept
+
+        end_kept()
+
+    def wait_for_report(self) -> None:
+        """On rank 0: tell the others that it has reported. On the others: wait for that, but not long."""
+        from cs336sys.parallel.launch import outside_store
+
+        # The store is gone with rank 0 where that hosts it.
+        with contextlib.suppress(RuntimeError):
+            if self.is_first:
+                outside_store().set("cs336sys-reported", "")
+            else:
+                outside_store().wait(["cs336sys-reported"], datetime.timedelta(seconds=_REPORT_S))
+
+    def exit_at_once(self) -> NoReturn:
+        """End this process with 1; an ordinary exit destroys the process group, which may wait for lost ranks."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+_values_shared = itertools.count()

@@ -1,0 +1,47 @@
+"""What the Hopper kernels use of Gluon, under the names of triton 3.6 to 3.9: every difference is here."""
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "seen_as",
+    "store_wait",
+    "thread_barrier",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+]
+
+store_wait = tma.store_wait
+
+
+@builtin
+def _reduce_add(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def seen_as(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory with another dtype, shape and layout."""
+    # A method of the buffer, named _reinterpret up to 3.8 and reinterpret after it.
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+if hasattr(gl, "barrier"):  # from 3.7
+    thread_barrier = gl.barrier
+else:
+    thread_barrier = gl.thread_barrier
+
+if hasattr(tma, "async_load"):  # from 3.8
+    tma_load, tma_store, tma_reduce_add = tma.async_load, tma.async_store, tma.async_atomic_add
+else:
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    # The compiler of 3.6 lowers the instruction, though its Gluon has no function that emits it.
+    tma_reduce_add = _reduce_add

@@ -1,0 +1,171 @@
+"""From tensors to launches of the Hopper kernels, in the way of triton_plans."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from cs336sys.kernels.attention import hopper_settings
+from cs336sys.kernels.attention.hopper_backward import backward_kernel
+from cs336sys.kernels.attention.hopper_forward import forward_kernel
+from cs336sys.kernels.attention.hopper_gluon import TensorDescriptor
+from cs336sys.kernels.attention.launch_settings import BackwardPass, BackwardSettings, Problem, TileSettings, fused
+from cs336sys.kernels.attention.triton_plans import (
+    BACKWARD_L2_BYTES,
+    FORWARD_L2_BYTES,
+    BackwardPlan,
+    Descriptors,
+    Launch,
+    Operand,
+    make_problem,
+    sequences_per_group,
+)
+
+# The rows of one warpgroup's tile, in both kernels.
+WARPGROUP_ROWS = 64
+# A program of the backward kernel takes tiles of these many queries, and keys for two warpgroups.
+BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS = 64, 128
+
+# How tiles lie in shared memory: 16-bit operands of four dimensions, swizzled by 128 bytes as the tensor cores read
+# them; float32 sums of dQ, swizzled against bank conflicts; statistics of one row as they are.
+_TILE = NVMMASharedLayout(128, 16, 4)
+_SUM = NVMMASharedLayout(128, 32, 2)
+_STATISTICS = NVMMASharedLayout(0, 32, 2)
+
+# The four warps of the first consumer; those of the other partitions come on top.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+class GluonDescriptors(Descriptors):
+    """TMA descriptors that also know how their tile lies in shared memory."""
+
+    descriptor_class = TensorDescriptor
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], layout: NVMMASharedLayout):
+        super().__init__(shape, strides, block_shape)
+        self._layout = (*self._layout, layout)
+
+
+def _tile_descriptors(operand: Operand, rows: int) -> GluonDescriptors:
+    return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], _TILE)
+
+
+class HopperForwardPlan:
+    """The launch of the forward kernel.
+
+    Attributes:
+        is_direct: as in :class:`~cs336sys.kernels.attention.triton_plans.ForwardPlan`.
+    """
+
+    is_direct = False
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
+        operands = [Operand(tensor) for tensor in (query, key, value, out)]
+        problem = make_problem(query, key, operands, is_causal, "ieee")
+        settings = hopper_settings.hopper_forward_settings(problem)
+        rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
+        self._descriptors = [_tile_descriptors(operand, n) for operand, n in zip(operands, rows, strict=True)]
+        num_items = problem.num_sequences * triton.cdiv(problem.num_queries, settings.item_rows)
+        streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
+        self._launch = Launch(
+            forward_kernel,
+            min(num_items, problem.num_multiprocessors) if settings.persistent else num_items,
+            (
+                operands[0].shape[1],
+                problem.num_sequences,
+                problem.num_queries,
+                problem.num_keys,
+                sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
+                math.log2(math.e) / math.sqrt(problem.head_dim),
+            ),
+            (
+                problem.head_dim,
+                settings.consumers,
+                settings.key_rows,
+                settings.num_stages,
+                is_causal,
+                settings.take_turns,
+                settings.consumer_registers,
+            ),
+            **_OPTIONS,
+        )
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+    ) -> None:
+        tensors = zip(self._descriptors, (query, key, value, out), strict=True)
+        self._launch(*(describe(tensor) for describe, tensor in tensors), logsumexp)
+
+
+class HopperBackwardPlan(BackwardPlan):
+    """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        grad_out: torch.Tensor,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        is_causal: bool,
+        float32_precision: str,
+        deterministic: bool,
+    ):
+        super().__init__(
+            query, key, value, out, grad_out, grads, is_causal, float32_precision, deterministic=deterministic
+        )
+        self._result_descriptors = [_tile_descriptors(Operand(grad), WARPGROUP_ROWS) for grad in grads[1:]]
+
+    def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
+        num_stages = hopper_settings.hopper_backward_settings(problem).num_stages
+        return fused(TileSettings(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS, 4, num_stages, use_tma=True))
+
+    def _pass_launch(self, one: BackwardPass) -> Launch:
+        problem = self._problem
+        settings = hopper_settings.hopper_backward_settings(problem)
+        row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
+        scale = 1.0 / math.sqrt(problem.head_dim)
+        return Launch(
+            backward_kernel,
+            problem.num_sequences * triton.cdiv(problem.num_keys, BACKWARD_KEY_ROWS),
+            (
+                self._operands[0].shape[1],
+                problem.num_sequences,
+                problem.num_queries,
+                problem.num_keys,
+                sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES),
+                self._padded_queries,
+                scale,
+                scale * math.log2(math.e),
+            ),
+            (
+                problem.head_dim,
+                settings.num_stages,
+                problem.is_causal,
+                settings.scores_ahead,
+                settings.consumer_registers,
+            ),
+            **_OPTIONS,
+        )
+
+    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
+        rows = self._problem.num_sequences * self._padded_queries
+        head_dim = self._problem.head_dim
+        statistics = (2 * self._problem.num_sequences, self._padded_queries)
+        return [
+            *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._operands),
+            GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], _STATISTICS),
+            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, head_dim // 2], _SUM),
+        ]
+
+    def _result_operands(self, grads: Sequence[torch.Tensor]) -> list[TensorDescriptor]:
+        # The kernel adds dQ to its sum.
+        return [describe(grad) for describe, grad in zip(self._result_descriptors, grads[1:], strict=True)]

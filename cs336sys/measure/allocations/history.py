@@ -1,0 +1,243 @@
+"""Where allocator events come from: the CUDA allocator's own history, the CPU allocator's through torch.profiler, and a
+dry run on fake tensors, which have shapes but no memory.
+
+All three are used alike: entered around a step, in which :meth:`AllocationHistory.mark` names moments; afterwards
+:attr:`~AllocationHistory.events` and :meth:`~AllocationHistory.position` say what happened when.
+"""
+
+import os
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336sys.measure.allocations.timeline import Event
+
+# A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
+# and completed. An entry takes a few KB of host memory.
+MAX_ENTRIES = 400_000
+
+_TORCH = os.path.dirname(torch.__file__)
+_MEASURE = os.path.dirname(os.path.dirname(__file__))
+_MARK = "cs336sys moment "
+
+
+class AllocationHistory(ABC):
+    """Records what the allocator does while it is entered.
+
+    Attributes:
+        events: allocations and frees in their order, after it was left.
+        lost_events: how many more there were at the beginning than ``events`` holds.
+    """
+
+    events: Sequence[Event] = ()
+    lost_events: int = 0
+
+    @abstractmethod
+    def __enter__(self) -> "AllocationHistory": ...
+
+    @abstractmethod
+    def __exit__(self, *exception: object) -> None: ...
+
+    @abstractmethod
+    def mark(self) -> int:
+        """A name for this moment; a later moment has a larger or equal one."""
+
+    @abstractmethod
+    def position(self, mark: int) -> int:
+        """How many of ``events`` came before the moment."""
+
+    def address(self, tensor: Tensor) -> int:
+        """What its memory is called in ``events``."""
+        return tensor.untyped_storage().data_ptr()
+
+
+class CudaHistory(AllocationHistory):
+    """``torch.cuda.memory._record_memory_history`` of one device, Python stacks only, bounded.
+
+    A moment is the number of calls to the allocator until then, which its statistics count and its history lists one by
+    one, so no clock is compared with another. Sizes are those asked for: the allocator rounds them up to 512 bytes.
+
+    Attributes:
+        snapshot: what pytorch.org/memory_viz shows, after it was left.
+    """
+
+    def __init__(self, device: torch.device, max_entries: int = MAX_ENTRIES):
+        self.device = device
+        self.max_entries = max_entries
+        self.snapshot: dict[str, Any] = {}
+        self._start = 0
+
+    def __enter__(self) -> "CudaHistory":
+        # context="alloc" keeps no second stack for each free; stacks="all" would resolve C++ symbols for minutes.
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=self.max_entries, clear_history=True
+        )
+        self._start = self.mark()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        calls = self.mark() - self._start
+        try:
+            self.snapshot = torch.cuda.memory._snapshot()
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._read(self.snapshot["device_traces"][index], calls)
+
+    def mark(self) -> int:
+        calls = torch.cuda.memory_stats_as_nested_dict(self.device)["allocation"]["all"]
+        return calls["allocated"] + calls["freed"]
+
+    def position(self, mark: int) -> int:
+        return max(0, mark - self._start - self.lost_events)
+
+    def _read(self, trace: Sequence[Mapping[str, Any]], calls: int) -> None:
+        signs = {"alloc": 1, "free_requested": -1}
+        entries = [entry for entry in trace if entry["action"] in signs]
+        # What was recorded before this history began is left out, and what the ring buffer dropped is counted.
+        entries = entries[max(0, len(entries) - calls) :]
+        self.lost_events = calls - len(entries)
+        self.events = [
+            Event(
+                entry["addr"],
+                signs[entry["action"]] * entry["size"],
+                code_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())),
+            )
+            for entry in entries
+        ]
+
+
+class CpuHistory(AllocationHistory):
+    """The memory events of torch.profiler, which see every call to torch's CPU allocator.
+
+    A moment is a range of its own in the profile, so that both have one clock. oneDNN is switched off, which on CPUs
+    with bf16 instructions allocates reordered copies of a product's operands, as no GPU does.
+    """
+
+    def __init__(self) -> None:
+        self._marks = 0
+        self._times: list[int] = []
+        self._event_times: list[int] = []
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self._had_onednn = torch.backends.mkldnn.enabled
+
+    def __enter__(self) -> "CpuHistory":
+        torch.backends.mkldnn.enabled = False
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._profiler.__exit__(*exception)
+        torch.backends.mkldnn.enabled = self._had_onednn
+        marks, events = {}, []
+        pending = list(self._profiler.profiler.kineto_results.experimental_event_tree())
+        while pending:
+            node = pending.pop()
+            pending += node.children
+            if node.name.startswith(_MARK):
+                marks[int(node.name.removeprefix(_MARK))] = node.start_time_ns
+            elif node.tag == torch._C._profiler._EventType.Allocation and node.extra_fields.device.type == "cpu":
+                fields = node.extra_fields
+                events.append((node.start_time_ns, Event(fields.ptr, fields.alloc_size)))
+        events.sort(key=lambda event: event[0])
+        self._times = [marks[number] for number in range(self._marks)]
+        self._event_times = [time for time, _ in events]
+        self.events = [event for _, event in events]
+
+    def mark(self) -> int:
+        self._marks += 1
+        with torch.profiler.record_function(f"{_MARK}{self._marks - 1}"):
+            return self._marks - 1
+
+    def position(self, mark: int) -> int:
+        return bisect_left(self._event_times, self._times[mark])
+
+
+class FakeHistory(AllocationHistory, TorchDispatchMode):
+    """Follows the storages that operations return, under an active ``FakeTensorMode``: nothing is computed or held.
+
+    Sees the results of operations, but not what a kernel uses inside.
+
+    Args:
+        held: tensors that exist already.
+    """
+
+    def __init__(self, held: Sequence[Tensor]):
+        super().__init__()
+        self._live: dict[int, weakref.ref] = {}
+        self.events = []
+        for tensor in held:
+            self._follow(tensor, is_new=False)
+
+    def __enter__(self) -> "FakeHistory":
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        TorchDispatchMode.__exit__(self, *exception)
+        self._live.clear()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, is_new=True)
+        return result
+
+    def mark(self) -> int:
+        return len(self.events)
+
+    def position(self, mark: int) -> int:
+        return mark
+
+    def address(self, tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    def _follow(self, tensor: Tensor, *, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._live or not size:
+            return
+
+        def freed(_: weakref.ref) -> None:
+            if self._live.pop(address, None) is not None:
+                self.events.append(Event(address, -size))
+
+        self._live[address] = weakref.ref(storage, freed)
+        if is_new:
+            self.events.append(Event(address, size))
+
+
+class ScalarsReadAsZero(TorchDispatchMode):
+    """Lets code go on that reads a number from a fake tensor, as initialisation by rejection does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+def python_frames() -> Iterator[tuple[str, int, str]]:
+    """File name, line and function of the caller and of what called it, innermost first; keeps no frame alive."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def code_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """The innermost frame of neither torch nor what records, as ``cs336_basics/model.py:51 forward``; or nothing."""
+    for filename, line, function in frames:
+        if filename.endswith(".py") and not filename.startswith((_TORCH, _MEASURE)):
+            return f"{'/'.join(filename.split(os.sep)[-2:])}:{line} {function}"
+    return ""

@@ -1,0 +1,155 @@
+"""Records one step: what was allocated in which phase, by which module, operation and line of code."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336sys.measure.allocations.history import AllocationHistory, code_line, python_frames
+from cs336sys.measure.allocations.module_stack import ModuleStack
+from cs336sys.measure.allocations.timeline import (
+    RECOMPUTATION,
+    Gradient,
+    Held,
+    Origin,
+    Region,
+    Span,
+    Timeline,
+    build_timeline,
+)
+
+
+class StepRecorder:
+    """Entered around a step whose phases call :meth:`region`; then :meth:`timeline` tells what happened.
+
+    Args:
+        history: where the allocator's events come from.
+        names: the modules of the model by name; gradients of their parameters are recognised.
+        follow_operations: ask every operation for its origin. Autograd then adds gradients out of place, so there are
+            some temporaries more. torch.compile would fall back to eager execution, so compiled code must be recorded
+            without: then only phases, gradients and, on CUDA, the allocator's own stacks are known.
+    """
+
+    def __init__(self, history: AllocationHistory, names: Mapping[nn.Module, str], *, follow_operations: bool):
+        self._history = history
+        self._parameters = {
+            f"{name}.{own}".removeprefix("."): parameter
+            for module, name in names.items()
+            for own, parameter in module.named_parameters(recurse=False)
+        }
+        self._operations = _OperationObserver(history, names) if follow_operations else None
+        self._regions: list[tuple[str, int, int]] = []
+        self._gradients: list[tuple[int, int, str]] = []
+        self._recomputations = 0
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "StepRecorder":
+        with contextlib.ExitStack() as stack:
+            for name, parameter in self._parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
+                stack.callback(hook.remove)
+            stack.enter_context(self._history)
+            if self._operations is not None:
+                stack.enter_context(self._operations)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Everything in this block belongs to the phase, or to a recomputation; of nested ones the outermost counts."""
+        is_inner = name == RECOMPUTATION and self._recomputations > 0
+        self._recomputations += name == RECOMPUTATION
+        start = self._history.mark()
+        try:
+            yield
+        finally:
+            self._recomputations -= name == RECOMPUTATION
+            if not is_inner:
+                self._regions.append((name, start, self._history.mark()))
+
+    def timeline(
+        self, *, held: Mapping[str, list[Tensor]], held_size: int | None, optimizer_state: list[Tensor]
+    ) -> Timeline:
+        """What was recorded.
+
+        Args:
+            held: tensors that were there before the step, by category.
+            held_size: everything that was there, in bytes, None if unknown.
+            optimizer_state: tensors of the optimizer after the step.
+        """
+        history = self._history
+        blocks = {
+            history.address(tensor): Held(history.address(tensor), tensor.untyped_storage().nbytes(), category)
+            for category, tensors in held.items()
+            for tensor in tensors
+        }
+        return build_timeline(
+            history.events,
+            regions=[Region(n, history.position(start), history.position(end)) for n, start, end in self._regions],
+            spans=[] if self._operations is None else self._operations.spans(),
+            held=blocks.values(),
+            held_size=held_size,
+            gradients=[Gradient(history.position(mark), address, name) for mark, address, name in self._gradients],
+            optimizer_state=[history.address(tensor) for tensor in optimizer_state],
+            lost_events=history.lost_events,
+        )
+
+    def _gradient_hook(self, name: str):
+        def note(parameter: Tensor) -> None:
+            self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
+
+        return note
+
+
+class _OperationObserver(TorchDispatchMode):
+    """Notes before and after each operation which module, operation and line of code it belongs to.
+
+    An operation of the backward pass belongs to the operation of the forward pass that made its node of the graph: both
+    carry the same sequence number. (On CUDA the backward pass runs on a thread without Python frames.)
+
+    It keeps no frames and no tensors, which would keep memory alive.
+    """
+
+    def __init__(self, history: AllocationHistory, names: Mapping[nn.Module, str]):
+        super().__init__()
+        self._history = history
+        self._modules = ModuleStack(names)
+        self._by_sequence: dict[int, Origin] = {}
+        self._spans: list[tuple[int, int, Origin]] = []
+
+    def __enter__(self) -> "_OperationObserver":
+        self._modules.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._modules.__exit__(*exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        origin = self._origin(func)
+        start = self._history.mark()
+        result = func(*args, **(kwargs or {}))
+        self._spans.append((start, self._history.mark(), origin))
+        return result
+
+    def spans(self) -> list[Span]:
+        position = self._history.position
+        return [Span(position(start), position(end), origin) for start, end, origin in self._spans]
+
+    def _origin(self, func: torch._ops.OpOverload) -> Origin:
+        node = torch._C._current_autograd_node()
+        if node is not None and not self._modules.is_running:
+            forward = self._by_sequence.get(node._sequence_nr(), Origin())
+            return Origin(forward.module, node.name().rpartition("::")[2], forward.code)
+        origin = Origin(self._modules.current, func.overloadpacket.__name__, code_line(python_frames()))
+        if node is None:
+            # A node takes its number before its operation is dispatched; operations without one leave the last number.
+            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        return origin

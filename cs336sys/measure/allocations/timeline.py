@@ -1,0 +1,291 @@
+"""What was allocated when, and what for: what every source of allocator events is turned into.
+
+Time is counted in events, as pytorch.org/memory_viz does: a CPU that runs ahead of its GPU allocates long before the
+memory is used, so a clock would say nothing. Position ``p`` is the moment after ``p`` events.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+# What memory is for. ``activations`` is what the forward pass, or a checkpoint's recomputation, leaves to the backward
+# pass; ``temporary`` is all else that a step allocates; ``other`` was there before: batch, rotary table, workspaces.
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+RECOMPUTATION = "recomputation"
+
+
+@dataclass(frozen=True)
+class Event:
+    """The allocator handed out ``size`` bytes at ``address``, or got them back where ``size`` is negative.
+
+    Attributes:
+        code: the line that asked for it, where the allocator's own history knows it.
+    """
+
+    address: int
+    size: int
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who asked for an allocation; what is not known is empty.
+
+    Attributes:
+        module: name in the model, ``layers.3.attn``.
+        operation: ``mm``, or in the backward pass the node of the graph, ``MmBackward0``.
+        code: ``cs336_basics/model.py:51 forward``; of a backward node, the line of the forward pass that made it.
+    """
+
+    module: str = ""
+    operation: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The events from ``start`` on and before ``end`` have this origin."""
+
+    start: int
+    end: int
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Region:
+    """A phase, or a recomputation inside the backward phase: the positions from ``start`` to ``end``."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory that is there before the first event."""
+
+    address: int
+    size: int
+    category: str
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """At ``position`` the memory at ``address`` became the gradient of a parameter."""
+
+    position: int
+    address: int
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block of memory, alive from position ``start`` on and before ``end``.
+
+    Attributes:
+        phase: in which it was made, empty if before all of them.
+        parameter: of a gradient, the parameter's name.
+    """
+
+    address: int
+    size: int
+    start: int
+    end: int
+    phase: str
+    category: str
+    origin: Origin = Origin()
+    parameter: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All allocations of one recorded step.
+
+    Attributes:
+        length: the last position, the number of events.
+        regions: phases in order, and recomputations.
+        lost_events: how many events before the first known one a bounded history has dropped.
+    """
+
+    allocations: Sequence[Allocation]
+    length: int
+    regions: Sequence[Region]
+    lost_events: int = 0
+
+    def phases(self) -> list[Region]:
+        return [region for region in self.regions if region.name in PHASES]
+
+    def bytes_by_category(self) -> dict[str, list[int]]:
+        """Bytes held at every position 0..length, by category."""
+        changes = {category: [0] * (self.length + 2) for category in CATEGORIES}
+        for allocation in self.allocations:
+            changes[allocation.category][allocation.start] += allocation.size
+            changes[allocation.category][allocation.end] -= allocation.size
+        return {category: list(accumulate(deltas[:-1])) for category, deltas in changes.items()}
+
+    def totals(self) -> list[int]:
+        """Bytes held at every position 0..length."""
+        return [sum(parts) for parts in zip(*self.bytes_by_category().values(), strict=True)]
+
+
+def peak_position(totals: Sequence[int], region: Region) -> int:
+    """The first position of the region at which the most bytes are held."""
+    return max(range(region.start, region.end + 1), key=lambda position: totals[position])
+
+
+def build_timeline(
+    events: Sequence[Event],
+    *,
+    regions: Sequence[Region],
+    spans: Iterable[Span] = (),
+    held: Iterable[Held] = (),
+    held_size: int | None = None,
+    gradients: Iterable[Gradient] = (),
+    optimizer_state: Iterable[int] = (),
+    lost_events: int = 0,
+) -> Timeline:
+    """Pair allocations with frees, and say what each is for.
+
+    Args:
+        regions: phases and recomputations.
+        spans: origins of the events, which must not overlap.
+        held: what is known to be there before the first event.
+        held_size: all that is there before the first event, in bytes; what ``held`` does not explain is ``other``.
+        optimizer_state: addresses that belong to the optimizer after the last event.
+    """
+    length = len(events)
+    origins = [Origin()] * length
+    for span in spans:
+        origins[span.start : span.end] = [span.origin] * (span.end - span.start)
+    phases = [""] * length
+    for region in regions:
+        if region.name in PHASES:
+            phases[region.start : region.end] = [region.name] * (region.end - region.start)
+
+    live = {block.address: Allocation(block.address, block.size, 0, length + 1, "", block.category) for block in held}
+    explained = sum(allocation.size for allocation in live.values())
+    done = []
+    for index, event in enumerate(events):
+        if event.size > 0:
+            origin = origins[index]
+            if event.code and not origin.code:
+                origin = replace(origin, code=event.code)
+            live[event.address] = Allocation(
+                event.address, event.size, index + 1, length + 1, phases[index], "temporary", origin
+            )
+        elif event.address in live:
+            done.append(replace(live.pop(event.address), end=index + 1))
+        else:
+            # Nobody knew of it, so it was there before.
+            done.append(Allocation(event.address, -event.size, 0, index + 1, "", "other"))
+            explained -= event.size
+    allocations = [*done, *live.values()]
+    if held_size is not None and held_size > explained:
+        allocations.append(Allocation(0, held_size - explained, 0, length + 1, "", "other"))
+    categorized = _categorized(allocations, regions, gradients, set(optimizer_state), length)
+    return Timeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
+
+
+def _categorized(
+    allocations: list[Allocation],
+    regions: Sequence[Region],
+    gradients: Iterable[Gradient],
+    optimizer_state: set[int],
+    length: int,
+) -> Iterable[Allocation]:
+    by_address: dict[int, list[Gradient]] = {}
+    for gradient in gradients:
+        by_address.setdefault(gradient.address, []).append(gradient)
+    backward = next((region for region in regions if region.name == "backward"), None)
+    makers = [region for region in regions if region.name == RECOMPUTATION]
+    if backward is not None:
+        makers.append(Region("before the backward pass", 0, backward.start))
+    for allocation in allocations:
+        if allocation.start == 0:
+            yield allocation
+            continue
+        parameter = _parameter(allocation, by_address.get(allocation.address, ()))
+        if parameter:
+            yield replace(allocation, category="gradients", parameter=parameter)
+        elif allocation.end > length and allocation.address in optimizer_state:
+            yield replace(allocation, category="optimizer state")
+        elif any(maker.start < allocation.start <= maker.end < allocation.end for maker in makers):
+            yield replace(allocation, category="activations")
+        else:
+            yield allocation
+
+
+def _parameter(allocation: Allocation, gradients: Iterable[Gradient]) -> str:
+    names = (gradient.parameter for gradient in gradients if allocation.start <= gradient.position < allocation.end)
+    return next(names, "")
+
+
+@dataclass(frozen=True)
+class AllocationGroup:
+    """Allocations of one size that the same code made in the same phase, for one block after another.
+
+    Attributes:
+        module: with ``*`` in the place of the block's number where there are several.
+        peak_count: how many of them are alive when the step holds the most memory.
+    """
+
+    size: int
+    count: int
+    peak_count: int
+    phase: str
+    category: str
+    module: str
+    operation: str
+    code: str
+
+
+def largest_allocations(timeline: Timeline, limit: int) -> list[AllocationGroup]:
+    """The ``limit`` largest groups of allocations that the step made, by the size of one allocation."""
+    totals = timeline.totals()
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    groups: dict[tuple, list[Allocation]] = {}
+    for allocation in timeline.allocations:
+        if allocation.start > 0:
+            origin = allocation.origin
+            module = _without_numbers(origin.module or allocation.parameter.rpartition(".")[0])
+            key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
+            groups.setdefault(key, []).append(allocation)
+    largest = sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]
+    return [
+        AllocationGroup(
+            size=size,
+            count=len(members),
+            peak_count=sum(member.start <= peak < member.end for member in members),
+            phase=phase,
+            category=category,
+            module=members[0].origin.module if len(members) == 1 and members[0].origin.module else module,
+            operation=operation,
+            code=code,
+        )
+        for (size, phase, category, module, operation, code), members in largest
+    ]
+
+
+def _without_numbers(module: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def thinned(timeline: Timeline, points: int) -> Mapping[str, list[int]]:
+    """Bytes by category at about ``points`` positions: of equal stretches, where each holds the most.
+
+    Returns:
+        ``{"position": [...], "parameters": [...], ...}``, the first and last positions among them.
+    """
+    by_category = timeline.bytes_by_category()
+    totals = timeline.totals()
+    step = max(1, -(-(timeline.length + 1) // max(1, points - 2)))
+    inner = [
+        max(range(start, min(start + step, timeline.length + 1)), key=totals.__getitem__)
+        for start in range(0, timeline.length + 1, step)
+    ]
+    positions = sorted({0, timeline.length, *inner})
+    return {"position": positions} | {
+        category: [values[position] for position in positions] for category, values in by_category.items()
+    }

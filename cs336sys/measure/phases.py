@@ -1,0 +1,216 @@
+"""Ranges by which a profiler shows the phases of a training step, the model's blocks and the parts of its attention.
+
+They are put on from outside: :func:`phase` goes around a piece of a step, :func:`annotated_model` replaces
+``TransformerBlock.__call__``, ``cs336_basics.model.scaled_dot_product_attention`` and ``cs336_basics.model.softmax``
+and puts everything back when its ``with`` ends. The model's own code stays as it is.
+
+A phase is open for every thread, because the backward pass launches its kernels from autograd's thread, and ends when
+the GPU has done the phase's work. Block and attention ranges lie on the thread that launches their kernels.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import cs336_basics.model
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+
+from cs336sys.measure.range_names import ATTENTION, FINAL_MATMUL, SCORES, SOFTMAX
+
+
+class Marks(Protocol):
+    """How ranges reach a profiler."""
+
+    def start(self, name: str) -> Callable[[], None]:
+        """Open a range for all threads; what is returned ends it, from any thread."""
+
+    def range(self, name: str) -> AbstractContextManager:
+        """A range of the calling thread, nested in those that it has open."""
+
+
+class NvtxMarks:
+    """NVTX ranges, for Nsight Systems: start/end ranges for all threads, push/pop ranges for one."""
+
+    def start(self, name: str) -> Callable[[], None]:
+        return functools.partial(torch.cuda.nvtx.range_end, torch.cuda.nvtx.range_start(name))
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+class RecordFunctionMarks:
+    """Ranges of torch.profiler, which has only those of one thread: attribute by time what other threads launch."""
+
+    def start(self, name: str) -> Callable[[], None]:
+        function = record_function(name)
+        function.__enter__()
+        return functools.partial(function.__exit__, None, None, None)
+
+    def range(self, name: str) -> AbstractContextManager:
+        return record_function(name)
+
+
+@contextlib.contextmanager
+def phase(name: str, marks: Marks, device: torch.device) -> Iterator[None]:
+    """A range for all threads that ends when ``device`` has done everything launched in it.
+
+    :mod:`cs336sys.measure.range_names` has the names of the phases of a step.
+    """
+    end = marks.start(name)
+    try:
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    finally:
+        end()
+
+
+@contextlib.contextmanager
+def annotated_model(model: nn.Module, marks: Marks, *, blocks: bool = True, attention: bool = True) -> Iterator[None]:
+    """Within this ``with``, calls of the model show its blocks and the parts of its attention.
+
+    Ranges: ``block 3`` around the fourth ``TransformerBlock``, ``block 3 backward`` from the gradient of its output to
+    that of its input, and on the forward pass those of :mod:`cs336sys.measure.range_names`: ``ATTENTION`` and, where
+    the attention in use calls ``cs336_basics.model.softmax``, ``ATTENTION_PARTS`` in it.
+
+    Args:
+        blocks: not for a model compiled as a whole, which the ranges would cut into pieces; blocks that are each
+            compiled are fine, because their ranges lie outside the compiled code.
+        attention: not for compiled blocks or models, for the same reason.
+    """
+    with contextlib.ExitStack() as annotations:
+        if blocks:
+            annotations.enter_context(_annotated_blocks(model, marks))
+        if attention:
+            annotations.enter_context(_annotated_attention(marks))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, replacement: Any) -> Iterator[None]:
+    was_its_own = name in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if was_its_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _annotated_blocks(model: nn.Module, marks: Marks) -> AbstractContextManager:
+    """Replaces the class's ``__call__``: module hooks would become part of a block that is compiled."""
+    block_class = cs336_basics.model.TransformerBlock
+    blocks = [module for module in model.modules() if isinstance(module, block_class)]
+    names = {block: f"block {number}" for number, block in enumerate(blocks)}
+    call_block = block_class.__call__
+    backward = _OneRangeAtATime(marks)
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if block not in names:
+            return call_block(block, *args, **kwargs)
+        with marks.range(names[block]):
+            output = call_block(block, *args, **kwargs)
+        if block is blocks[0]:
+            _on_gradient(args[0] if args else None, backward.end)
+        _on_gradient(output, functools.partial(backward.start, f"{names[block]} backward"))
+        return output
+
+    return _replaced(block_class, "__call__", call)
+
+
+def _on_gradient(tensor: Any, action: Callable[[], None]) -> None:
+    """Run ``action`` on autograd's thread once the gradient of ``tensor`` is complete."""
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        tensor.register_hook(lambda gradient: action())
+
+
+class _OneRangeAtATime:
+    """Ranges that end where the next one starts."""
+
+    def __init__(self, marks: Marks):
+        self._marks = marks
+        self._end: Callable[[], None] | None = None
+
+    def start(self, name: str) -> None:
+        self.end()
+        self._end = self._marks.start(name)
+
+    def end(self) -> None:
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+
+@contextlib.contextmanager
+def _annotated_attention(marks: Marks) -> Iterator[None]:
+    module = cs336_basics.model
+    ranges = _AttentionRanges(marks, module.scaled_dot_product_attention, getattr(module, "softmax", None))
+    with contextlib.ExitStack() as replacements:
+        if ranges.show_parts:
+            replacements.enter_context(_replaced(module, "softmax", ranges.softmax))
+        replacements.enter_context(_replaced(module, "scaled_dot_product_attention", ranges.attention))
+        yield
+
+
+class _AttentionRanges:
+    """Stands in for the model's attention and for the softmax that it calls: what lies before, in and after it.
+
+    Nothing of the attention is written down a second time, so what is profiled is what ``bench`` times.
+    """
+
+    def __init__(self, marks: Marks, attention: Callable[..., Tensor], softmax: Callable[..., Tensor] | None):
+        self._marks = marks
+        self._attention = attention
+        self._softmax = softmax
+        self._part: contextlib.ExitStack | None = None
+        self.show_parts = softmax is not None and _calls_softmax(attention)
+
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._marks.range(ATTENTION):
+            if not self.show_parts:
+                return self._attention(*args, **kwargs)
+            with contextlib.ExitStack() as part:
+                self._part = part
+                part.enter_context(self._marks.range(SCORES))
+                try:
+                    return self._attention(*args, **kwargs)
+                finally:
+                    self._part = None
+
+    def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._part is None:
+            return self._softmax(*args, **kwargs)
+        self._part.close()
+        with self._marks.range(SOFTMAX):
+            weights = self._softmax(*args, **kwargs)
+        self._part.enter_context(self._marks.range(FINAL_MATMUL))
+        return weights
+
+
+def _calls_softmax(attention: Callable[..., Tensor]) -> bool:
+    """Whether attention looks ``softmax`` up in ``cs336_basics.model``: tried on 16 tokens, on the CPU."""
+    module = cs336_basics.model
+    original = module.softmax
+    called = False
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal called
+        called = True
+        return original(*args, **kwargs)
+
+    x = torch.zeros(1, 1, 16, 16)
+    with _replaced(module, "softmax", watched), torch.no_grad():
+        attention(Q=x, K=x, V=x, mask=None)
+    return called

@@ -1,0 +1,56 @@
+"""Opens a profiler's file, of whatever kind it is. Standard library only."""
+
+import tempfile
+from pathlib import Path
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.measure.diagnosis.profilers import find_nsys
+from cs336sys.measure.profile.capture import Capture
+from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
+from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export
+from cs336sys.measure.profile.nsys_report import read_nsys_database
+
+_SQLITE_MAGIC = b"SQLite format 3\x00"
+
+
+def open_capture(path: Path) -> Capture:
+    """Read an nsys report (``.nsys-rep``, exported by the installed nsys), its export, or a trace of torch.profiler.
+
+    Raises:
+        UsageError: the file cannot be read, or is none of these, or lacks what is needed.
+        CapabilityError: it is a report, and nsys is not installed.
+    """
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(4096)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    if head.startswith(_SQLITE_MAGIC):
+        return read_nsys_database(path)
+    if path.suffix in REPORT_SUFFIXES:
+        return _export_and_read(path)
+    if path.suffix == ".qdstrm":
+        raise UsageError(
+            f"{path} is what nsys leaves when its importer fails: run its QdstrmImporter, or mend what "
+            "`cs336sys doctor` says about it and profile again"
+        )
+    if head.startswith(GZIP_MAGIC) or head.lstrip().startswith((b"{", b"[")):
+        return read_chrome_trace(path)
+    raise UsageError(
+        f"{path} is no report: it should be a .nsys-rep or .sqlite file of Nsight Systems, or a trace of "
+        "torch.profiler (.json, .json.gz)"
+    )
+
+
+def _export_and_read(report: Path) -> Capture:
+    nsys = find_nsys()
+    if nsys is None:
+        raise CapabilityError(
+            f"{report} has to be exported by nsys, which is not installed here: where it is, run "
+            f"`nsys export --type sqlite {report.name}`, and read the .sqlite file"
+        )
+    with tempfile.TemporaryDirectory(prefix="cs336sys-") as folder:
+        database = Path(folder) / "report.sqlite"
+        export(nsys, report, database)
+        # Everything is loaded by then, so the database may go.
+        return read_nsys_database(database, str(report))

@@ -1,0 +1,277 @@
+"""Whose work is it: gives every kernel of a capture to the range in which it was launched, and sums up."""
+
+import difflib
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cs336sys.errors import UsageError
+from cs336sys.measure.profile.capture import Capture
+from cs336sys.measure.range_names import ATTENTION_PARTS, PHASES, STEP
+
+# Less than this share of the GPU's time given to phases means that the answers would be wrong, not imprecise.
+MINIMUM_ATTRIBUTED_PERCENT = 95.0
+
+
+@dataclass(frozen=True)
+class RangeTime:
+    """All ranges of one name, and the work that was launched in them. Times are sums over the ranges, in ns.
+
+    Attributes:
+        count: how many ranges there are.
+        wall_ns: their own length on the CPU's clock.
+        kernels: kernels, copies and fills launched in them.
+        kernel_ns: how long each of these ran, added up; more than ``busy_ns`` where some ran side by side.
+        busy_ns: how long at least one of them ran.
+        span_ns: from the start of the first one to the end of the last one, range by range.
+    """
+
+    name: str
+    count: int
+    wall_ns: int
+    kernels: int
+    kernel_ns: int
+    busy_ns: int
+    span_ns: int
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All launches of one kernel in all ranges of one name; durations in ns."""
+
+    range: str
+    kernel: str
+    count: int
+    total_ns: int
+    median_ns: float
+    min_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a capture says about its phases.
+
+    Attributes:
+        profiler: what made the capture.
+        is_gpu: False where CPU operations stand in the place of kernels.
+        phases: in the order in which they first begin; they do not overlap.
+        step: the ranges called ``step``, which the phases are parts of; None where there are none.
+        parts: those of the attention on the forward pass, by launching thread, within the steps.
+        kernels: by phase and kernel, the longest first.
+        part_kernels: likewise for ``parts``.
+        attributed_percent: share of the work's time that has a phase, in the time from the first to the last step, or
+            of all work whose launch was recorded where the phases were chosen by hand and need not cover everything.
+        outside_ns: work launched before the first and after the last of those, or outside of the chosen ranges.
+        configuration: what ``cs336sys nsys`` ran, as its report says.
+    """
+
+    profiler: str
+    is_gpu: bool
+    phases: tuple[RangeTime, ...]
+    step: RangeTime | None
+    parts: tuple[RangeTime, ...]
+    kernels: tuple[KernelTime, ...]
+    part_kernels: tuple[KernelTime, ...]
+    attributed_percent: float
+    outside_ns: int
+    configuration: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, for a results file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Profile":
+        """The inverse of :meth:`to_json`."""
+        ranges = {name: tuple(RangeTime(**row) for row in record[name]) for name in ("phases", "parts")}
+        kernels = {name: tuple(KernelTime(**row) for row in record[name]) for name in ("kernels", "part_kernels")}
+        step = RangeTime(**record["step"]) if record["step"] else None
+        return cls(**{**record, **ranges, **kernels, "step": step})
+
+
+def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
+    """Sum up a capture by phase.
+
+    A kernel belongs to the range that is open, on whatever thread of the same process, when the API call that launched
+    it begins: the backward pass launches from autograd's thread, and the kernel itself runs later than its launch. The
+    call is found by correlation id and process. All kernels of a CUDA graph belong to the graph's launch. Parts of the
+    attention are those of the launching thread.
+
+    Args:
+        chosen: names of the ranges that are the phases; none for those of ``cs336sys nsys``.
+
+    Raises:
+        UsageError: a chosen range is unknown, the chosen ones overlap, the capture has none of ours and none was
+            chosen, or too little of the work can be given to phases.
+    """
+    names = capture.range_names()
+    phases = tuple(dict.fromkeys(chosen)) or tuple(name for name in PHASES if name in names)
+    _check_names(phases, names)
+    tables = capture.tables
+    _select_ranges(tables, "phase", phases, same_thread=False)
+    _check_disjoint(tables)
+    _select_ranges(tables, "step", () if chosen else (STEP,), same_thread=False)
+    _select_ranges(tables, "part", ATTENTION_PARTS, same_thread=True)
+    if STEP in names and not chosen:
+        # A warm-up has attention too.
+        tables.execute(
+            """DELETE FROM part WHERE NOT EXISTS
+                   (SELECT 1 FROM step
+                    WHERE step.process = part.process AND part.start BETWEEN step.start AND step.stop)"""
+        )
+    tables.execute(
+        f"""CREATE TABLE attributed AS
+            SELECT work.start, work.stop, work.name, launch.start AS launched, work.process,
+                   {_open_range("phase")} AS phase, {_open_range("step")} AS step, {_open_range("part")} AS part
+            FROM work LEFT JOIN launch USING (process, correlation)"""
+    )
+    attributed_percent, outside_ns = _check_attributed(tables, must_cover=not chosen)
+    step = _range_times(tables, "step")
+    return Profile(
+        profiler=capture.profiler,
+        is_gpu=capture.is_gpu,
+        phases=_range_times(tables, "phase"),
+        step=step[0] if step else None,
+        parts=_range_times(tables, "part"),
+        kernels=_kernel_times(tables, "phase"),
+        part_kernels=_kernel_times(tables, "part"),
+        attributed_percent=attributed_percent,
+        outside_ns=outside_ns,
+        configuration=capture.configuration(),
+    )
+
+
+def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
+    frequent = ", ".join(f"'{name}'" for name in list(names)[:8])
+    if not names:
+        raise UsageError("the capture holds no ranges, so kernels have no phase: annotate the program with NVTX ranges")
+    if not phases:
+        raise UsageError(
+            f"the capture has none of the ranges {', '.join(PHASES)}: choose others with --range, of {frequent}"
+        )
+    for name in phases:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+            choices = ", ".join(f"'{choice}'" for choice in near) or frequent
+            raise UsageError(f"--range '{name}': the capture has no range of this name; it has {choices}")
+
+
+def _select_ranges(tables: sqlite3.Connection, kind: str, names: Sequence[str], *, same_thread: bool) -> None:
+    """Table ``kind`` of these ranges, without those that lie in another of the same name."""
+    places = ", ".join("?" * len(names))
+    scope = "process, thread" if same_thread else "process"
+    tables.execute(
+        f"""CREATE TABLE {kind} AS
+            SELECT name, dense_rank() OVER (ORDER BY name) AS name_number, start, stop, {scope} FROM
+                (SELECT *, max(stop) OVER (PARTITION BY {scope}, name ORDER BY start, stop DESC
+                                           ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached
+                 FROM ranges WHERE name IN ({places}))
+            WHERE reached IS NULL OR stop > reached
+            ORDER BY {scope}, start""",
+        names,
+    )
+    tables.execute(f"CREATE INDEX {kind}_by_start ON {kind} ({scope}, start)")
+
+
+def _check_disjoint(tables: sqlite3.Connection) -> None:
+    overlap = tables.execute(
+        """SELECT previous, name FROM
+               (SELECT *, lag(name) OVER earlier AS previous, lag(stop) OVER earlier AS until FROM phase
+                WINDOW earlier AS (PARTITION BY process ORDER BY start, stop DESC))
+           WHERE start < until AND name != previous LIMIT 1"""
+    ).fetchone()
+    if overlap:
+        raise UsageError(
+            f"ranges '{overlap[0]}' and '{overlap[1]}' overlap, so kernels would count twice: choose ranges that do not"
+        )
+
+
+def _open_range(kind: str) -> str:
+    """SQL for the range of a table that was open when the work was launched.
+
+    Ranges within ranges of the same name are gone, so later starts have later ends, and if the last one that started
+    has ended, all have.
+    """
+    same_thread = f"AND {kind}.thread = launch.thread" if kind == "part" else ""
+    return f"""(SELECT CASE WHEN {kind}.stop >= launch.start THEN {kind}.rowid END FROM {kind}
+                WHERE {kind}.process = launch.process {same_thread} AND {kind}.start <= launch.start
+                ORDER BY {kind}.start DESC LIMIT 1)"""
+
+
+def _check_attributed(tables: sqlite3.Connection, *, must_cover: bool) -> tuple[float, int]:
+    """Share of the work that has a phase, in percent, and the time of work that no phase need have, in ns."""
+    # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.
+    total, with_phase, without_launch, outside = tables.execute(
+        """WITH extent AS (SELECT process, min(start) AS start, max(stop) AS stop FROM
+                               (SELECT process, start, stop FROM step UNION ALL SELECT process, start, stop FROM phase)
+                           GROUP BY process)
+           SELECT sum(a.stop - a.start), sum((a.stop - a.start) * (phase IS NOT NULL)),
+                  sum((a.stop - a.start) * (launched IS NULL)),
+                  sum((a.stop - a.start) * (extent.process IS NULL
+                      OR coalesce(launched, a.start) NOT BETWEEN extent.start AND extent.stop))
+           FROM attributed AS a LEFT JOIN extent USING (process)"""
+    ).fetchone()
+    if not with_phase:
+        raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
+    if must_cover:
+        expected = total - outside
+        percent = 100 * with_phase / expected
+    else:
+        expected, outside = total, total - with_phase - without_launch
+        percent = 100 * (total - without_launch) / total
+    if percent < MINIMUM_ATTRIBUTED_PERCENT:
+        raise UsageError(
+            f"only {percent:.1f} % of {expected / 1e6:.3g} ms of work on the GPU could be given to phases, "
+            f"{MINIMUM_ATTRIBUTED_PERCENT:g} % is the least: {without_launch / 1e6:.3g} ms have no launch in the "
+            "capture, the rest was launched between phases"
+        )
+    return percent, outside
+
+
+def _range_times(tables: sqlite3.Connection, kind: str) -> tuple[RangeTime, ...]:
+    """Sums over the ranges of a table by name, in the order of first begin."""
+    # Each interval adds to the union what lies beyond all that began before it. The order of the cross join is meant:
+    # a few thousand ranges are then looked up by number and not searched for each other.
+    rows = tables.execute(
+        f"""WITH ordered AS
+                (SELECT {kind}, start, stop,
+                        max(stop) OVER (PARTITION BY {kind} ORDER BY start, stop
+                                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached
+                 FROM attributed WHERE {kind} IS NOT NULL),
+            per_range AS
+                (SELECT {kind} AS id, count(*) AS kernels, sum(stop - start) AS total,
+                        sum(max(0, stop - max(start, coalesce(reached, start)))) AS busy, max(stop) - min(start) AS span
+                 FROM ordered GROUP BY {kind}),
+            done AS
+                (SELECT name, sum(kernels) AS kernels, sum(total) AS total, sum(busy) AS busy, sum(span) AS span
+                 FROM per_range CROSS JOIN {kind} ON {kind}.rowid = id GROUP BY name),
+            lengths AS
+                (SELECT name, count(*) AS count, sum(stop - start) AS wall, min(start) AS start
+                 FROM {kind} GROUP BY name)
+            SELECT lengths.name, count, wall, coalesce(kernels, 0), coalesce(total, 0), coalesce(busy, 0),
+                   coalesce(span, 0)
+            FROM lengths LEFT JOIN done USING (name) ORDER BY lengths.start"""
+    )
+    return tuple(RangeTime(*row) for row in rows)
+
+
+def _kernel_times(tables: sqlite3.Connection, kind: str) -> tuple[KernelTime, ...]:
+    rows = tables.execute(
+        f"""WITH ordered AS
+                (SELECT name_number, a.name AS id, a.stop - a.start AS duration, row_number() OVER same AS place,
+                        count(*) OVER (same ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING) AS count
+                 FROM attributed AS a JOIN {kind} ON {kind}.rowid = a.{kind}
+                 WINDOW same AS (PARTITION BY name_number, a.name ORDER BY a.stop - a.start)),
+            times AS
+                (SELECT name_number, id, max(count) AS count, sum(duration) AS total,
+                        avg(CASE WHEN place IN ((count + 1) / 2, (count + 2) / 2) THEN duration END) AS median,
+                        min(duration) AS shortest, max(duration) AS longest
+                 FROM ordered GROUP BY name_number, id)
+            SELECT names.name, coalesce(text, 'unnamed ' || times.id) AS kernel, count, total, median, shortest, longest
+            FROM times JOIN (SELECT DISTINCT name, name_number FROM {kind}) AS names USING (name_number)
+            LEFT JOIN name ON name.id = times.id
+            ORDER BY total DESC, kernel"""
+    )
+    return tuple(KernelTime(*row) for row in rows)

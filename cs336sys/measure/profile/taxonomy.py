@@ -1,0 +1,121 @@
+"""What kind of work a kernel does, by its name: the one table of patterns. Standard library only."""
+
+import functools
+import re
+
+MATMUL = "matmul"
+ATTENTION = "attention/softmax"
+ELEMENTWISE = "elementwise"
+REDUCTION = "reduction"
+NORMALIZATION = "normalization"
+OPTIMIZER = "optimizer"
+COPY = "copy"
+COMMUNICATION = "communication"
+# Views, allocation and autograd's bookkeeping: only where CPU operations stand in for kernels.
+DISPATCH = "dispatch"
+UNCLASSIFIED = "unclassified"
+
+CATEGORIES = (
+    MATMUL,
+    ATTENTION,
+    ELEMENTWISE,
+    REDUCTION,
+    NORMALIZATION,
+    OPTIMIZER,
+    COPY,
+    COMMUNICATION,
+    DISPATCH,
+    UNCLASSIFIED,
+)
+
+# The first pattern found anywhere in the full name decides, whatever its case; so what is more special stands first:
+# flash attention is made of cutlass, and a fused normalization is a reduction too.
+_PATTERNS = (
+    (COMMUNICATION, r"nccl|nvshmem|multimem|_shot_all_reduce|c10d::"),
+    # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
+    (
+        ATTENTION,
+        r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
+    ),
+    # This project's kernels, by the names of their functions.
+    (ATTENTION, r"^(forward|backward|prepare|convert_grad_query)_kernel$"),
+    (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
+    (ATTENTION, r"softmax"),
+    # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
+    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
+    (MATMUL, r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_scaled_mm|_addmm_activation)$|mkl(dnn)?_linear"),
+    # Optimizers over lists of tensors: torch's foreach and fused ones, inductor's foreach.
+    (OPTIMIZER, r"multi_tensor|foreach|triton_for_|adam|_fused_sgd"),
+    # A reduction that takes a reciprocal root is RMSNorm or layer norm.
+    (NORMALIZATION, r"(layer|rms|group|batch)_?norm|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt"),
+    (
+        COPY,
+        r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|FillFunctor|fill_kernel|^aten::(copy_|fill_|zero_|cat|clone)$",
+    ),
+    (REDUCTION, r"reduce|triton_(red|per)_|DeviceScan|scan_|radix|cumsum|argmax"),
+    (REDUCTION, r"^aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_log_softmax\w*|logsumexp|all|any)$"),
+    (ELEMENTWISE, r"elementwise|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout"),
+    (ELEMENTWISE, r"^aten::(add|sub|rsub|mul|div|neg|exp|log|pow|square|sqrt|rsqrt|reciprocal|sigmoid|silu|tanh)_?$"),
+    (
+        ELEMENTWISE,
+        r"^aten::(where|lerp|addcmul|addcdiv|clamp|masked_fill|ge|gt|le|lt|eq|ne|bitwise_\w+|\w+_backward)_?$",
+    ),
+    (DISPATCH, r"^autograd::|^torch::autograd|Backward\d*$|^_CrossEntropy|^CompiledFunction|^Torch-Compiled|^detach$"),
+    (DISPATCH, r"^aten::(\w*view\w*|\w*reshape\w*|as_strided\w*|expand\w*|transpose|permute|t|numpy_T|mT|\w*flatten)$"),
+    (DISPATCH, r"^aten::((un)?squeeze|slice|select|narrow|unbind|stack|detach|resize_|resolve_\w+|result_type)$"),
+    (
+        DISPATCH,
+        r"^aten::(empty\w*|new_\w+|zeros\w*|ones\w*|scalar_tensor|to|_to_copy|promote_types|item|_local_scalar\w*)$",
+    ),
+)
+_COMPILED = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, pattern in _PATTERNS)
+
+
+@functools.cache
+def category_of(kernel: str) -> str:
+    """One of :data:`CATEGORIES`, by a kernel's full name or that of a CPU operation.
+
+    A name says nothing about purpose: the kernels of a softmax written as several operations are elementwise and
+    reductions, and so are those of an eager RMSNorm.
+    """
+    return next((category for category, pattern in _COMPILED if pattern.search(kernel)), UNCLASSIFIED)
+
+
+_DTYPES = {"float": "fp32", "double": "fp64", "BFloat16": "bf16", "Half": "fp16", "long": "int64", "int": "int32"}
+_DTYPE = re.compile(rf"\b({'|'.join([*_DTYPES, 'bool'])})\b")
+_ANONYMOUS = re.compile(r"(\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
+# What torch's generic kernels were made for: exp_kernel_cuda, MulFunctor, sum_functor, MeanOps, GeluCUDAKernelImpl.
+_OPERATION = re.compile(r"\b(\w+?)(_kernel_cuda|_kernel_impl|CUDAKernelImpl|_functor|Functor(?:_\w+)?|Ops)\b")
+_WRAPPERS = ("Binary", "BUnary", "AUnary", "Unary", "Compare")
+
+
+@functools.cache
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces and arguments: ``vectorized_elementwise Mul<fp32>``.
+
+    The same for the names of nsys and of torch.profiler, which spell templates and lambdas differently. Different
+    kernels can have the same short name.
+    """
+    text = _ANONYMOUS.sub("", kernel.removeprefix("void "))
+    base, bracket, arguments = _split(text)
+    if not bracket:
+        return text
+    base = base.rpartition("::")[2].strip()
+    if base in ("Kernel", "Kernel2", "device_kernel"):
+        # cutlass has one kernel, and its first argument says what it does.
+        return _split(arguments)[0].rpartition("::")[2].rstrip(">")
+    base = base.removesuffix("_kernel")
+    operations = [match for match in _OPERATION.finditer(arguments) if match[1] not in _WRAPPERS]
+    if not operations:
+        return base
+    operation = operations[0][1] or operations[0][0]
+    if operations[0][2].startswith("Functor_"):
+        operation = operations[0][2].removeprefix("Functor_")
+    dtype = _DTYPE.search(arguments, operations[0].end())
+    return f"{base} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """What comes before the first bracket of a name, the bracket, and the rest."""
+    match = re.search(r"[<(]", name)
+    return (name[: match.start()], match[0], name[match.end() :]) if match else (name, "", "")

@@ -1,0 +1,33 @@
+"""What the ranges are called by which a profiler shows a training step. Plain names, no torch."""
+
+import json
+from typing import Any
+
+WARM_UP = "warm-up"
+STEP = "step"
+# The phases of a step, in order; they do not overlap. ``bench`` counts the loss as part of the forward pass.
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+ATTENTION = "scaled dot product attention"
+# The names that the handout gives them.
+SCORES, SOFTMAX, FINAL_MATMUL = "computing attention scores", "computing softmax", "final matmul"
+ATTENTION_PARTS = (SCORES, SOFTMAX, FINAL_MATMUL)
+
+_RUN = "cs336sys "
+
+
+def run_name(configuration: dict[str, Any]) -> str:
+    """The name of the range around all measured steps, by which a report says what was run.
+
+    JSON with single quotes, because torch.profiler does not escape the double ones of a name.
+    """
+    return _RUN + json.dumps(configuration).replace('"', "'")
+
+
+def run_configuration(name: str) -> dict[str, Any] | None:
+    """The inverse of :func:`run_name`; None for the name of another range."""
+    try:
+        configuration = json.loads(name.removeprefix(_RUN).replace("'", '"')) if name.startswith(_RUN) else None
+    except ValueError:
+        return None
+    return configuration if isinstance(configuration, dict) else None

@@ -1,0 +1,44 @@
+"""In which order a step uses its units, learned from the step before: what to gather ahead of use."""
+
+from collections.abc import Hashable
+
+
+class GatherOrder:
+    """Predicts uses of units: a step uses them in the order of the step before.
+
+    The order in which modules are registered is not it: SwiGLU runs w1, w3, w2, and a backward pass runs backwards.
+    The first step predicts nothing.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[Hashable] = []
+        self._seen: list[Hashable] = []
+        # The place in the expected order of the use that comes next.
+        self._next = 0
+
+    def begin(self) -> None:
+        """Begin a step: what was seen in the last one is expected now."""
+        if self._seen:
+            self._expected, self._seen = self._seen, []
+        self._next = 0
+
+    def use(self, unit: Hashable) -> None:
+        """Note that a unit is used now. Uses that were expected before it are taken as left out."""
+        self._seen.append(unit)
+        if unit in self._expected[self._next :]:
+            self._next = self._expected.index(unit, self._next) + 1
+
+    def upcoming(self, count: int) -> list[Hashable]:
+        """The next ``count`` units other than the one in use, each once."""
+        found: list[Hashable] = []
+        place = self._next
+        while len(found) < count and place < len(self._expected):
+            unit = self._expected[place]
+            if unit != self._seen[-1] and unit not in found:
+                found.append(unit)
+            place += 1
+        return found
+
+    def repeats(self) -> bool:
+        """Whether the unit in use is expected to be used again before any other."""
+        return self._next < len(self._expected) and self._expected[self._next] == self._seen[-1]

@@ -1,0 +1,227 @@
+"""Parameters that are gathered and freed together: where they are in memory, and the collectives on them."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.full_sharding import gathered_layout, padded_bytes
+from cs336sys.parallel.collectives import MeanScatter, SliceExchange, SliceGather, through_host
+from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.sharded_parameter import ShardedParameter
+from cs336sys.parallel.sharding_plan import PlannedUnit
+
+
+class ShardedUnit:
+    """What :class:`~cs336sys.parallel.sharding_plan.PlannedUnit` plans, on this rank.
+
+    All gathered parameters share one piece of memory, which is allocated to gather and given back to free. Each
+    all-gather writes where the weights are used: this rank's rows are cast into their place, then the ranks' rows are
+    gathered around them, all parameters in one launch.
+
+    Gradients are sent as autograd left them. Of fp32 gradients that the ranks divide evenly, a reduce-scatter returns
+    the mean. All others (half precision, uneven rows) are exchanged and averaged here: the same bytes are sent, the sum
+    is exact to the shard's precision, and nothing is padded.
+
+    Attributes:
+        name: of the unit.
+        modules: whose calls use it.
+        contains_units: whether backward passes of other units run within its own.
+        parameters: those sharded.
+        replicated: gradients of parameters that every rank holds whole.
+        gathered_bytes: memory of the gathered parameters.
+        has_kept: whether backward passes under no_sync left gradients to average.
+        depth: how many calls of its modules are running.
+        calls_ahead: how many calls of this step the backward pass has still to come to.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedUnit,
+        parameters: Sequence[ShardedParameter],
+        gradient_dtype: torch.dtype | None,
+        stream: torch.cuda.Stream | None,
+    ):
+        self.name = planned.name or type(planned.modules[0]).__name__
+        self.modules = planned.modules
+        self.contains_units = planned.contains_units
+        self.parameters = parameters
+        self.replicated: list[GradientBucket] = []
+        self.has_kept = False
+        self.depth = self.calls_ahead = 0
+        self._gradient_dtype = gradient_dtype
+        self._stream = stream
+        world_size = dist.get_world_size()
+        layout = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
+        starts, self.gathered_bytes = gathered_layout(layout, world_size)
+        memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
+        places = [
+            memory[start : start + padded_bytes(*shape_and_size, world_size)]
+            for start, shape_and_size in zip(starts, layout, strict=True)
+        ]
+        self._own = [parameter.place(place) for parameter, place in zip(parameters, places, strict=True)]
+        self._gather = SliceGather(places, f"weights of {self.name}")
+        self._storage = memory.untyped_storage()
+        self._storage.resize_(0)
+        self._under_way = self._ready = False
+        for parameter in parameters:
+            parameter.show(parameter.shard)
+        self._scatters: dict[torch.dtype, MeanScatter] = {}
+        self._exchange = SliceExchange(f"gradients of {self.name}")
+        self._scattered: list[tuple[ShardedParameter, Tensor]] = []
+        self._exchanged: list[tuple[ShardedParameter, Tensor]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._own[0].device
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is being gathered and nothing has waited for it."""
+        return self._under_way
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it has memory for its gathered parameters, in use or ahead of use."""
+        return self._under_way or self._ready
+
+    @property
+    def trained(self) -> list[ShardedParameter]:
+        return [parameter for parameter in self.parameters if parameter.full.requires_grad]
+
+    def refresh(self) -> None:
+        """Take over from the shards which parameters are trained."""
+        for parameter in self.parameters:
+            parameter.full.requires_grad_(parameter.shard.requires_grad)
+
+    def gather(self) -> None:
+        """Start to gather the parameters, if they are not."""
+        if self.is_gathered:
+            return
+        self._under_way = True
+        self._storage.resize_(self.gathered_bytes)
+        with self._beside(), torch.no_grad():
+            torch._foreach_copy_(self._own, [parameter.shard for parameter in self.parameters])
+            self._gather.start()
+
+    def use(self) -> None:
+        """Wait for the gathered parameters (on a GPU, let the current stream wait) and let the modules hold them."""
+        if self._under_way:
+            self._gather.wait()
+            self._under_way, self._ready = False, True
+            for parameter in self.parameters:
+                parameter.show(parameter.full)
+
+    def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Record on a stream of its own when the parameters that are being gathered have arrived."""
+        self._gather.record_end(event, stream)
+
+    def free(self) -> None:
+        """Give the memory of the gathered parameters back; the modules hold the shards."""
+        if not self.is_gathered:
+            return
+        self.use()
+        self._ready = False
+        self._storage.resize_(0)
+        for parameter in self.parameters:
+            parameter.show(parameter.shard)
+
+    def keep_gradients(self) -> None:
+        """Leave the gradients of a backward pass to a later reduction."""
+        self.has_kept = True
+        for parameter in self.trained:
+            parameter.keep_gradient()
+
+    def start_reduction(self) -> dict[nn.Parameter, bool]:
+        """Start to average the gradients of a backward pass and those kept; parameters without one count as zero.
+
+        Returns:
+            for each trained parameter that this rank holds (rows of), whether it had a gradient here.
+        """
+        present = {}
+        by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]] = {}
+        to_exchange = []
+        for parameter in self.trained:
+            if self.has_kept:
+                parameter.keep_gradient()
+                gradient, parameter.kept = parameter.kept, None
+            else:
+                gradient = parameter.take_gradient()
+            present[parameter.shard] = gradient is not None
+            if gradient is None:
+                dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
+                gradient = torch.zeros(parameter.shape, dtype=dtype, device=parameter.shard.device)
+            if self._gradient_dtype is not None and gradient.is_floating_point():
+                gradient = gradient.to(self._gradient_dtype)
+            gradient = gradient.contiguous()
+            if self._scatters_directly(parameter, gradient):
+                by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
+            else:
+                to_exchange.append((parameter, gradient))
+        self.has_kept = False
+        self._start_scatters(by_dtype)
+        self._start_exchange(to_exchange)
+        for bucket in self.replicated:
+            bucket.launch()
+            present |= zip(bucket.parameters.values(), bucket.present, strict=True)
+        return present
+
+    def finish_reduction(self) -> None:
+        """Add the averaged gradients to those of the shards; on a GPU, let the current stream wait for them."""
+        self._wait_for_reduction()
+        for parameter, gradient in self._scattered:
+            parameter.add_mean_gradient(gradient)
+        for parameter, received in self._exchanged:
+            of_ranks = received.view(dist.get_world_size(), *parameter.shard.shape)
+            parameter.add_mean_gradient(of_ranks.mean(0, dtype=parameter.shard.dtype))
+        self._scattered, self._exchanged = [], []
+        for bucket in self.replicated:
+            bucket.finish([True] * len(bucket.parameters))
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a backward pass that failed, also those that are being averaged."""
+        self._wait_for_reduction()
+        self.has_kept = False
+        for parameter in self.parameters:
+            parameter.full.grad = parameter.kept = None
+        self._scattered, self._exchanged = [], []
+        for bucket in self.replicated:
+            if bucket.present:
+                bucket.finish([False] * len(bucket.present))
+
+    def _wait_for_reduction(self) -> None:
+        for operation in (*self._scatters.values(), self._exchange, *self.replicated):
+            operation.wait()
+
+    @staticmethod
+    def _scatters_directly(parameter: ShardedParameter, gradient: Tensor) -> bool:
+        return gradient.dtype == parameter.shard.dtype and parameter.divides_evenly and not through_host(gradient)
+
+    def _start_scatters(self, by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]]) -> None:
+        for dtype, parts in by_dtype.items():
+            device = parts[0][1].device
+            scatter = self._scatters.setdefault(dtype, MeanScatter(dtype, device, f"gradients of {self.name}"))
+            arriving = [(parameter, torch.empty_like(parameter.shard)) for parameter, _ in parts]
+            scatter.start([own for _, own in arriving], [gradient for _, gradient in parts])
+            self._scattered += arriving
+
+    def _start_exchange(self, parts: list[tuple[ShardedParameter, Tensor]]) -> None:
+        if not parts:
+            return
+        world_size = dist.get_world_size()
+        for parameter, gradient in parts:
+            size = (world_size * len(parameter.rows), *parameter.shape[1:])
+            self._exchanged.append((parameter, gradient.new_empty(size)))
+        self._exchange.start([received for _, received in self._exchanged], [gradient for _, gradient in parts])
+
+    @contextlib.contextmanager
+    def _beside(self):
+        """On a GPU, run beside the current stream, after what it has been given so far."""
+        if self._stream is None:
+            yield
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                yield

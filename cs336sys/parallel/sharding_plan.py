@@ -1,0 +1,146 @@
+"""Which parameters fully sharded training shards, and which of them are gathered together: the structure alone.
+
+A layer is sharded if it owns a parameter with two dimensions or more: ``Linear``, ``Embedding`` and their like, whoever
+wrote them; its bias goes with it. Norms and other small parameters are replicated.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import nn
+
+# Modules that are not called themselves; their children are.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class PlannedParameter:
+    """One parameter and everywhere it is used.
+
+    Attributes:
+        parameter: as it was when planned.
+        names: in the whole module; tied weights have several.
+        owners: the modules that hold it and their attributes for it.
+    """
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def held(self) -> nn.Parameter:
+        """What the modules hold now in the place of ``parameter``."""
+        owner, attribute = self.owners[0]
+        return owner._parameters[attribute]
+
+
+@dataclass(eq=False)
+class PlannedUnit:
+    """Modules whose weights are gathered when one of them is called, and freed when it returns.
+
+    Attributes:
+        name: that of its first module.
+        modules: usually one; those that share weights are one unit.
+        contains_units: whether one of its modules contains a module of another unit.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    sharded: list[PlannedParameter] = field(default_factory=list)
+    replicated: list[PlannedParameter] = field(default_factory=list)
+    contains_units: bool = False
+
+
+@dataclass
+class ShardingPlan:
+    """All parameters of a module, each in one place.
+
+    Attributes:
+        units: in the order of the module.
+        replicated: parameters that belong to no unit alone.
+    """
+
+    units: list[PlannedUnit]
+    replicated: list[PlannedParameter]
+
+    @property
+    def all_sharded(self) -> list[PlannedParameter]:
+        return [entry for unit in self.units for entry in unit.sharded]
+
+    @property
+    def all_replicated(self) -> list[PlannedParameter]:
+        return [*(entry for unit in self.units for entry in unit.replicated), *self.replicated]
+
+
+def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None = None) -> ShardingPlan:
+    """Divide the parameters of a module into units.
+
+    Args:
+        unit_modules: modules that are to be a unit each; by default those in lists (``nn.ModuleList``), which are the
+            blocks of a Transformer; a list in a list's module is part of that module. What is in none of them is
+            divided into single layers. A layer with children (attention that hands its output projection's weight to a
+            function, for example) is a unit with all of them that are no units themselves.
+    """
+    homes: dict[nn.Module, PlannedUnit | None] = {}
+    units: list[PlannedUnit] = []
+
+    def visit(child: nn.Module, name: str, home: PlannedUnit | None, in_list: bool, in_block: bool) -> None:
+        if child in homes:
+            return
+        is_block = in_list and not in_block and not isinstance(child, _CONTAINERS)
+        if unit_modules is not None:
+            is_block = child in unit_modules
+        if is_block or (home is None and _owns_matrix(child)):
+            home = PlannedUnit(name, [child])
+            units.append(home)
+        homes[child] = home
+        for attribute, grandchild in child.named_children():
+            child_name = f"{name}.{attribute}" if name else attribute
+            visit(grandchild, child_name, home, isinstance(child, nn.ModuleList), in_block or is_block)
+
+    visit(module, "", None, in_list=False, in_block=False)
+    parameters = _parameters(module)
+    sharded = [entry for entry in parameters if _divides(entry) and all(homes[owner] for owner, _ in entry.owners)]
+    for entry in sharded:
+        first, *others = dict.fromkeys(homes[owner] for owner, _ in entry.owners)
+        for other in others:
+            first.modules += other.modules
+            units.remove(other)
+            homes |= {owner: first for owner, home in homes.items() if home is other}
+
+    replicated = []
+    for entry in parameters:
+        used_in = {homes[owner] for owner, _ in entry.owners}
+        if entry in sharded:
+            used_in.pop().sharded.append(entry)
+        elif len(used_in) == 1 and None not in used_in:
+            used_in.pop().replicated.append(entry)
+        else:
+            replicated.append(entry)
+    for unit in units:
+        inside = {part for module in unit.modules for part in module.modules()}
+        unit.contains_units = any(part in inside for other in units if other is not unit for part in other.modules)
+        if not unit.sharded:
+            replicated += unit.replicated
+    return ShardingPlan([unit for unit in units if unit.sharded], replicated)
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    return any(parameter is not None and parameter.dim() >= 2 for parameter in module._parameters.values())
+
+
+def _divides(entry: PlannedParameter) -> bool:
+    parameter = entry.parameter
+    return parameter.dim() > 0 and parameter.numel() > 0 and any(_owns_matrix(owner) for owner, _ in entry.owners)
+
+
+def _parameters(module: nn.Module) -> list[PlannedParameter]:
+    planned: dict[nn.Parameter, PlannedParameter] = {}
+    for name, owner in module.named_modules(remove_duplicate=False):
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                entry = planned.setdefault(parameter, PlannedParameter(parameter))
+                entry.names.append(f"{name}.{attribute}" if name else attribute)
+                if (owner, attribute) not in entry.owners:
+                    entry.owners.append((owner, attribute))
+    return list(planned.values())

@@ -1,0 +1,111 @@
+"""Tables that compare strategies of activation checkpointing: measured beside predicted, and predicted alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.checkpointing import (
+    best_group_size,
+    checkpointed_moments,
+    predicted_peak,
+    recomputed_flops,
+)
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.memory import GIB
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.tables import Column, Table
+from cs336sys.results import Cell, configuration_key
+from cs336sys.workload import MemoryWorkload, Workload
+
+_PREDICTED = (
+    Column("predicted_gib", "predicted peak", "gib"),
+    Column("predicted_moment", "at"),
+    Column("predicted_activations_gib", "most activations", "gib"),
+    Column("recomputed_percent", "recomputed", "percent"),
+)
+
+
+def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table | None:
+    """What each measured strategy holds and costs, over the first strategy of the sweep; None if there is only one."""
+    if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
+        return None
+    firsts: dict[str, Cell] = {}
+    rows, notes = [], {}
+    for cell in cells:
+        workload = MemoryWorkload.from_configuration(cell.configuration)
+        if workload.training.mode == "forward":
+            continue
+        first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
+        row = dict(cell.configuration) | _predicted(workload) | {"status": cell.status}
+        if cell.status == "ok":
+            row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
+            if first.status == "ok":
+                row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
+        rows.append(row)
+        notes[best_strategy(workload.training)] = None
+    columns = (
+        *identity,
+        Column("peak_gib", "peak", "gib"),
+        *_PREDICTED,
+        Column("step_ms", "step", "ms"),
+        Column("step_ratio", "step over the first", "ratio"),
+        Column("status", "status"),
+    )
+    return Table("checkpointing", "what checkpointing holds and costs", columns, rows, notes=tuple(notes))
+
+
+def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | None:
+    """Every group size that divides the blocks, the best one and its neighbours, no checkpoints and nested ones.
+
+    None where no workload has checkpoints: nobody asked.
+    """
+    asked = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
+    rows, notes = [], {}
+    for training in asked:
+        if training.mode == "forward":
+            continue
+        layers = training.size.num_layers
+        best = best_group_size(training.size, training.precision, training.mode, training.attention).best
+        sizes = {k for k in range(1, layers + 1) if layers % k == 0 or abs(k - best) <= 1}
+        for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), "nested"]:
+            workload = MemoryWorkload(training, strategy)
+            rows.append(workload.configuration() | _predicted(workload))
+        notes[best_strategy(training)] = None
+    columns = (
+        Column("size", "size"),
+        Column("context", "context"),
+        Column("batch_size", "batch"),
+        Column("mode", "mode"),
+        Column("precision", "precision"),
+        Column("attention", "attention"),
+        Column("checkpointing", "checkpointing"),
+        *_PREDICTED,
+    )
+    return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes)) if rows else None
+
+
+def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
+    training = workload.training
+    arguments = (training.size, training.precision, training.mode, training.attention, workload.checkpointing)
+    peak = predicted_peak(*arguments)
+    flops = model_flops(training.size, causal=training.attention != "reference")
+    recomputed = recomputed_flops(training.size, workload.checkpointing, causal=training.attention != "reference")
+    return {
+        "predicted_gib": peak.total_gib,
+        "predicted_moment": peak.moment,
+        "predicted_activations_gib": max(moment.activations for moment in checkpointed_moments(*arguments)) / GIB,
+        "recomputed_percent": 100 * recomputed / flops,
+    }
+
+
+def best_strategy(training: Workload) -> str:
+    """The answer to which strategy without nesting holds the least, by trying all and by the formula."""
+    size = training.size
+    found = best_group_size(size, training.precision, training.mode, training.attention)
+    strategy = "block" if found.best == 1 else f"every={found.best}"
+    return (
+        f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
+        f"without nesting {strategy} is predicted to hold the least. Checkpoints of K blocks hold about N s / K + K b "
+        f"bytes, least at sqrt(N s / b) = {found.rule:.2g} with N = {size.num_layers} blocks, a block's input "
+        f"s = {format_quantity(found.block_input, 'bytes')} and its activations "
+        f"b = {format_quantity(found.block_activations, 'bytes')}"
+    )

@@ -1,0 +1,220 @@
+"""The tables of ``allreduce``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cs336sys.accounting.collectives import AlphaBeta, CollectiveWorkload, buffer_bytes, bus_factor, fit_alpha_beta
+from cs336sys.errors import UsageError
+from cs336sys.report.machine import machine_words
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.tables import Column, Table
+from cs336sys.results import Cell, Run
+
+# How calls were timed: the name in samples and derived columns, and in words.
+TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
+
+
+class Group(NamedTuple):
+    """What cells of one sweep over message sizes have in common."""
+
+    backend: str
+    world_size: int
+    dtype: str
+    collective: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.backend} {self.collective} of {self.dtype}, {self.world_size} ranks"
+
+
+_GROUP_COLUMNS = {
+    "backend": Column("backend", "backend"),
+    "world_size": Column("world_size", "ranks"),
+    "dtype": Column("dtype", "type"),
+    "collective": Column("collective", "collective"),
+}
+_SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))
+
+
+def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
+    varying = {name: column for name, column in _GROUP_COLUMNS.items() if len({_of(cell, name) for cell in cells}) > 1}
+    shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
+    first = Table(
+        "allreduce",
+        _title(cells, run, varying),
+        (
+            *shown.values(),
+            *_SIZE_COLUMNS,
+            *_time_columns(),
+            Column("in_place", "in place"),
+            Column("wrong_elements", "wrong", "count"),
+            Column("status", "status"),
+        ),
+        [_row(cell, "back_to_back") for cell in cells],
+        notes=(*_notes(cells), *dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason)),
+    )
+    measured = [cell for cell in cells if cell.status == "ok"]
+    if not measured:
+        return [first]
+    second = Table(
+        "latency",
+        "the same calls, each waited for",
+        (*shown.values(), *_SIZE_COLUMNS, *_time_columns()),
+        [_row(cell, "synchronized") for cell in measured],
+        notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
+    )
+    fits = _fit_table(measured, varying)
+    return [first, second, fits] if fits else [first, second]
+
+
+def groups_of(cells: Sequence[Cell]) -> dict[Group, list[Cell]]:
+    """The measured cells by backend, world size, dtype and collective, each in rising order of size."""
+    groups: dict[Group, list[Cell]] = {}
+    for cell in cells:
+        if cell.status == "ok":
+            groups.setdefault(Group(*(_of(cell, name) for name in Group._fields)), []).append(cell)
+    return {group: sorted(of_group, key=lambda cell: cell.derived["size_bytes"]) for group, of_group in groups.items()}
+
+
+def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
+    """Latency and bandwidth of one group's cells, fitted to the medians; None with fewer than two sizes.
+
+    Args:
+        timing: ``back_to_back`` or ``synchronized``.
+    """
+    try:
+        return fit_alpha_beta(*_points(cells, timing))
+    except UsageError:
+        return None
+
+
+def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
+    """Sizes in bytes and median times in s."""
+    return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
+
+
+def plan_table(workloads: Sequence[CollectiveWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with the memory of its tensors."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"size_bytes": workload.message_bytes}
+        try:
+            of_rank = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
+            row |= {"size_bytes": workload.size_bytes, "elements": workload.elements}
+            row |= {"tensors_bytes": of_rank, "all_ranks_bytes": of_rank * workload.world_size}
+        except UsageError as error:
+            row["reason"] = str(error)
+        rows.append(row)
+    columns = (
+        *_GROUP_COLUMNS.values(),
+        *_SIZE_COLUMNS,
+        Column("tensors_bytes", "tensors of a rank", "bytes"),
+        Column("all_ranks_bytes", "of all ranks", "bytes"),
+        Column("reason", "reason"),
+    )
+    return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows)
+
+
+def _of(cell: Cell, name: str) -> Any:
+    return cell.configuration[name]
+
+
+def _time_columns() -> tuple[Column, ...]:
+    return (
+        Column("time_us", "time", "us"),
+        Column("min_us", "min", "us"),
+        Column("max_us", "max", "us"),
+        Column("p99_us", "p99", "us"),
+        Column("algbw_gbps", "algbw", "gbps"),
+        Column("busbw_gbps", "busbw", "gbps"),
+    )
+
+
+def _row(cell: Cell, timing: str) -> dict[str, Any]:
+    row = dict(cell.configuration) | {"size_bytes": _of(cell, "message_bytes")} | cell.derived
+    row["status"] = cell.status
+    if cell.status != "ok":
+        return row
+    times = cell.samples[timing]
+    return row | {
+        "time_us": times,
+        "min_us": min(times.measured),
+        "max_us": max(times.measured),
+        "p99_us": times.percentile(99),
+        "algbw_gbps": cell.derived[f"{timing}_algbw_gbps"],
+        "busbw_gbps": cell.derived[f"{timing}_busbw_gbps"],
+    }
+
+
+def _title(cells: Sequence[Cell], run: Run | None, varying: dict[str, Column]) -> str:
+    if not cells:
+        return "allreduce: nothing measured"
+    constant = [
+        f"{column.header} {_of(cells[0], name)}" for name, column in _GROUP_COLUMNS.items() if name not in varying
+    ]
+    return f"allreduce: calls back to back, {', '.join([*constant, *machine_words(run)])}"
+
+
+def _notes(cells: Sequence[Cell]) -> list[str]:
+    links: dict[str, list[str]] = {}
+    for cell in cells:
+        if "link" in cell.derived:
+            links.setdefault(cell.derived["link"], []).append(
+                f"{_of(cell, 'world_size')} ranks of {_of(cell, 'backend')}"
+            )
+    notes = [f"link of {' and '.join(dict.fromkeys(of_ranks))}: {link}" for link, of_ranks in links.items()]
+    counts = {(_of(cell, "iterations"), _of(cell, "warmup")) for cell in cells if cell.status == "ok"}
+    notes += [
+        f"mean ± standard deviation of {iterations} calls after {warmup} warm-up, each the slowest rank's"
+        for iterations, warmup in sorted(counts)
+    ]
+    groups = groups_of(cells)
+    if len(groups) == 1 and (average := _average_busbw(*groups.values())) is not None:
+        notes.append(f"average bus bandwidth: {format_quantity(average, 'gbps')}")
+    return notes
+
+
+def _average_busbw(cells: Sequence[Cell]) -> float | None:
+    """The mean over all sizes, as nccl-tests prints it; None for one rank, which has no bus."""
+    busbw = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
+    return None if None in busbw else sum(busbw) / len(busbw)
+
+
+def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | None:
+    rows = []
+    for group, of_group in groups_of(cells).items():
+        average = _average_busbw(of_group)
+        for timing, words in TIMINGS.items():
+            line = fit_of(of_group, timing)
+            if line is None:
+                continue
+            factor = bus_factor(group.collective, group.world_size)
+            # Through two sizes there is always a line.
+            deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
+            rows.append(
+                group._asdict()
+                | {
+                    "timing": words,
+                    "latency_us": 1e6 * line.latency_s,
+                    "bandwidth_gbps": line.bytes_per_s / 1e9,
+                    "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor else None,
+                    "half_bandwidth_bytes": line.half_bandwidth_bytes,
+                    "average_busbw_gbps": average if timing == "back_to_back" else None,
+                    "deviation_percent": None if deviation is None else 100 * deviation,
+                }
+            )
+    if not rows:
+        return None
+    columns = (
+        *varying.values(),
+        Column("timing", "calls"),
+        Column("latency_us", "latency", "us"),
+        Column("bandwidth_gbps", "bandwidth", "gbps"),
+        Column("bus_bandwidth_gbps", "bus bandwidth", "gbps"),
+        Column("half_bandwidth_bytes", "half of it at", "decimal_bytes"),
+        Column("average_busbw_gbps", "average busbw", "gbps"),
+        Column("deviation_percent", "largest deviation", "percent"),
+    )
+    note = "time = latency + size / bandwidth, least squares of the relative deviations from the medians of all sizes"
+    return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))

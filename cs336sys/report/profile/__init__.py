@@ -1,0 +1,87 @@
+"""The tables of ``nsys``, built from its cells or from one report; columns are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.measure.profile.summary import Profile
+from cs336sys.report.profile.attention import attention_table
+from cs336sys.report.profile.kernels import kernel_table, share_table, top_kernel_table
+from cs336sys.report.profile.measured import Measured
+from cs336sys.report.profile.phases import phase_table, precision_table
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.results import Cell, Run
+from cs336sys.workload import ProfileWorkload, Workload
+
+_SETTINGS = SETTING_COLUMNS | {"profiler": Column("profiler", "profiler")}
+_ALWAYS_SHOWN = ("context", "precision")
+
+
+def profile_tables(
+    cells: Sequence[Cell], run: Run | None, *, top: int, full_names: bool, compare_precision: bool = False
+) -> list[Table]:
+    """All tables of a sweep.
+
+    Args:
+        top: kernels shown of each phase.
+        full_names: show kernels by their whole names.
+        compare_precision: add the table of fp32 against bf16.
+    """
+    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    measured = [
+        Measured(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        for cell in cells
+        if cell.status == "ok"
+    ]
+    failed = [_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
+    notes = [*method_notes(cells), *_profilers(measured)]
+    phases = phase_table(
+        measured, failed, (*SIZE_COLUMNS, *shown.values()), title("nsys", cells, run, _SETTINGS, shown), notes
+    )
+    labels = (SIZE_COLUMNS[0], *shown.values())
+    tables = [phases, *_kernel_tables(measured, labels, top, full_names)]
+    if compare_precision:
+        tables.append(precision_table(measured, [label for label in labels if label.key != "precision"]))
+    return tables
+
+
+def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) -> list[Table]:
+    """All tables of one report.
+
+    Args:
+        name: of its file.
+        top, full_names: as of :func:`profile_tables`.
+    """
+    values: dict[str, Any] = {}
+    labels: tuple[Column, ...] = ()
+    if profile.configuration:
+        workload = Workload.from_configuration(profile.configuration)
+        values = profile.configuration | {"parameters": count_parameters(workload.size)}
+        labels = (SIZE_COLUMNS[0], *(SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")))
+    measured = [Measured(values, profile)]
+    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", [])
+    return [phases, *_kernel_tables(measured, labels, top, full_names)]
+
+
+def _labels(cell: Cell) -> dict[str, Any]:
+    training = ProfileWorkload.from_configuration(cell.configuration).training
+    return cell.configuration | {"parameters": count_parameters(training.size)}
+
+
+def _profilers(measured: Sequence[Measured]) -> list[str]:
+    used = {m.cell.derived["profiler"]: m.cell.derived["profiler_reason"] for m in measured}
+    return [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in used.items()]
+
+
+def _kernel_tables(measured: Sequence[Measured], labels: Sequence[Column], top: int, full_names: bool) -> list[Table]:
+    if not measured:
+        return []
+    tables = [
+        top_kernel_table(measured, labels),
+        kernel_table(measured, labels, top, full_names),
+        kernel_table(measured, labels, top, full_names, without_matmul=True),
+        share_table(measured, labels),
+        attention_table(measured, labels),
+    ]
+    return [table for table in tables if table is not None]

@@ -1,0 +1,54 @@
+"""The columns that say which model was trained and how, shared by every table of training steps."""
+
+from collections.abc import Mapping, Sequence
+
+from cs336sys.report.machine import machine_words
+from cs336sys.report.tables import Column
+from cs336sys.results import Cell, Run
+
+SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
+
+# Settings that get a column only where the sweep varies them; the others stand in the title.
+SETTING_COLUMNS = {
+    "mode": Column("mode", "mode"),
+    "batch_size": Column("batch_size", "batch"),
+    "vocab_size": Column("vocab_size", "vocabulary"),
+    "context": Column("context", "context"),
+    "precision": Column("precision", "precision"),
+    "compile": Column("compile", "compile"),
+    "attention": Column("attention", "attention"),
+    "optimizer": Column("optimizer", "optimizer"),
+    "warmup": Column("warmup", "warm-up"),
+}
+
+
+def shown_settings(
+    cells: Sequence[Cell], settings: Mapping[str, Column], always: Sequence[str] = ()
+) -> dict[str, Column]:
+    """The settings that the sweep varies, and those that are always shown."""
+    return {
+        name: column
+        for name, column in settings.items()
+        if name in always or len({cell.configuration[name] for cell in cells}) > 1
+    }
+
+
+def title(
+    command: str, cells: Sequence[Cell], run: Run | None, settings: Mapping[str, Column], shown: Mapping[str, Column]
+) -> str:
+    """The command, the settings that have no column, and the machine."""
+    if not cells:
+        return f"{command}: nothing measured"
+    constant = [
+        f"{column.header} {cells[0].configuration[name]}" for name, column in settings.items() if name not in shown
+    ]
+    return f"{command}: {', '.join([*constant, *machine_words(run)])}"
+
+
+def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """How the steps were counted and timed, and why cells have no numbers."""
+    methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
+    counts = {(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells}
+    steps = ", ".join(f"{steps} steps after {warmup} warm-up" for warmup, steps in sorted(counts))
+    method = (f"mean ± standard deviation of {steps}, by {' and '.join(sorted(methods))}",) if methods else ()
+    return (*method, *dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason))

@@ -1,0 +1,103 @@
+"""Expressions: the number and the two texts of the same arithmetic."""
+
+import math
+import random
+
+import pytest
+
+from cs336sys.accounting.derivation import Derived, Expression, expression_of, log2, maximum, minimum, symbol
+
+N, S, W, B = symbol("N", 4), symbol("S", 96), symbol("W", 8), symbol("B", 3)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value", "formula", "substituted"),
+    [
+        (2 * (N - 1) / N * S / W, 18.0, "2 (N - 1) / N x S / W", "2 x (4 - 1) / 4 x 96 / 8"),
+        (2 * (N - 1) / N * (6 * B * W) / S, 2.25, "2 (N - 1) / N x 6 B W / S", "2 x (4 - 1) / 4 x 6 x 3 x 8 / 96"),
+        (12 * B * S / (N * W), 108, "12 B S / (N W)", "12 x 3 x 96 / (4 x 8)"),
+        (S / (N / W), 192.0, "S / (N / W)", "96 / (4 / 8)"),
+        (1 + 1.5 * S * W / B, 385.0, "1 + 1.5 S W / B", "1 + 1.5 x 96 x 8 / 3"),
+        (S - (N - B), 95, "S - (N - B)", "96 - (4 - 3)"),
+        (S - (N + B), 89, "S - (N + B)", "96 - (4 + 3)"),
+        (5 - N, 1, "5 - N", "5 - 4"),
+        (1 / N, 0.25, "1 / N", "1 / 4"),
+        ((B + N) ** 2, 49, "(B + N)^2", "(3 + 4)^2"),
+        (3 * B**2 * W, 216, "3 B^2 W", "3 x 3^2 x 8"),
+        ((S * W / B) ** 0.5, 16.0, "sqrt(S W / B)", "sqrt(96 x 8 / 3)"),
+        (math.ceil(S / (B + W)), 9, "ceil(S / (B + W))", "ceil(96 / (3 + 8))"),
+        (math.floor(S / (B + W)) + 1, 9, "floor(S / (B + W)) + 1", "floor(96 / (3 + 8)) + 1"),
+        (B * log2(N), 6.0, "B x log2(N)", "3 x log2(4)"),
+        (maximum(S / N, B * W), 24, "max(S / N, B W)", "max(96 / 4, 3 x 8)"),
+        (minimum(S, 7) * B, 21, "min(S, 7) B", "min(96, 7) x 3"),
+        (sum([B, N, 2]), 9, "B + N + 2", "3 + 4 + 2"),
+        (4e14 * B, 1.2e15, "4e14 B", "4e14 x 3"),
+        (1234567 * B, 3703701, "1234567 B", "1234567 x 3"),
+    ],
+)
+def test_value_and_both_texts(expression, value, formula, substituted):
+    assert expression.value == value
+    assert expression.formula == formula
+    assert expression.substituted(str) == substituted
+
+
+def test_factors_of_one_and_terms_of_zero_leave_no_trace():
+    for expression in (1 * N, N * 1, N / 1, N + 0, 0 + N, N - 0, sum([N]), maximum(N)):
+        assert expression.formula == "N"
+        assert expression.is_symbol
+
+
+def test_whole_quotients_stay_whole():
+    assert (S / N).value == 24
+    assert isinstance((S / N).value, int)
+    assert (N / S).value == pytest.approx(1 / 24)
+
+
+def test_plain_numbers_stay_plain():
+    assert (maximum(2, 3), minimum(2, 3), log2(8)) == (3, 2, 3.0)
+    assert expression_of(2.5).formula == "2.5"
+
+
+def test_numbers_compare_by_value():
+    assert N < 5 < S
+    assert S >= 96 > N
+    assert N <= 4
+    assert not N > B + 1
+
+
+def test_the_text_with_numbers_computes_to_the_value():
+    """Random arithmetic: what is printed, read again as arithmetic, gives what was computed."""
+    chance = random.Random(0)
+    functions = {"sqrt": math.sqrt, "max": max, "min": min, "ceil": math.ceil, "floor": math.floor, "log2": math.log2}
+
+    def build(depth: int) -> Expression | int:
+        if depth == 0:
+            return chance.choice([N, S, W, B, chance.randint(1, 9)])
+        a, b = build(depth - 1), build(depth - 1)
+        return chance.choice(
+            [
+                lambda: a + b,
+                lambda: a - b,
+                lambda: a * b,
+                lambda: a / b if float(b) else a,
+                lambda: maximum(a, b),
+                lambda: math.ceil(a) * 1,
+                lambda: a**2,
+            ]
+        )()
+
+    for _ in range(500):
+        expression = expression_of(build(4))
+        text = expression.substituted(repr).replace(" x ", " * ").replace("^", "**")
+        again = eval(text, {"__builtins__": {}}, functions)
+        assert again == pytest.approx(expression.value, rel=1e-9, abs=1e-9), text
+
+
+def test_the_line_of_a_derived_value():
+    derived = Derived("largest N", 1 + B * W, "devices", symbol="N", relation="<=")
+    assert derived.derivation(str) == "N <= 1 + B W = 1 + 3 x 8"
+    assert derived.value == 25
+    assert derived.as_symbol().formula == "N"
+    assert derived.as_symbol().value == 25
+    assert Derived("named", symbol("sum", 5), "bytes", symbol="b").derivation(str) == "b = sum"
+    assert Derived("constant", expression_of(7), "bytes").derivation(str) == "7"

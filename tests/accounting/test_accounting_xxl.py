@@ -1,0 +1,148 @@
+"""The XXL model on paper: figures worked by hand from the handout's numbers, and its batch checked on the times."""
+
+import math
+
+import pytest
+
+from cs336sys.accounting.answers.xxl import batch_answers, memory_answers
+from cs336sys.accounting.xxl import (
+    XXL,
+    FeedForwardStack,
+    TpuMesh,
+    batch_of_best_mesh,
+    batch_overlapped,
+    batch_shared,
+    forward_times,
+    largest_tp,
+    saved_bytes,
+    sharded_bytes,
+    sharding_needed,
+    state_bytes,
+    weight_copy_bytes,
+)
+from cs336sys.errors import UsageError
+
+MESH = TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10)
+
+
+def by_quantity(answers):
+    return {answer.quantity: answer.value for answer in answers}
+
+
+def test_parameters_and_states():
+    assert (XXL.d_model, XXL.d_ff, XXL.num_blocks) == (16384, 53248, 126)
+    # 16384 * 53248 = 872,415,232; two matrices in 126 blocks.
+    assert XXL.parameters == 219_848_638_464
+    assert state_bytes(XXL.parameters) == 3_517_578_215_424
+    assert weight_copy_bytes(XXL.parameters) == 439_697_276_928
+
+
+def test_saved_activations():
+    # A token saves 2 * (16384 + 53248) = 139,264 bytes in a block, 17,547,264 in 126.
+    assert saved_bytes(XXL, 1) == 17_547_264
+    assert saved_bytes(FeedForwardStack(2, 3, 5), 7) == 350  # 2 bytes * 7 tokens * 5 blocks * 5
+
+
+def test_memory_answers_of_the_reference_batch():
+    found = by_quantity(memory_answers(XXL, 2048, 80e9, 95e9))
+    assert found["saved for backward"] == 35_936_796_672
+    assert found["all of it"] == 3_553_515_012_096
+    assert found["GPUs that hold all of it"] == 45  # 44.4
+    assert found["GPUs that hold the states alone"] == 44  # 43.97
+    # (3517.578 + 17.968) / (95 - 17.968) = 45.897
+    assert found["sharding at which a device is exactly full"] == pytest.approx(3535.546613760e9 / 77.031601664e9)
+    assert found["smallest N_FSDP with less than that"] == 46
+    assert found["memory of a device then"] == pytest.approx(94.828e9, rel=1e-5)
+
+
+def test_sharding_is_the_smallest_that_fits():
+    for tokens in (1, 320, 2048, 10_000):
+        states, saved = state_bytes(XXL.parameters), saved_bytes(XXL, tokens)
+        smallest = by_quantity(memory_answers(XXL, tokens, 80e9, 95e9))["smallest N_FSDP with less than that"]
+        assert sharded_bytes(states, saved, smallest) < 95e9 <= sharded_bytes(states, saved, smallest - 1)
+
+
+def test_activations_that_no_sharding_fits():
+    # Half of 12,000 tokens' activations are 105 GB.
+    answers = memory_answers(XXL, 12_000, 80e9, 95e9)
+    assert by_quantity(answers)["smallest N_FSDP with less than that"] == math.inf
+    assert answers[-1].reason.startswith("Never")
+    assert sharding_needed(1e12, 190e9, 95e9) == math.inf
+
+
+def test_weight_copies_on_request():
+    found = by_quantity(memory_answers(XXL, 2048, 80e9, 95e9, weight_copies=True))
+    assert found["saved for backward"] == 35_936_796_672 + 439_697_276_928
+
+
+def test_batch_answers_of_the_handout():
+    found = by_quantity(batch_answers(XXL, MESH))
+    # alpha = 4.6e14 / 1.8e11 = 23,000 / 9; b = alpha / (2 * 4); on 64 devices 64 b.
+    assert found["FLOPs a byte of communication"] == pytest.approx(23_000 / 9)
+    assert found["most TP"] == pytest.approx(53248 * 9 / 23_000)
+    assert found["per-device batch, axes overlapped"] == pytest.approx(2875 / 9)
+    assert found["overall batch, axes overlapped"] == pytest.approx(184_000 / 9)
+    # 1 - 4 / 20.836 = 0.80803
+    assert found["per-device batch, axes sharing the links"] == pytest.approx(319.4444444 / 0.8080261752, rel=1e-8)
+    assert found["overall batch, axes sharing the links"] == pytest.approx(64 * 395.3392282, rel=1e-8)
+    assert found["per-device batch with Y = 16"] == pytest.approx(23_000 / 9 / 32)
+    assert found["per-device batch with the best mesh"] == pytest.approx((23_000 / 9) ** 2 / (2 * 53248))
+    assert found["per-device batch with one more axis of links for FSDP"] == pytest.approx(23_000 / 9 / 12)
+    assert found["per-device batch with weights sent in 8 bits"] == pytest.approx(2875 / 18)
+    assert found["overall batch with a pipeline of 4 stages"] == pytest.approx(46_000 / 9)
+
+
+@pytest.mark.parametrize("mesh", [MESH, TpuMesh(8, 8, 1, 2, 1e14, 1e11), TpuMesh(4, 1, 3, 1, 4.6e14, 1.8e11)])
+def test_at_the_batch_computing_takes_as_long_as_communication(mesh):
+    found = by_quantity(batch_answers(XXL, mesh))
+    computing, along_x, along_y = forward_times(found["overall batch, axes overlapped"], XXL, mesh)
+    assert computing == pytest.approx(max(along_x, along_y))
+    computing, along_x, along_y = forward_times(found["overall batch, axes sharing the links"], XXL, mesh)
+    assert computing == pytest.approx(along_x + along_y)
+
+
+def test_forward_times_worked_by_hand():
+    # 4 * 6 * 2 * 3 = 144 FLOPs on 2 * 3 devices of 4 FLOP/s; 4 * 2 * 3 / (3 * 5 * 2) s; 4 * 6 * 2 / (2 * 5 * 1) s.
+    mesh = TpuMesh(2, 3, 2, 1, 4, 5)
+    assert forward_times(6, FeedForwardStack(2, 3, 1), mesh) == (6.0, 0.8, 4.8)
+
+
+def test_more_tp_than_hides_is_never_compute_bound():
+    wide = TpuMesh(2, 32, 2, 1, 4.6e14, 1.8e11)
+    answers = {answer.quantity: answer for answer in batch_answers(XXL, wide)}
+    for axes in ("overlapped", "sharing the links"):
+        assert answers[f"per-device batch, axes {axes}"].value == math.inf
+        assert answers[f"per-device batch, axes {axes}"].reason.startswith("Never")
+    computing, _, along_y = forward_times(1e9, XXL, wide)
+    assert along_y > computing
+    assert batch_overlapped(2555.6, 21, 2, largest_tp(53248, 2555.6, 1)) == math.inf
+    assert batch_shared(319.4, 20.8, 20.8) == math.inf
+
+
+def test_best_mesh_beats_every_split():
+    alpha, devices = MESH.intensity, 64
+    batch = devices * batch_of_best_mesh(XXL.d_ff, alpha, 2, 1)
+    compute_bound = []
+    for step in range(2001):
+        x = devices ** (step / 2000)
+        mesh = TpuMesh(x, devices / x, 2, 1, MESH.flops_per_s, MESH.bytes_per_s)
+        # The least batch of this split: FSDP needs alpha / (2 Y) a device, and TP must be hidden.
+        compute_bound.append(batch_overlapped(alpha, mesh.y, 2, largest_tp(XXL.d_ff, alpha, 1)) * devices)
+    assert min(compute_bound) == pytest.approx(batch, rel=1e-2)
+    assert min(compute_bound) >= batch * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: memory_answers(XXL, 0, 80e9, 95e9), "tokens 0: must be positive"),
+        (lambda: memory_answers(XXL, 1, -80e9, 95e9), "gpu bytes -8e+10: must be positive"),
+        (lambda: memory_answers(FeedForwardStack(1, 1, 0), 1, 8e9, 9e9), "num blocks 0: must be positive"),
+        (lambda: batch_answers(XXL, TpuMesh(0, 4, 2, 1, 4.6e14, 1.8e11)), "x 0: must be positive"),
+        (lambda: batch_answers(XXL, TpuMesh(1, 4, 2, 1, math.nan, 1.8e11)), "flops per s nan: must be positive"),
+    ],
+)
+def test_impossible_values_are_refused(call, sentence):
+    with pytest.raises(UsageError) as refusal:
+        call()
+    assert str(refusal.value) == sentence

@@ -1,0 +1,58 @@
+"""A command on several ranks, for the tests of sweeps under torchrun: its cells do what their configuration says.
+
+Started as a script by torchrun, and imported by name for its cell function.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import typer
+
+from cs336sys.commands.sweep import run_sweep
+from cs336sys.errors import CapabilityError
+from cs336sys.measure.cells import Outcome
+from cs336sys.parallel import launch
+from cs336sys.results import Samples
+
+
+def measure(configuration, progress):
+    if configuration["action"] == "refuse":
+        return Outcome("oom", reason="too large for both", refused=True)
+    ranks = launch.kept(configuration["world_size"], backend="gloo", timeout_s=60)
+    print("a line of a cell")
+    sums, processes = zip(*ranks.run(act, configuration["action"]), strict=True)
+    return Outcome("ok", {"sum": Samples("ms", "cpu clock", sums)}, {"processes": processes})
+
+
+def act(action):
+    if action == "fail on rank 1" and dist.get_rank() == 1:
+        raise ValueError("the numbers are wrong")
+    if action == "unsupported":
+        raise CapabilityError("none of us can")
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return total.item(), os.getpid()
+
+
+def main():
+    """Measure the actions that the first argument lists; the second is a results file, or empty."""
+    actions, save = sys.argv[1].split(","), Path(sys.argv[2]) if sys.argv[2] else None
+    configurations = [{"action": action, "world_size": 2} for action in actions]
+    sweep = run_sweep(
+        "bench", "rank_sweep:measure", configurations, save=save, resume=save is not None, across_ranks=True
+    )
+    if sweep.is_reported_here:
+        print([cell.status for cell in sweep.cells], [cell.samples["sum"].mean for cell in sweep.cells if cell.samples])
+    try:
+        sweep.exit()
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+    except CapabilityError as error:
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

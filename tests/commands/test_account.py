@@ -1,0 +1,387 @@
+"""``account`` as a user runs it: every sub-command, the documented output, formats, pictures and bad input."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "account.md"
+
+SUB_COMMANDS = (
+    "memory",
+    "activations",
+    "attention",
+    "flops",
+    "checkpointing",
+    "collectives",
+    "buckets",
+    "parallel",
+    "xxl",
+)
+
+# A command alone in its block, with its output below it up to the next section.
+DOCUMENTED = re.compile(r"```sh\n(cs336sys account [^\n]*)\n```\n\n((?:(?!## ).*\n)*)", re.MULTILINE)
+
+
+def account(*arguments):
+    return CliRunner().invoke(app, ["account", *arguments])
+
+
+def tables(*arguments):
+    result = account(*arguments, "--format", "json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["tables"]
+
+
+def rows(*arguments):
+    """Rows of all tables of derived values, by quantity."""
+    found = [row for table in tables(*arguments) for row in table["rows"] if "derivation" in row]
+    return {row["quantity"]: row for row in found}
+
+
+def output(command: str) -> str:
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_documented_outputs_are_what_the_commands_print():
+    """``CS336SYS_WRITE_DOCS=1 pytest tests/commands/test_account.py`` writes them into the page."""
+    text = PAGE.read_text() + "\n"
+    if os.environ.get("CS336SYS_WRITE_DOCS"):
+        text = DOCUMENTED.sub(lambda found: f"```sh\n{found[1]}\n```\n\n{output(found[1])}\n", text)
+        PAGE.write_text(text.rstrip("\n") + "\n")
+    documented = DOCUMENTED.findall(text)
+    assert {command.split()[2] for command, _ in documented} == set(SUB_COMMANDS)
+    for command, shown in documented:
+        assert shown.strip() == output(command).strip(), command
+
+
+def test_every_question_on_the_page_is_answered():
+    """Every part of a problem that the page lists is named by a row or a title of some output below."""
+    listing, outputs = PAGE.read_text().split("## Every question and its command")[1].split("What follows")
+    listed = {
+        f"{name} {part}".strip()
+        for name, parts in re.findall(r"^\| ([a-z]+_[a-z_]+)([^|]*)\|", listing, re.MULTILINE)
+        for part in expanded(parts)
+    }
+    assert len(listed) == 34
+    # Predicted peaks are a column of a table of their own.
+    listed -= {"memory_profiling (b)", "memory_profiling (c)"}
+    answered = set(re.findall(r"[a-z]+_[a-z_]+ \([a-f]\)|alternate_ring_all_reduce", outputs))
+    assert listed - answered == set()
+
+
+def expanded(parts: str) -> list[str]:
+    """``(a) to (c), 2026`` as (a), (b), (c); a problem without parts as one empty part."""
+    letters = re.findall(r"\(([a-f])\)", parts)
+    if " to " in parts:
+        letters = [chr(code) for code in range(ord(letters[0]), ord(letters[-1]) + 1)]
+    return [f"({letter})" for letter in letters] or [""]
+
+
+def test_torch_is_never_imported():
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from cs336sys.cli import app\n"
+        f"for name in {SUB_COMMANDS}:\n"
+        "    result = CliRunner().invoke(app, ['account', name])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'numpy') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert answer.stderr == ""
+    assert answer.stdout.strip() == "[]"
+
+
+def test_alone_it_shows_help():
+    result = account()
+    shown = result.stdout + result.stderr
+    for name in SUB_COMMANDS:
+        assert re.search(rf"\b{name}\b", shown)
+    assert "Usage: " in shown
+
+
+@pytest.mark.parametrize("name", SUB_COMMANDS)
+def test_every_sub_command_has_help_with_an_example(name):
+    result = account(name, "-h")
+    assert result.exit_code == 0
+    assert f"cs336sys account {name}" in " ".join(result.stdout.split())
+
+
+def test_the_handouts_xxl():
+    found = rows("xxl")
+    states = found["master weights, accumulated gradients, optimizer state"]
+    assert (states["value"], states["unit"]) == (pytest.approx(3.517578215424), "TB")
+    assert states["derivation"] == "S = 16 P = 16 x 219,848,638,464"
+    assert states["question"] == "communication_accounting (a)"
+    assert found["GPUs that hold all of it"]["value"] == 45
+    assert found["smallest N_FSDP with less than that"]["value"] == 46
+    assert found["per-device batch, axes overlapped"]["value"] == pytest.approx(319.4444444)
+    assert found["overall batch, axes overlapped"]["value"] == pytest.approx(20444.444444)
+
+
+def test_options_of_xxl_change_what_they_name():
+    found = rows("xxl", "--tokens", "320", "--gpu-gb", "141", "--device-gb", "80", "--y", "8", "--weight-copies")
+    assert found["saved for backward"]["value"] == pytest.approx(320 * 17_547_264e-9 + 439.697276928)
+    assert found["GPUs that hold the states alone"]["value"] == 25  # 3517.6 / 141
+    assert found["per-device batch, axes overlapped"]["value"] == pytest.approx(319.4444444 / 2)
+    small = rows(
+        "xxl",
+        "--d-model",
+        "2",
+        "--d-ff",
+        "3",
+        "--num-blocks",
+        "5",
+        "--x",
+        "2",
+        "--y",
+        "1",
+        "--m-x",
+        "1",
+        "--devices",
+        "2",
+    )
+    assert small["parameters"]["value"] == 60
+    half = rows("xxl", "--flops", "2.3e14", "--bandwidth", "3.6e11", "--m-y", "3")
+    assert half["FLOPs a byte of communication"]["value"] == pytest.approx(23_000 / 36)
+    assert half["most TP"]["value"] == pytest.approx(3 * 53248 * 36 / 23_000)
+
+
+def test_parallel_compares_its_strategies():
+    arguments = ("--batch", "64", "--d-model", "4", "--d-ff", "8", "--flops", "100", "--bandwidth", "10")
+    found = tables("parallel", *arguments, "--devices", "4")
+    assert [table["name"] for table in found] == ["dp", "fsdp", "tp", "tp_backward", "fsdp-tp", "strategies"]
+    summary = {row["strategy"]: row for row in found[-1]["rows"]}
+    assert summary["dp"]["backward_communication_ms"] == pytest.approx(28_800)
+    assert summary["dp"]["forward_most_devices"] is None
+    assert summary["tp"]["forward_bound"] == "communication"
+    assert summary["fsdp"]["forward_bound"] == "computing"
+    assert summary["fsdp"]["forward_most_devices"] == pytest.approx(7.4)
+    # The fastest mesh of 4: FSDP alone takes 14.4 s, 2 x 2 4.8 + 25.6 s.
+    assert summary["fsdp-tp"]["devices"] == "4 x 1"
+    fp32 = rows("parallel", *arguments, "--strategy", "fsdp", "--dtype", "fp32")
+    assert fp32["most devices before communication takes longer than computing, forward"]["value"] == pytest.approx(4.2)
+
+
+def test_the_mesh_can_be_chosen():
+    title = tables("parallel", "--strategy", "fsdp-tp", "--mesh", "2x4", "--devices", "8")[0]["title"]
+    assert title.endswith("2 x 4 devices")
+
+
+def test_memory_table_and_its_settings():
+    first, *states = tables(
+        "memory",
+        "--size",
+        "small",
+        "--world-size",
+        "1,2",
+        "--strategy",
+        "none,fsdp",
+        "--mode",
+        "forward,train",
+        "--precision",
+        "bf16",
+    )
+    assert len(first["rows"]) == 8
+    train = {(row["world_size"], row["strategy"]): row for row in first["rows"] if row["mode"] == "train"}
+    assert train[1, "none"]["optimizer_state_gib"] == pytest.approx(8 * train[1, "none"]["parameters"] / 2**30)
+    assert train[2, "fsdp"]["optimizer_state_gib"] == pytest.approx(
+        train[1, "none"]["optimizer_state_gib"] / 2, rel=1e-3
+    )
+    assert train[2, "fsdp"]["after_initialization_gib"] == pytest.approx(train[2, "fsdp"]["parameters_gib"])
+    forward = next(row for row in first["rows"] if row["mode"] == "forward")
+    assert forward["gradients_gib"] is None
+    assert forward["peak_gib"] < train[1, "none"]["peak_gib"]
+    assert [table["name"] for table in states] == ["state", "state"]
+    masters = tables("memory", "--size", "small", "--strategy", "optimizer-flat", "--parameter-dtype", "bf16")[0][
+        "rows"
+    ][0]
+    assert masters["master_parameters_gib"] == pytest.approx(2 * masters["parameters"] / 2**30, rel=1e-3)
+
+
+def test_activations_of_every_size_and_setting():
+    found = tables(
+        "activations", "--size", "2.7b", "--context", "128,512", "--precision", "bf16", "--attention", "flash"
+    )
+    assert [table["name"] for table in found] == ["tensors", "block"] * 2
+    assert "context 512, bf16, flash attention" in found[3]["title"]
+    residual = rows("activations")["tensor of the residual stream"]
+    assert (residual["value"], residual["unit"]) == (20, "MiB")
+
+
+def test_attention_grid_growth_and_the_shape_that_does_not_fit():
+    grid, eager, flash = tables("attention", "--d-model", "64", "--capacity-gib", "24")
+    last = [row for row in grid["rows"] if row["context"] == 16384]
+    assert [(row["implementation"], row["fits"]) for row in last] == [("eager", False), ("flash", True)]
+    assert last[0]["held_ratio"] == pytest.approx(4, rel=0.03)
+    assert last[1]["held_ratio"] == last[1]["context_ratio"] == 2
+    assert "context 16384, head dim 64, in the grid" in eager["title"]
+    assert "beyond the grid" in flash["title"]
+    assert eager["rows"][-1]["quantity"] == "peak"
+    # 32.2 GiB fit into 33 GiB, not into 33e9 bytes.
+    (last,) = tables(
+        "attention", "--d-model", "64", "--context", "16384", "--implementations", "eager", "--capacity-gib", "33"
+    )[0]["rows"]
+    assert last["fits"]
+
+
+def test_checkpointing_finds_the_best_group():
+    rules, strategies = tables("checkpointing")
+    assert rules["name"] == "rules"
+    peaks = {row["checkpointing"]: row["peak_gib"] for row in strategies["rows"]}
+    assert list(peaks)[:3] == ["none", "block", "every=2"]
+    assert peaks["block"] == min(peaks.values()) < peaks["every=2"] < peaks["every=4"] < peaks["none"]
+    recomputed = {row["checkpointing"]: row["recomputed_blocks"] for row in strategies["rows"]}
+    assert (recomputed["none"], recomputed["block"], recomputed["nested"]) == (0, 32, 96)
+    # With tiny activations beside the inputs, a group of several blocks needs less than one.
+    _, narrow = tables(
+        "checkpointing",
+        "--size",
+        "8b",
+        "--context",
+        "512",
+        "--batch-size",
+        "2",
+        "--attention",
+        "flash",
+        "--num-layers",
+        "4",
+        "--checkpoint",
+        "every=1,every=2",
+    )
+    assert [row["checkpointing"] for row in narrow["rows"]] == ["block", "every=2"]
+
+
+def test_collectives_by_size_and_devices():
+    _, times = tables("collectives", "--message", "1MB,1GB", "--devices", "1,4", "--bandwidth", "3e11")
+    assert [(row["devices"], row["message_bytes"]) for row in times["rows"]] == [
+        (1, 10**6),
+        (1, 10**9),
+        (4, 10**6),
+        (4, 10**9),
+    ]
+    assert times["rows"][3]["all_reduce_ms"] == pytest.approx(5)
+
+
+def test_buckets_of_gradients():
+    formulas, overheads = tables(
+        "buckets", "--gradients", "9GB", "--bandwidth", "1e11", "--call-us", "1", "--bucket-mb", "900,30"
+    )
+    assert formulas["rows"][0]["quantity"] == "overhead of 10 buckets"
+    assert formulas["rows"][1]["value"] == pytest.approx(30)
+    assert [row["overhead_ms"] for row in overheads["rows"]] == [pytest.approx(9.01), pytest.approx(0.6)]
+    assert rows("buckets", "--size", "tiny", "--gradient-dtype", "bf16")["bucket size with the least overhead"][
+        "derivation"
+    ].endswith("min(6.16986e6, sqrt(6.16986e6 x 3.2e11 x 2e-5))")
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "csv", "json", "latex", "typst"])
+def test_every_format(format):
+    result = account("buckets", "--format", format)
+    assert result.exit_code == 0
+    assert "226.17" in result.stdout
+
+
+def test_csv_has_the_columns_of_programs(tmp_path):
+    path = tmp_path / "xxl.csv"
+    assert account("xxl", "--format", "csv", "--output", str(path)).stdout == ""
+    first = csv.DictReader(path.read_text().split("\n\n")[0].splitlines())
+    assert first.fieldnames == ["question", "quantity", "value", "unit", "derivation", "reason", "source"]
+
+
+@pytest.mark.parametrize(("name", "ending"), [("parallel", "png"), ("memory", "svg")])
+def test_pictures(name, ending, tmp_path):
+    path = tmp_path / f"picture.{ending}"
+    result = account(name, "--plot", str(path), "--output", str(tmp_path / "table.md"))
+    assert result.exit_code == 0, result.output
+    head = path.read_bytes()[:400]
+    assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in head or b"<?xml" in head
+
+
+def test_pictures_name_what_differs(tmp_path):
+    path = tmp_path / "memory.svg"
+    arguments = ("--size", "small,medium", "--world-size", "1,2", "--strategy", "none,fsdp")
+    assert account("memory", *arguments, "--plot", str(path), "--output", str(tmp_path / "t.md")).exit_code == 0
+    text = path.read_text()
+    for word in ("fsdp", "medium", "2 ranks", "optimizer state"):
+        assert f"<!-- {word}" in text
+
+
+def test_options_can_be_set_by_variables():
+    result = CliRunner().invoke(
+        app,
+        ["account", "xxl", "--format", "json"],
+        env={"CS336SYS_ACCOUNT_XXL_NUM_BLOCKS": "1"},
+        auto_envvar_prefix="CS336SYS",
+    )
+    assert json.loads(result.stdout)["tables"][0]["title"].endswith("1 blocks")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["memory", "--size", "huge"], "--size 'huge': choose from tiny, small"),
+        (["memory", "--strategy", "zero"], "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp"),
+        (["memory", "--world-size", "0"], "--world-size '0': must be at least 1"),
+        (["memory", "--world-size", "3"], "3 ranks do not divide the batch of 4"),
+        (["memory", "--precision", "fp8"], "--precision 'fp8': choose from fp32, bf16, fp16"),
+        (["memory", "--parameter-dtype", "int8"], "--parameter-dtype 'int8': choose from fp32, bf16, fp16"),
+        (["memory", "--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),
+        (["memory", "--attention", "none"], "--attention 'none': choose from reference, sdpa, flash"),
+        (["memory", "--num-layers", "-1"], "--num-layers -1: must be at least 1"),
+        (["memory", "--plot", "m.txt"], "--plot m.txt: the file must end in .png, .svg, .pdf"),
+        (["memory", "--format", "xml"], "unknown format 'xml'"),
+        (["activations", "--context", "-5"], "--context '-5': must be at least 1"),
+        (["activations", "--attention", "linear"], "--attention 'linear': choose from"),
+        (["flops", "--num-heads", "7"], "7 heads do not divide d_model 2560"),
+        (["attention", "--batch-size", "0"], "--batch-size '0': must be at least 1"),
+        (["attention", "--capacity-gib", "-1"], "--capacity-gib '-1.0': must be between"),
+        (["attention", "--implementations", "magic"], "--implementations 'magic': choose from eager, flash"),
+        (
+            ["checkpointing", "--checkpoint", "every=0"],
+            "--checkpoint 'every=0': a group has a whole number of blocks",
+        ),
+        (["checkpointing", "--checkpoint", "some"], "--checkpoint 'some': choose from none, block"),
+        (["checkpointing", "--mode", "test"], "--mode 'test': choose from"),
+        (["collectives", "--message", "big"], "--message 'big': write a size as"),
+        (["collectives", "--devices", "0"], "--devices '0': must be at least 1"),
+        (["collectives", "--bandwidth", "0"], "--bandwidth 0: must be positive"),
+        (["buckets", "--size", "huge"], "unknown size 'huge'"),
+        (["buckets", "--call-us", "-1"], "--call-us -1: must be positive"),
+        (["buckets", "--bucket-mb", "0"], "--bucket-mb '0': must be between"),
+        (["buckets", "--gradients", "many"], "--gradients 'many': write a size as"),
+        (["parallel", "--strategy", "pp"], "--strategy 'pp': choose from dp, fsdp, tp, fsdp-tp"),
+        (["parallel", "--batch", "-8"], "batch -8: must be positive"),
+        (["parallel", "--flops", "nan"], "flops_per_s nan: must be positive"),
+        (["parallel", "--devices", "0"], "--devices 0: must be at least 1"),
+        (["parallel", "--mesh", "4x"], "--mesh '4x': must be N_FSDPxN_TP, such as 4x2"),
+        (["parallel", "--mesh", "0x4"], "mesh 0x4: every axis needs at least 1 device"),
+        (
+            ["parallel", "--mesh", "4x2", "--devices", "16"],
+            "--mesh 4x2 is 8 devices: its axes must multiply to --devices 16",
+        ),
+        (["xxl", "--tokens", "0"], "tokens 0: must be positive"),
+        (["xxl", "--device-gb", "-95"], "device bytes -9.5e+10: must be positive"),
+        (["xxl", "--x", "0"], "x 0: must be positive"),
+        (["xxl", "--devices", "65"], "--x 16 and --y 4 multiply to 64, not to --devices 65"),
+        (["xxl", "--output", "/proc/no/t.md"], "cannot write --output /proc/no/t.md"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = account(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""

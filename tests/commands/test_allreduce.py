@@ -1,0 +1,261 @@
+"""``allreduce`` as a user runs it, on the CPU, alone and as two torchrun agents."""
+
+import json
+
+import pytest
+from two_agents import run_two_agents
+from typer.testing import CliRunner
+
+from cs336sys.accounting.collectives import CollectiveWorkload
+from cs336sys.cli import app
+from cs336sys.commands.allreduce import message_sizes
+from cs336sys.errors import UsageError
+from cs336sys.report.collective_plots import plot_collectives
+from cs336sys.report.collectives import allreduce_tables, fit_of, groups_of
+from cs336sys.report.tables import render
+from cs336sys.results import Cell, Samples, read_results
+
+SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--iterations", "4"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Three sizes of all-gather between one that two ranks cannot share and one that no machine has room for."""
+    folder = tmp_path_factory.mktemp("allreduce")
+    arguments = [*SMALL, "--collective", "all_gather", "--message", "4B,1KB,20002B,400KB", "--message", "1000TB"]
+    arguments += ["--save", str(folder / "r.jsonl"), "--plot", str(folder / "r.png")]
+    return invoke(*arguments, "--format", "json"), folder, arguments
+
+
+def test_every_cell_is_checked_and_timed(sweep):
+    result, folder, _ = sweep
+    found = tables(result)
+    rows = found["allreduce"]["rows"]
+    assert [row["status"] for row in rows] == ["unsupported", "ok", "ok", "ok", "oom"]
+    assert [(row["size_bytes"], row["elements"]) for row in rows[1:4]] == [
+        (1000, 250),
+        (20_000, 5000),
+        (400_000, 100_000),
+    ]
+    for name in ("allreduce", "latency"):
+        for row in [row for row in found[name]["rows"] if row.get("status", "ok") == "ok"]:
+            assert row["min_us"] <= row["time_us_mean"] <= row["max_us"]
+            assert row["time_us_median"] <= row["p99_us"] <= row["max_us"]
+            assert row["algbw_gbps"] == pytest.approx(row["size_bytes"] / row["time_us_mean"] / 1e3)
+            assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] / 2)
+    assert [(row["wrong_elements"], row["in_place"]) for row in rows[1:4]] == [(0, False)] * 3
+    assert rows[0]["time_us_mean"] is rows[4]["time_us_mean"] is None
+    average = sum(row["busbw_gbps"] for row in rows[1:4]) / 3
+    notes = found["allreduce"]["notes"]
+    assert notes[:2] == [
+        "link of 2 ranks of gloo: TCP within one machine",
+        "mean ± standard deviation of 4 calls after 5 warm-up, each the slowest rank's",
+    ]
+    assert notes[2].startswith("average bus bandwidth: ")
+    assert float(notes[2].split()[3]) == pytest.approx(average, rel=1e-2, abs=1e-4)
+    assert notes[3].startswith("unsupported: message of 4 bytes: too small for all_gather of fp32 over 2 ranks; choose")
+    assert notes[4].startswith("oom: out of memory at checking and timing: rank ")
+    assert "you tried to allocate 1000000000000000 bytes" in notes[4]
+    assert [row["timing"] for row in found["fit"]["rows"]] == ["back to back", "synchronized"]
+    assert (folder / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_measures_nothing_again_and_shows_the_same(sweep):
+    result, folder, arguments = sweep
+    before = (folder / "r.jsonl").read_bytes()
+    assert tables(invoke(*arguments, "--resume", "--format", "json")) == tables(result)
+    assert (folder / "r.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("format", "marker"),
+    [("table", "│"), ("markdown", "| fp32"), ("latex", r"\toprule"), ("typst", "#figure("), ("csv", "size_bytes")],
+)
+def test_every_format_shows_every_cell(sweep, format, marker):
+    _, folder, _ = sweep
+    shown = render(allreduce_tables(read_results(folder / "r.jsonl").cells, None), format)
+    assert marker in shown
+    assert "oom" in shown
+
+
+def test_samples_are_kept_with_their_warm_up(sweep):
+    _, folder, _ = sweep
+    cell = read_results(folder / "r.jsonl").cells[1]
+    assert (len(cell.samples["back_to_back"].warmup), len(cell.samples["synchronized"].measured)) == (5, 4)
+    assert cell.samples["back_to_back"].unit == "us"
+    assert CollectiveWorkload(**cell.configuration).size_bytes == 1000
+
+
+def test_two_machines_run_the_command_together(tmp_path):
+    """Two torchrun agents: every rank runs the command, rank 0 alone prints and saves."""
+    path = tmp_path / "r.jsonl"
+    options = [
+        "--backend",
+        "gloo",
+        "--world-size",
+        "2,4",
+        "--message",
+        "1KB,40KB",
+        "--collective",
+        "all_reduce,broadcast",
+    ]
+    options += ["--iterations", "3", "--format", "json", "--save", str(path)]
+    first, second = run_two_agents("-m", "cs336sys", "allreduce", *options)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == ""
+    found = {table["name"]: table for table in json.loads(first.stdout)["tables"]}
+    rows = [(row["world_size"], row["collective"], row["status"]) for row in found["allreduce"]["rows"]]
+    assert rows[::2] == [
+        (2, "all_reduce", "ok"),
+        (2, "broadcast", "ok"),
+        (4, "all_reduce", "unsupported"),
+        (4, "broadcast", "unsupported"),
+    ]
+    assert "unsupported: world size 4: 2 ranks were started, ask for those" in found["allreduce"]["notes"]
+    assert [cell.status for cell in read_results(path).cells] == ["ok"] * 4 + ["unsupported"] * 4
+
+
+def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    arguments = [
+        "--collective",
+        "all_reduce,reduce_scatter",
+        "--world-size",
+        "3",
+        "--message",
+        "8B:1MB",
+        "--factor",
+        "50000",
+    ]
+    rows = tables(invoke("allreduce", "--device", "cpu", *arguments, "--dry-run", "--format", "json"))["plan"]["rows"]
+    assert [(row["collective"], row["size_bytes"], row["elements"], row["tensors_bytes"]) for row in rows] == [
+        ("all_reduce", 8, 2, 8),
+        ("all_reduce", 400_000, 100_000, 400_000),
+        ("reduce_scatter", 8, None, None),
+        ("reduce_scatter", 399_996, 99_999, 533_328),
+    ]
+    assert rows[1]["all_ranks_bytes"] == 1_200_000
+    assert rows[2]["reason"].endswith("choose at least 12 bytes")
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes"),
+    [
+        (["1MB,10MB"], [10**6, 10**7]),
+        (["8", "1KiB", "1.5KB"], [8, 1024, 1500]),
+        (["8B:64B"], [8, 16, 32, 64]),
+        (["8B:63B,16B"], [8, 16, 32]),
+        (["1GB:1GB"], [10**9]),
+    ],
+)
+def test_messages(values, sizes):
+    assert message_sizes(values, 2.0) == sizes
+
+
+def test_course_sizes_are_a_range_too():
+    assert message_sizes(["1MB:1GB"], 10.0) == message_sizes(["1MB,10MB,100MB,1GB"], 2.0)
+    with pytest.raises(UsageError, match="--factor 1: must be more than 1"):
+        message_sizes(["1MB:1GB"], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--message", "5XB"], 2, "--message '5XB': write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)"),
+        (["--message", "1KB:8B"], 2, "--message '1KB:8B': a range begins with its smallest size"),
+        (["--message", "0"], 2, "--message '0': must be a whole number of bytes, at least 1"),
+        (["--message", "1.2.3"], 2, "--message '1.2.3': write a size as"),
+        (["--factor", "0.5"], 2, "--factor 0.5: must be more than 1"),
+        (["--backend", "mpi"], 2, "--backend 'mpi': choose from gloo, nccl"),
+        (["--backend", "nccl"], 2, "--backend nccl: communicates tensors on cuda, not on cpu"),
+        (["--collective", "gather"], 2, "--collective 'gather': choose from all_reduce, all_gather, reduce_scatter,"),
+        (["--dtype", "fp8"], 2, "--dtype 'fp8': choose from fp32, bf16, fp16, fp64, int32"),
+        (["--world-size", "0"], 2, "--world-size '0': must be at least 1"),
+        (["--iterations", "0"], 2, "--iterations '0': must be at least 1"),
+        (["--warmup", "-1"], 2, "--warmup '-1': must be at least 0"),
+        (["--timeout", "0"], 2, "--timeout '0.0': must be between 1 and inf"),
+        (["--plot", "x.txt"], 2, "--plot x.txt: the file must end in .png, .svg, .pdf"),
+        (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),
+        (["--resume"], 2, "--resume needs --save"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, code, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke(*SMALL, *arguments)
+    assert result.exit_code == code
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def cell(message_bytes, time_us, world_size=2, backend="nccl", collective="all_reduce", status="ok"):
+    configuration = CollectiveWorkload(backend, collective, world_size, "fp32", message_bytes).configuration()
+    if status != "ok":
+        return Cell("allreduce", configuration, status, reason="none here")
+    times = Samples("us", "cuda events", (time_us,) * 3)
+    bandwidth = message_bytes / time_us / 1e3
+    derived = {"size_bytes": message_bytes, "elements": message_bytes // 4, "in_place": True, "link": "NV18"}
+    derived |= {"wrong_elements": 0}
+    for timing in ("back_to_back", "synchronized"):
+        derived |= {f"{timing}_algbw_gbps": bandwidth, f"{timing}_busbw_gbps": bandwidth if world_size > 1 else None}
+    return Cell("allreduce", configuration, "ok", {"back_to_back": times, "synchronized": times}, derived)
+
+
+def test_fit_finds_the_latency_and_bandwidth_of_each_backend_and_world_size():
+    # 20 us and 300 GB/s on two ranks of NCCL; 1 ms and 1 GB/s on Gloo.
+    cells = [cell(size, 20 + size / 300e3) for size in (10**6, 10**9, 10**7)]
+    cells += [cell(size, 1000 + size / 1e3, 4, "gloo") for size in (10**6, 10**7)]
+    cells += [cell(10**6, 50.0, 4), cell(10**6, 0, 8, status="unsupported")]
+    found = {table.name: table for table in allreduce_tables(cells, None)}
+    rows = [row for row in found["fit"].rows if row["timing"] == "back to back"]
+    assert [(row["backend"], row["world_size"]) for row in rows] == [("nccl", 2), ("gloo", 4)]
+    assert rows[0]["latency_us"] == pytest.approx(20)
+    assert rows[0]["bandwidth_gbps"] == pytest.approx(300)
+    assert rows[0]["half_bandwidth_bytes"] == pytest.approx(6e6)
+    assert rows[0]["deviation_percent"] < 1e-6
+    assert rows[1]["latency_us"] == pytest.approx(1000)
+    assert rows[1]["bus_bandwidth_gbps"] == pytest.approx(1.5)
+    assert rows[1]["deviation_percent"] is None, "a line through two points says nothing"
+    assert {row["status"] for row in found["allreduce"].rows} == {"ok", "unsupported"}
+    groups = groups_of(cells)
+    assert [len(of_group) for of_group in groups.values()] == [3, 2, 1]
+    assert fit_of(groups[next(iter(groups))], "synchronized").latency_s == pytest.approx(20e-6)
+    assert fit_of([cells[-2]], "back_to_back") is None
+
+
+def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: drawn.append(figure))
+    cells = [
+        cell(size, 10.0 * ranks + size / 1e5, ranks, backend)
+        for backend in ("gloo", "nccl")
+        for ranks in (1, 2, 4)
+        for size in (10**3, 10**6)
+    ]
+    plot_collectives(cells, tmp_path / "r.png")
+    axes = drawn[0].axes
+    assert [drawing.get_title() for drawing in axes[:2]] == ["all_reduce fp32 gloo", "all_reduce fp32 nccl"]
+    labels = [[line.get_label() for line in drawing.get_lines() if line.get_label()[0] != "_"] for drawing in axes]
+    assert labels[0] == labels[1] == ["1 ranks", "2 ranks", "4 ranks"]
+    assert labels[2] == labels[3] == ["2 ranks", "4 ranks"], "one rank has no bus"
+    assert labels[4] == labels[5] == ["1.00 MB", "1.00 KB"]
+    over_ranks = axes[5].get_lines()[0]
+    assert list(over_ranks.get_xdata()) == [1, 2, 4]
+    assert list(over_ranks.get_ydata()) == [20.0, 30.0, 50.0]
+
+
+def test_nothing_measured_is_a_picture_and_a_table_too(tmp_path):
+    cells = [cell(10**6, 0, status="unsupported")]
+    plot_collectives(cells, tmp_path / "r.svg")
+    assert (tmp_path / "r.svg").exists()
+    assert [table.name for table in allreduce_tables(cells, None)] == ["allreduce"]
+    assert allreduce_tables([], None)[0].title == "allreduce: nothing measured"

@@ -1,0 +1,297 @@
+"""``nsys`` as a user runs it: on its own, under nsys, and on a report; with bad input."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_nsys import put_nsys
+from profile_files import ChromeTrace, NsysReport, train_step
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.measure.range_names import run_name
+from cs336sys.results import read_results
+from cs336sys.sizes import SIZES
+from cs336sys.workload import Workload
+
+TINY = ["nsys", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
+
+
+def invoke(*arguments, **settings):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **settings)
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """fp32 and bf16, compared, with cells that cannot fit any machine."""
+    folder = tmp_path_factory.mktemp("nsys")
+    arguments = (
+        *TINY,
+        "--warmup",
+        "1",
+        "--compare-precision",
+        "--batch-size",
+        "200000000000",
+        "--keep",
+        folder / "kept",
+    )
+    arguments = (*arguments, "--save", folder / "r.jsonl", "--format", "json")
+    return invoke(*arguments), folder, arguments
+
+
+def test_a_sweep_shows_every_cell(sweep):
+    found = tables(sweep[0])
+    assert list(found) == ["phases", "top kernel", "kernels", "other kernels", "shares", "attention", "precisions"]
+    rows = found["phases"]["rows"]
+    names = ["forward", "loss", "backward", "optimizer", "step"]
+    ok = [(row["precision"], row["phase"]) for row in rows if row["status"] == "ok"]
+    assert ok == [(precision, name) for precision in ("fp32", "bf16") for name in names]
+    failed = [row for row in rows if row["status"] != "ok"]
+    assert [(row["status"], row["precision"]) for row in failed] == [("oom", "fp32"), ("oom", "bf16")]
+    assert all(row[key] is None for row in failed for key in ("busy_ms", "kernels", "unprofiled_ms_mean"))
+    for precision in ("fp32", "bf16"):
+        cell = {row["phase"]: row for row in rows if row["precision"] == precision and row["status"] == "ok"}
+        parts = sum(cell[name]["kernel_ms"] for name in names[:-1])
+        assert parts == pytest.approx(cell["step"]["kernel_ms"], rel=0.05)
+        assert cell["backward"]["kernels"] > cell["forward"]["kernels"]
+        assert all(0 <= row["idle_percent"] < 100 and row["launch_bound"] is None for row in cell.values())
+    notes = found["phases"]["notes"]
+    assert any(note.startswith("no GPU: operations of the CPU stand in the place of kernels") for note in notes)
+    assert "profiled by torch.profiler" in notes
+    assert any(note.startswith("oom: out of memory at building the model") for note in notes)
+
+
+def test_kernels_and_their_kinds(sweep):
+    found = tables(sweep[0])
+    forward = [row for row in found["kernels"]["rows"] if row["phase"] == "forward" and row["precision"] == "fp32"]
+    assert len(forward) == 5
+    assert [row["total_ms"] for row in forward] == sorted((row["total_ms"] for row in forward), reverse=True)
+    for row in forward:
+        assert row["mean_us"] == pytest.approx(1e3 * row["total_ms"] / row["instances"])
+        assert row["min_us"] <= row["median_us"] <= row["max_us"]
+    assert "aten::mm" in {row["kernel"] for row in forward}
+    assert "matmul" not in {row["category"] for row in found["other kernels"]["rows"]}
+    for row in found["shares"]["rows"]:
+        assert sum(row[key] or 0 for key in row if key.endswith("_percent")) == pytest.approx(100)
+    for row in found["attention"]["rows"]:
+        assert row["flops_ratio"] == pytest.approx(5 / (4 * SIZES["tiny"].head_dim))
+        assert row["time_ratio"] == pytest.approx(row["softmax_ms"] / (row["scores_ms"] + row["final_ms"]))
+    compared = {row["phase"]: row for row in found["precisions"]["rows"]}
+    assert {"forward", "step", "computing attention scores"} <= set(compared)
+    for row in compared.values():
+        assert row["busy_speedup"] == pytest.approx(row["fp32_busy_ms"] / row["bf16_busy_ms"])
+
+
+def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
+    result, folder, arguments = sweep
+    assert [cell.status for cell in read_results(folder / "r.jsonl").cells] == ["ok", "ok", "oom", "oom"]
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    again, before = tables(invoke(*arguments, "--resume", "--top", "1")), tables(result)
+    assert {name: again[name] for name in ("phases", "shares", "attention", "precisions")} == {
+        name: before[name] for name in ("phases", "shares", "attention", "precisions")
+    }
+    assert len(again["kernels"]["rows"]) == 2 * 4
+
+
+def test_a_kept_trace_gives_the_same_tables(sweep):
+    result, folder, _ = sweep
+    (path,) = (folder / "kept").glob("*fp32*.trace.json.gz")
+    found = tables(invoke("nsys", "--from", path, "--format", "json"))
+    of_sweep = tables(result)
+    for name in ("kernels", "shares", "attention"):
+        for row, other in zip(found[name]["rows"], of_sweep[name]["rows"], strict=False):
+            assert {key: row[key] for key in row if key in other} == {key: other[key] for key in row if key in other}
+    assert found["phases"]["title"] == f"nsys: {path.name}, made by torch.profiler"
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "csv", "latex", "typst"])
+def test_every_format(sweep, format):
+    (path,) = (sweep[1] / "kept").glob("*fp32*.trace.json.gz")
+    assert "aten::mm" in invoke("nsys", "--from", path, "--format", format).stdout
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Two steps of ``tiny``, as our own run under nsys leaves them."""
+    recorder = NsysReport(tmp_path / "report.sqlite")
+    workload = Workload(SIZES["tiny"], precision="bf16")
+    recorder.range(run_name(workload.configuration()), 0, 4000)
+    for start in (0, 2000):
+        train_step(recorder, start)
+        recorder.range("computing attention scores", start + 5, start + 15, kind=59)
+        recorder.range("computing softmax", start + 15, start + 30, kind=59)
+        recorder.range("final matmul", start + 30, start + 40, kind=59)
+    return recorder.write()
+
+
+def test_a_report_of_our_own_says_what_was_run(report):
+    found = tables(invoke("nsys", "--from", report, "--format", "json"))
+    rows = {row["phase"]: row for row in found["phases"]["rows"]}
+    assert {(row["size"], row["context"], row["precision"]) for row in rows.values()} == {("tiny", 512, "bf16")}
+    assert [rows[name]["kernels"] for name in ("forward", "loss", "backward", "optimizer", "step")] == [2, 1, 3, 1, 7]
+    forward = rows["forward"]
+    assert (forward["wall_ms"], forward["busy_ms"]) == (pytest.approx(285e-6), pytest.approx(160e-6))
+    assert forward["idle_percent"] == pytest.approx(100 * (1 - 160 / 285))
+    assert forward["launch_bound"] == "yes"
+    (attention,) = found["attention"]["rows"]
+    assert (attention["scores_ms"], attention["softmax_ms"]) == (pytest.approx(100e-6), pytest.approx(110e-6))
+    assert attention["matmul_gbps"] > 0
+    shares = {row["phase"]: row for row in found["shares"]["rows"]}
+    # 100 and 80 of 380 ns; the optimizer's kernel, 80 ns, is elementwise by its name.
+    assert shares["step"]["matmul_percent"] == pytest.approx(100 * 180 / 380)
+    assert shares["step"]["optimizer_percent"] == pytest.approx(100 * 80 / 380)
+    assert shares["optimizer"]["elementwise_percent"] == 100
+    (top,) = found["top kernel"]["rows"]
+    assert (top["first_kernel"], top["first_instances"]) == ("triton_poi_fused_add_0", 1)
+    assert (top["both_kernel"], top["both_instances"]) == ("triton_poi_fused_add_0", 1)
+
+
+def test_reading_a_report_needs_no_torch(report):
+    script = (
+        "import sys; from typer.testing import CliRunner; from cs336sys.cli import app\n"
+        f"result = CliRunner().invoke(app, ['nsys', '--from', {str(report)!r}])\n"
+        "print(result.exit_code, 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "0 False"
+
+
+def test_a_report_is_exported_by_the_installed_nsys(report, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336SYS_NSYS", str(put_nsys(tmp_path / "bin")))
+    exported = shutil.copyfile(report, tmp_path / "mine.nsys-rep")
+    assert "phases" in tables(invoke("nsys", "--from", exported, "--format", "json"))
+    exported.write_bytes(b"from the future")
+    result = invoke("nsys", "--from", exported)
+    assert result.exit_code == 2
+    assert "nsys 2025.3.1.0 cannot export" in result.stderr
+    assert "version 2099.1" in result.stderr
+
+
+def test_a_report_without_nsys_to_export_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.profile.reading.find_nsys", lambda: None)
+    (tmp_path / "mine.nsys-rep").write_bytes(b"in a format of NVIDIA's own")
+    result = invoke("nsys", "--from", tmp_path / "mine.nsys-rep")
+    assert result.exit_code == 3
+    assert "`nsys export --type sqlite mine.nsys-rep`" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_ranges_of_another_program(tmp_path):
+    recorder = NsysReport(tmp_path / "other.sqlite")
+    long_name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, X>(int)"
+    for start in (0, 100):
+        recorder.range("prefill, layer 0", start, start + 50)
+        recorder.range("decode", start + 50, start + 90)
+        recorder.kernel(long_name, start + 10, start + 20, start + 30)
+        recorder.kernel("nvjet", start + 60, start + 70, start + 72)
+        recorder.kernel("nvjet", start + 62, start + 72, start + 74)
+    path = recorder.write()
+    ranges = ("--range", "prefill, layer 0", "--range", "decode")
+    found = tables(invoke("nsys", "--from", path, *ranges, "--format", "json"))
+    assert [(row["phase"], row["kernels"]) for row in found["phases"]["rows"]] == [
+        ("prefill, layer 0", 1),
+        ("decode", 2),
+    ]
+    assert "size" not in found["phases"]["rows"][0]
+    assert found["kernels"]["rows"][0]["kernel"] == "vectorized_elementwise add<fp32>"
+    assert found["kernels"]["rows"][1]["instances"] == 2
+    full = tables(invoke("nsys", "--from", path, *ranges, "--full-names", "--format", "json"))
+    assert full["kernels"]["rows"][0]["kernel"] == long_name
+    assert "attention" not in found
+    result = invoke("nsys", "--from", path, "--range", "decoder")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.strip().endswith("--range 'decoder': the capture has no range of this name; it has 'decode'")
+
+
+def test_different_kernels_of_one_short_name_are_numbered(tmp_path):
+    recorder = NsysReport(tmp_path / "r.sqlite")
+    recorder.range("forward", 0, 100)
+    for number, dtype in enumerate(("int, float", "long, float")):
+        recorder.kernel(f"void cub::Kernel3<{dtype}>({dtype})", 10 + number, 20, 30 + number)
+    found = tables(invoke("nsys", "--from", recorder.write(), "--format", "json"))
+    assert [row["kernel"] for row in found["kernels"]["rows"]] == ["Kernel3", "Kernel3 (2)"]
+    assert "unclassified: Kernel3" in found["shares"]["notes"]
+
+
+def test_fewer_launches_backward_than_forward_are_pointed_out(tmp_path):
+    trace = ChromeTrace(tmp_path / "trace.json")
+    trace.range("forward", 0, 100)
+    trace.range("backward", 100, 200)
+    for at in (10, 20, 110):
+        trace.kernel("nvjet", at, at + 1, at + 5)
+    notes = tables(invoke("nsys", "--from", trace.write(), "--format", "json"))["phases"]["notes"]
+    assert "warning: the backward pass has fewer launches than the forward pass" in notes
+
+
+def test_dry_run_predicts_memory_and_measures_nothing():
+    result = invoke("nsys", "--size", "small,xl", "--context", "128", "--dry-run", "--format", "json")
+    rows = tables(result)["plan"]["rows"]
+    assert [(row["size"], row["context"]) for row in rows] == [("small", 128), ("xl", 128)]
+
+
+PROFILED = {"NSYS_PROFILING_SESSION_ID": "1"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_under_nsys_the_steps_run_in_this_process():
+    result = invoke(*TINY, env=PROFILED)
+    assert result.exit_code == 3
+    assert result.stderr.strip() == (
+        "error: nsys traces work on a GPU, and there is none here: without nsys, --device cpu runs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--size", "tiny,small"], "one report can hold one run, not 2: give each list option one value"),
+        (["--save", "r.jsonl"], "--save: this process runs under nsys, which writes a report for --from to read"),
+        (["--profiler", "torch"], "--profiler torch: this process runs under nsys"),
+    ],
+)
+def test_under_nsys_what_makes_no_sense_is_refused(arguments, sentence):
+    result = invoke("nsys", *arguments, env=PROFILED)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--size", "huge"], 2, "--size 'huge': choose from tiny, small"),
+        (["--top", "0"], 2, "--top 0: must be at least 1"),
+        (["--profiler", "ncu"], 2, "--profiler 'ncu': choose from auto, nsys, torch"),
+        (
+            ["--profiler", "nsys", "--device", "cpu"],
+            2,
+            "profiler 'nsys' traces work on a GPU: with device cpu choose torch",
+        ),
+        (["--compare-precision", "--bf16"], 2, "--compare-precision runs fp32 and bf16: leave --precision, --bf16"),
+        (
+            ["--range", "forward"],
+            2,
+            "--range: a run has its own phases, other ranges are chosen with --from; leave it out",
+        ),
+        (["--from", "x.sqlite", "--size", "tiny"], 2, "--size: --from reads a report; leave it out"),
+        (["--from", "x.sqlite", "--save", "r.jsonl"], 2, "--save: --from reads a report; leave it out"),
+        (["--from", "/no/such.sqlite"], 2, "cannot read /no/such.sqlite: No such file or directory"),
+        (["--keep", "/proc/no"], 2, "cannot write --keep /proc/no/trace.json.gz"),
+        (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),
+        (["--format", "xml"], 2, "unknown format 'xml'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, code, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke("nsys", *arguments)
+    assert result.exit_code == code
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""

@@ -1,0 +1,139 @@
+"""Sweeps on several ranks: the same cells in a worker that spawns the ranks, and in ranks that torchrun started."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from two_agents import run_two_agents
+
+from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
+from cs336sys.commands.sweep import Sweep, run_sweep
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel import launch
+from cs336sys.parallel.place import Place
+from cs336sys.results import Cell, read_results
+
+HERE = Path(__file__).parent
+SCRIPT = str(HERE / "rank_sweep.py")
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@pytest.fixture
+def first_of_four(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_world_sizes_are_those_asked_for_or_two():
+    assert choose_world_sizes(["1,4", "2"]) == [1, 4, 2]
+    assert choose_world_sizes([]) == [2]
+    with pytest.raises(UsageError, match="--world-size '0': must be at least 1"):
+        choose_world_sizes(["0"])
+
+
+@pytest.mark.usefixtures("first_of_four")
+def test_world_size_under_torchrun_is_its_own():
+    assert choose_world_sizes([]) == [4]
+    assert choose_world_sizes(["2,4"]) == [2, 4]
+
+
+@pytest.mark.usefixtures("first_of_four")
+def test_cell_cannot_be_given_up_under_torchrun():
+    with pytest.raises(UsageError, match="--cell-timeout: ranks that torchrun started cannot be ended"):
+        run_sweep("bench", "rank_sweep:measure", [], cell_timeout=1.0, across_ranks=True)
+
+
+@pytest.mark.usefixtures("first_of_four")
+def test_sweeps_of_one_process_do_not_look_for_ranks(monkeypatch):
+    monkeypatch.setattr(JoinedWorker, "__init__", None)
+    assert run_sweep("bench", "rank_sweep:measure", []).is_reported_here
+
+
+def test_only_the_first_rank_reports():
+    assert [JoinedWorker("math:sqrt", (), Place(rank, 2, rank)).is_first for rank in range(2)] == [True, False]
+
+
+def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    actions = ("sum", "refuse", "sum", "fail on rank 1")
+    configurations = [{"action": action, "world_size": 2} for action in actions]
+    cells = run_sweep("bench", "rank_sweep:measure", configurations, across_ranks=True).cells
+    assert [cell.status for cell in cells] == ["ok", "oom", "ok", "error"]
+    assert cells[0].samples["sum"].measured == (3.0, 3.0)
+    assert cells[0].derived == cells[2].derived, "the same processes"
+    assert cells[3].reason.startswith("RankError at start: rank 1 of 2: ValueError: the numbers are wrong")
+
+
+def test_ranks_of_two_agents_measure_the_same_cells_and_the_first_reports(tmp_path):
+    """Refused cells leave the ranks as they are; a resumed sweep skips on all ranks what rank 0's file holds."""
+    path = tmp_path / "r.jsonl"
+    first, second = run_two_agents(SCRIPT, "sum,refuse,unsupported,sum", str(path), environment=ENVIRONMENT)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == "['ok', 'oom', 'unsupported', 'ok'] [3.0, 3.0]\n"
+    assert second.stdout == ""
+    assert "a line of a cell" in first.stderr
+    assert [cell.status for cell in read_results(path).cells] == ["ok", "oom", "unsupported", "ok"]
+
+    first, second = run_two_agents(SCRIPT, "refuse,sum,sum", str(path), environment=ENVIRONMENT)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert (first.stdout, second.stdout) == ("['oom', 'ok', 'ok'] [3.0, 3.0]\n", "")
+    assert len(read_results(path).cells) == 4
+    assert "a line of a cell" not in first.stderr + second.stderr
+
+
+def test_rank_that_fails_alone_ends_the_job_with_its_error(tmp_path):
+    """Rank 0 waits for it in an all-reduce, for 60 s if nobody ended it; what was measured before is in the file."""
+    path = tmp_path / "r.jsonl"
+    started = time.monotonic()
+    first, second = run_two_agents(SCRIPT, "sum,fail on rank 1,sum", str(path), environment=ENVIRONMENT)
+    assert time.monotonic() - started < 50
+    assert first.exit_code != 0
+    assert second.exit_code == 1
+    assert "ValueError: the numbers are wrong" in second.stderr
+    last = [line for line in second.stderr.splitlines() if line.startswith("rank 1: error: ")]
+    assert last == ["rank 1: error: ValueError at start: the numbers are wrong; 2 of 3 cells measured"]
+    # Whether rank 0 still says that its peer has gone depends on who ends it first.
+    assert [cell.status for cell in read_results(path).cells] in (["ok"], ["ok", "error"])
+
+
+def test_ranks_that_measured_nothing_exit_after_the_first_has_reported(monkeypatch):
+    """Their exit code makes torchrun end the others: rank 0 must have printed by then."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(launch, "outside_store", lambda: store)
+    workers = [JoinedWorker("math:sqrt", (), Place(rank, 2, rank)) for rank in range(2)]
+    cells = (Cell("bench", {}, "unsupported", reason="none of us can"),)
+    sweeps = [Sweep(cells, None, interrupted=False, ranks=worker) for worker in workers]
+    ended = []
+
+    def end(rank):
+        with pytest.raises(CapabilityError, match="none of us can"):
+            sweeps[rank].exit()
+        ended.append(rank)
+
+    waiting = threading.Thread(target=end, args=(1,))
+    waiting.start()
+    waiting.join(0.3)
+    assert ended == []
+    end(0)
+    waiting.join()
+    assert ended == [0, 1]
+
+
+def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
+    class LostStore:
+        def get(self, key):
+            raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes.")
+
+    monkeypatch.setattr(launch, "outside_store", LostStore)
+    with pytest.raises(CapabilityError, match=r"^rank 1: rank 0 ended before anything was measured$"):
+        JoinedWorker("math:sqrt", (), Place(1, 2, 1)).from_first_rank({})
+
+
+def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(launch, "outside_store", lambda: store)
+    monkeypatch.setattr("cs336sys.commands.ranks._REPORT_S", 0.1)
+    JoinedWorker("math:sqrt", (), Place(1, 2, 1)).wait_for_report()

@@ -1,0 +1,164 @@
+"""The Hopper kernels: what refuses them anywhere, and what they compute on a GPU that has them."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_attention_triton import STRIDES, assert_exact, assert_matches_float64, random_inputs
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, hopper
+from cs336sys.kernels.attention.reference import reference_attention
+
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+
+
+def on_hopper(function):
+    lacks = "no CUDA GPU"
+    if torch.cuda.is_available():
+        lacks = hopper.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
+    return pytest.mark.gpu(pytest.mark.skipif(lacks is not None, reason=str(lacks))(function))
+
+
+def pretend_query(**changes):
+    """What why_unavailable looks at, of a query on an H200."""
+    query = {"is_cuda": True, "device": "cuda:0", "dtype": torch.bfloat16, "shape": torch.Size((2, 16, 1024, 64))}
+    return SimpleNamespace(**query | changes)
+
+
+@pytest.fixture
+def pretend_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+
+
+def test_takes_what_it_was_made_for(pretend_hopper):
+    assert hopper.why_unavailable(pretend_query()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"is_cuda": False, "device": "cpu"}, "runs on CUDA tensors, got cpu"),
+        ({"dtype": torch.float32}, "takes float16 and bfloat16, got torch.float32"),
+        ({"shape": torch.Size((1, 8, 32))}, "takes head dimension 64 or 128, got 32"),
+        ({"shape": torch.Size((2**18, 2**13, 64))}, "addresses fewer than 2^31 rows"),
+    ],
+    ids=["cpu", "dtype", "head dim", "too long"],
+)
+def test_says_what_it_does_not_take(changes, text, pretend_hopper):
+    assert text in hopper.why_unavailable(pretend_query(**changes))
+
+
+def test_other_gpus_are_refused_by_name(monkeypatch, pretend_hopper):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0" in hopper.why_unavailable(
+        pretend_query()
+    )
+
+
+@pytest.mark.parametrize(("version", "found"), [((3, 5), "3.5"), ((), "none")])
+def test_old_triton_is_refused(version, found, monkeypatch, pretend_hopper):
+    monkeypatch.setattr(hopper, "_triton_version", lambda: version)
+    assert hopper.why_unavailable(pretend_query()).endswith(f"needs triton 3.6 or later, found {found}")
+
+
+def test_refusal_reaches_the_user():
+    query = torch.randn(1, 4, 64, dtype=torch.float16)
+    with pytest.raises(CapabilityError, match="'hopper' runs on CUDA tensors, got cpu"):
+        flash_attention(query, query, query, implementation="hopper")
+    with pytest.raises(UsageError, match="kernels 'cuda' do not exist: choose one of triton, hopper"):
+        FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
+
+
+@on_hopper
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("dtype", hopper.DTYPES, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"),
+    [(1, 1), (1, 300), (300, 1), (64, 128), (129, 129), (17, 700), (700, 17), (333, 517), (1000, 1000)],
+)
+def test_lengths(num_queries, num_keys, dtype, head_dim, is_causal, device, poisoned_empty):
+    inputs = random_inputs((2, 3), num_queries, num_keys, head_dim, dtype, device)
+    assert_matches_float64(inputs, is_causal, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+def test_more_heads_than_multiprocessors(head_dim, device):
+    assert_matches_float64(random_inputs((20, 16), 400, 400, head_dim, torch.bfloat16, device), True, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+@pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
+def test_strides(layout, head_dim, device):
+    query, key, value = random_inputs((2, 3), 200, 200, head_dim, torch.float16, device)
+    inputs = tuple(layout(tensor.detach()).requires_grad_() for tensor in (query, key, value))
+    assert_matches_float64(inputs, True, layout(torch.randn_like(query)), kernels="hopper")
+
+
+@on_hopper
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("seed", range(20))
+def test_exact_integer_data(seed, head_dim, is_causal, device):
+    """The assembler of triton 3.6 to 3.8 may reuse a register before an asynchronous product has read it."""
+    num_queries, num_keys = [(1000, 1000), (300, 1300), (1300, 300), (4096, 4096)][seed % 4]
+    assert_exact(num_queries, num_keys, head_dim, is_causal, torch.float16, device, seed, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+def test_row_without_a_finite_score_gives_zeros(head_dim, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 200, 200, head_dim, torch.float16, device))
+    query[0, 7, 3] = math.inf
+    key[0, :, 3] = -1.0
+    out = FlashAttentionTriton.apply(query, key, value, True, "tf32x3", False, "hopper")
+    expected, _ = reference_attention(query.float(), key.float(), value.float(), True)
+    assert not out[0, 7].any()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@on_hopper
+@HEAD_DIMS
+def test_nan_in_a_key_reaches_all_queries_that_see_it(head_dim, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 200, 200, head_dim, torch.float16, device))
+    key[0, 137, 3] = math.nan
+    out = FlashAttentionTriton.apply(query, key, value, True, "tf32x3", False, "hopper")
+    assert out[0, 137:].isnan().all()
+    assert not out[0, :137].isnan().any()
+
+
+@on_hopper
+@HEAD_DIMS
+def test_scores_so_low_that_their_sum_overflows_backward(head_dim, device):
+    query, key, value = random_inputs((1,), 20, 17, head_dim, torch.float16, device)
+    query = torch.full_like(query, 10.0).requires_grad_()
+    key = torch.full_like(key, -5.0).requires_grad_()
+    out = FlashAttentionTriton.apply(query, key, value, False, "tf32x3", False, "hopper")
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
+
+
+@on_hopper
+@HEAD_DIMS
+def test_deterministic_gradients_repeat(head_dim, device):
+    inputs = random_inputs((4, 4), 1000, 1000, head_dim, torch.bfloat16, device)
+    first, second = (
+        torch.autograd.grad(flash_attention(*inputs, True, implementation="hopper", deterministic=True).sum(), inputs)
+        for _ in range(2)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@on_hopper
+def test_compile_keeps_one_graph(device):
+    inputs = random_inputs((2, 3), 200, 200, 64, torch.bfloat16, device)
+
+    def block(query, key, value):
+        return flash_attention(query * 2.0, key, value, True, implementation="hopper").sin()
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(*inputs), block(*inputs), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,253 @@
+"""The order of work of the Hopper kernels, emulated with their own integer arithmetic: Gluon has no interpreter."""
+
+import itertools
+
+import pytest
+
+from cs336sys.kernels.attention.hopper_schedule import (
+    item_of_round,
+    key_tiles,
+    num_rounds,
+    query_tiles,
+    tile_of_item,
+)
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def sees(query, key, num_queries, num_keys, is_causal):
+    return query < num_queries and key < num_keys and (key <= query or not is_causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize(("num_sequences", "per_group"), [(1, 1), (5, 2), (16, 4), (7, 7)])
+@pytest.mark.parametrize("num_tiles", [1, 3, 86])
+@pytest.mark.parametrize("num_programs", [1, 2, 13, 132])
+def test_programs_share_all_items_evenly(num_programs, num_tiles, num_sequences, per_group, is_causal):
+    num_items = num_tiles * num_sequences
+    num_programs = min(num_programs, num_items)
+    seen = []
+    rounds = [num_rounds(program, num_programs, num_items) for program in range(num_programs)]
+    for program, count in enumerate(rounds):
+        for turn in range(count):
+            item = item_of_round(program, num_programs, turn)
+            seen.append(tile_of_item(item, num_tiles, num_sequences, per_group, is_causal))
+    assert sorted(seen) == list(itertools.product(range(num_tiles), range(num_sequences)))
+    assert max(rounds) - min(rounds) <= 1
+
+
+def test_back_and_forth_balances_a_causal_mask_over_one_group_of_heads():
+    """16 heads of 16384 queries in tiles of 128, on 132 programs: nobody has 3 % more key tiles than the average."""
+    num_programs, num_tiles, num_sequences = 132, 128, 16
+    loads = []
+    for program in range(num_programs):
+        items = (
+            item_of_round(program, num_programs, turn)
+            for turn in range(num_rounds(program, num_programs, num_tiles * num_sequences))
+        )
+        loads.append(sum(1 + tile_of_item(item, num_tiles, num_sequences, 16, True)[0] for item in items))
+    assert max(loads) < 1.03 * sum(loads) / num_programs
+
+
+def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
+    order = [tile_of_item(item, 3, 5, 2, True) for item in range(15)]
+    first_group = [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+    assert order[:6] == first_group
+    assert order[12:] == [(2, 4), (1, 4), (0, 4)]
+
+
+@CAUSAL
+@pytest.mark.parametrize(("consumers", "key_rows"), [(2, 128), (3, 128), (3, 64), (2, 64)])
+def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal):
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        for item_query in range(0, num_queries, 64 * consumers):
+            _, item_end = key_tiles(item_query, 64 * consumers, num_queries, num_keys, key_rows, is_causal)
+            assert item_end >= 1
+            ends = []
+            for consumer in range(consumers):
+                first_query = item_query + 64 * consumer
+                whole, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+                ends.append(end)
+                last_query = min(first_query + 64, num_queries) - 1
+                for tile in range(-(-num_keys // key_rows) + 1):
+                    keys = tile * key_rows, (tile + 1) * key_rows - 1
+                    if last_query < first_query:
+                        some = every = False
+                    else:
+                        some = sees(last_query, keys[0], num_queries, num_keys, is_causal)
+                        every = sees(first_query, keys[1], num_queries, num_keys, is_causal)
+                    assert (tile < end) == some
+                    assert (tile < whole) == every
+                    if tile == end - 1:
+                        # So that no row of the first tile visited is without a score.
+                        assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
+            # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
+            assert item_end == max(ends)
+
+
+@CAUSAL
+def test_queries_that_see_a_block_of_keys(is_causal):
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        for first_key in range(0, num_keys, 128):
+            first, end = query_tiles(first_key, num_queries, 64, is_causal)
+            visited = {query for tile in range(first, end) for query in range(64 * tile, 64 * tile + 64)}
+            keys = range(first_key, min(first_key + 128, num_keys))
+            needed = {
+                query
+                for query in range(num_queries)
+                if any(sees(query, key, num_queries, num_keys, is_causal) for key in (keys[0], keys[-1]))
+            }
+            assert needed <= visited
+            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal.
+            assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal) for tile in range(first + 2, end))
+
+
+def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False):
+    """Runs one program's producer and consumers as coroutines on counted barriers; returns what each consumer read.
+
+    A barrier is [phases completed, arrivals]; a wait for use n of a slot is a wait for a number of phases, which is how
+    the kernel's parities must be read: the test fails if anybody were two phases ahead.
+    """
+    import collections
+
+    count = {"ready": 1, "free": consumers, "query_ready": 1, "query_free": 1, "turn": 1}
+    barriers = collections.defaultdict(lambda: [0, 0])
+    ring = {}
+    reads = collections.defaultdict(list)
+
+    def arrive(kind, *where):
+        barrier = barriers[kind, *where]
+        barrier[1] += 1
+        if barrier[1] == count[kind]:
+            barrier[0], barrier[1] = barrier[0] + 1, 0
+
+    def passes(kind, *where, parity):
+        """Whether mbarrier.wait(parity) returns: the phase of that parity is the last completed one."""
+        completed = barriers[kind, *where][0]
+        return (completed - 1) % 2 == parity
+
+    num_items = -(-num_queries // (64 * consumers)) * num_sequences
+    rows = 64 * consumers
+
+    def items():
+        for turn in range(num_rounds(0, 1, num_items)):
+            tile, sequence = tile_of_item(
+                item_of_round(0, 1, turn), -(-num_queries // rows), num_sequences, num_sequences, is_causal
+            )
+            yield turn, tile * rows, sequence
+
+    def load(name, use, content):
+        slot = use % stages
+        while not passes("free", name, slot, parity=((use // stages) & 1) ^ 1):
+            yield
+        ring[name, slot] = content
+        arrive("ready", name, slot)
+
+    def producer():
+        first_use = 0
+        for turn, first_query, sequence in items():
+            _, end = key_tiles(first_query, rows, num_queries, num_keys, key_rows, is_causal)
+            yield from load("key", first_use, (sequence, end - 1))
+            for consumer in range(consumers):
+                while not passes("query_free", consumer, parity=(turn & 1) ^ 1):
+                    yield
+                ring["query", consumer] = (sequence, first_query + 64 * consumer)
+                arrive("query_ready", consumer)
+            for i in range(1, end):
+                yield from load("key", first_use + i, (sequence, end - 1 - i))
+                yield from load("value", first_use + i - 1, (sequence, end - i))
+            first_use += end
+            yield from load("value", first_use - 1, (sequence, 0))
+
+    def consumer(me):
+        def read(name, use):
+            slot = use % stages
+            while not passes("ready", name, slot, parity=(use // stages) & 1):
+                yield
+            return ring[name, slot]
+
+        def turn_of(use):
+            if take_turns:
+                while not passes("turn", me, parity=(use & 1) ^ (1 if me == 0 else 0)):
+                    yield
+
+        def pass_turn():
+            if take_turns:
+                arrive("turn", (me + 1) % consumers)
+
+        first_use = 0
+        for turn, item_query, sequence in items():
+            first_query = item_query + 64 * me
+            _, item_end = key_tiles(item_query, rows, num_queries, num_keys, key_rows, is_causal)
+            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+            for use in range(first_use, first_use + item_end - end):
+                yield from turn_of(use)
+                pass_turn()
+                yield from read("key", use)
+                arrive("free", "key", use % stages)
+                yield from read("value", use)
+                arrive("free", "value", use % stages)
+            while not passes("query_ready", me, parity=turn & 1):
+                yield
+            assert ring["query", me] == (sequence, first_query)
+            use = first_use + item_end - end
+            for i in range(end):
+                key = yield from read("key", use + i)
+                yield from turn_of(use + i)
+                if i:
+                    value = yield from read("value", use + i - 1)
+                    reads[me, sequence, first_query].append(("value", *value))
+                pass_turn()
+                yield
+                # Still there when the products are complete.
+                assert ring["key", (use + i) % stages] == key
+                reads[me, sequence, first_query].append(("key", *key))
+                arrive("free", "key", (use + i) % stages)
+                yield
+                if i:
+                    assert ring["value", (use + i - 1) % stages] == value
+                    arrive("free", "value", (use + i - 1) % stages)
+            arrive("query_free", me)
+            if end:
+                value = yield from read("value", use + end - 1)
+                reads[me, sequence, first_query].append(("value", *value))
+                arrive("free", "value", (use + end - 1) % stages)
+            first_use += item_end
+
+    return producer, consumer, reads
+
+
+@CAUSAL
+@pytest.mark.parametrize("take_turns", [False, True], ids=["free", "turns"])
+@pytest.mark.parametrize(("consumers", "stages", "key_rows"), [(2, 2, 128), (3, 2, 128), (3, 3, 64)])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (500, 700), (700, 300), (65, 1000)])
+def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
+    num_queries, num_keys, consumers, stages, key_rows, take_turns, is_causal
+):
+    for seed in range(8):
+        producer, consumer, reads = simulate(
+            consumers, stages, key_rows, num_queries, num_keys, is_causal, take_turns=take_turns
+        )
+        _run_in_random_order([producer(), *(consumer(me) for me in range(consumers))], seed)
+        for (me, sequence, first_query), read in reads.items():
+            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+            for name in ("key", "value"):
+                tiles = [(of, tile) for what, of, tile in read if what == name]
+                assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
+
+
+def _run_in_random_order(coroutines, seed):
+    import random
+
+    choose = random.Random(seed)
+    running = list(coroutines)
+    for _ in range(200_000):
+        if not running:
+            return
+        one = choose.choice(running)
+        try:
+            next(one)
+        except StopIteration:
+            running.remove(one)
+    raise AssertionError("deadlock")

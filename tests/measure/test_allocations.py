@@ -1,0 +1,348 @@
+"""Timelines from events written by hand, and from each source: CUDA's history (a fake one), the CPU, fake tensors."""
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda_allocator import DEVICE, FakeCudaAllocator
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.cuda import _memory_viz
+
+from cs336sys.errors import UsageError
+from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory, ScalarsReadAsZero, code_line
+from cs336sys.measure.allocations.recorder import StepRecorder
+from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
+from cs336sys.measure.allocations.timeline import (
+    CATEGORIES,
+    RECOMPUTATION,
+    Event,
+    Gradient,
+    Held,
+    Origin,
+    Region,
+    Span,
+    build_timeline,
+    largest_allocations,
+    peak_position,
+    thinned,
+)
+
+# A train step of one layer: weight 100, moments 200, activation 40 and a temporary 7 in the forward pass, a gradient of
+# 100 and a temporary 30 in the backward pass, a temporary 90 in the update.
+STEP = [
+    Event(1, 40),
+    Event(2, 7),
+    Event(2, -7),
+    Event(3, 30),
+    Event(4, 100),
+    Event(3, -30),
+    Event(1, -40),
+    Event(2, 90),
+    Event(2, -90),
+    Event(4, -100),
+]
+REGIONS = [Region("forward", 0, 3), Region("backward", 3, 7), Region("optimizer", 7, 10)]
+HELD = [Held(100, 100, "parameters"), Held(101, 200, "optimizer state")]
+GRADIENT = Gradient(5, 4, "layers.3.ffn.w1.weight")
+
+
+def step_timeline(events=STEP, **more):
+    arguments = {"regions": REGIONS, "held": HELD, "gradients": [GRADIENT], "optimizer_state": [101]}
+    return build_timeline(events, **arguments | more)
+
+
+def test_bytes_at_every_position():
+    timeline = step_timeline()
+    by_category = timeline.bytes_by_category()
+    assert by_category == {
+        "parameters": [100] * 11,
+        "gradients": [0, 0, 0, 0, 0, 100, 100, 100, 100, 100, 0],
+        "optimizer state": [200] * 11,
+        "activations": [0, 40, 40, 40, 40, 40, 40, 0, 0, 0, 0],
+        "temporary": [0, 0, 7, 0, 30, 30, 0, 0, 90, 0, 0],
+        "other": [0] * 11,
+    }
+    totals = timeline.totals()
+    assert totals == [300, 340, 347, 340, 370, 470, 440, 400, 490, 400, 300]
+    assert [(region.name, totals[peak_position(totals, region)]) for region in timeline.phases()] == [
+        ("forward", 347),
+        ("backward", 470),
+        ("optimizer", 490),
+    ]
+
+
+def test_an_address_used_again_is_another_allocation():
+    """Address 2 is a temporary twice, and 4 would be another's gradient had it come before."""
+    timeline = step_timeline(gradients=[Gradient(2, 4, "early"), GRADIENT])
+    assert [(a.address, a.size, a.phase) for a in timeline.allocations if a.category == "temporary"] == [
+        (2, 7, "forward"),
+        (3, 30, "backward"),
+        (2, 90, "optimizer"),
+    ]
+    (gradient,) = (a for a in timeline.allocations if a.category == "gradients")
+    assert gradient.parameter == "layers.3.ffn.w1.weight"
+
+
+def test_optimizer_state_made_in_the_step_is_no_temporary():
+    """The first step makes it."""
+    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], held=HELD[:1], optimizer_state=[5])
+    assert timeline.bytes_by_category()["optimizer state"] == [0] * 9 + [200] * 3
+
+
+def test_memory_that_was_there_before():
+    """A free of what nobody allocated, and bytes that the allocator counts but nobody claims."""
+    timeline = step_timeline([Event(7, -16), *STEP], regions=[], held_size=350)
+    assert timeline.bytes_by_category()["other"] == [50] + [34] * 11
+    assert sum(timeline.bytes_by_category()[category][0] for category in CATEGORIES) == 350
+
+
+def test_activations_without_a_backward_pass_are_temporary():
+    timeline = step_timeline(STEP[:3], regions=[Region("forward", 0, 3)], gradients=[])
+    assert timeline.bytes_by_category()["activations"] == [0] * 4
+
+
+def test_what_a_recomputation_leaves_is_an_activation():
+    events = [
+        Event(1, 8),
+        Event(2, 5),
+        Event(3, 6),
+        Event(3, -6),
+        Event(4, 7),
+        Event(4, -7),
+        Event(2, -5),
+        Event(1, -8),
+    ]
+    regions = [Region("forward", 0, 1), Region("backward", 1, 8), Region(RECOMPUTATION, 1, 4)]
+    by_category = build_timeline(events, regions=regions).bytes_by_category()
+    assert by_category["activations"] == [0, 8, 13, 13, 13, 13, 13, 8, 0]
+    assert by_category["temporary"] == [0, 0, 0, 6, 0, 7, 0, 0, 0]
+
+
+def test_largest_allocations_put_blocks_together():
+    scores = Origin("layers.0.attn", "bmm", "model.py:1 f"), Origin("layers.1.attn", "bmm", "model.py:1 f")
+    events = [Event(1, 50), Event(2, 50), Event(2, -50), Event(3, 60), Event(3, -60), Event(1, -50)]
+    spans = [Span(0, 1, scores[0]), Span(1, 2, scores[1]), Span(3, 4, Origin("head", "mm", "model.py:2 g"))]
+    timeline = build_timeline(events, regions=[Region("forward", 0, 6)], spans=spans)
+    head, both = largest_allocations(timeline, 5)
+    assert (head.size, head.count, head.peak_count, head.module) == (60, 1, 1, "head")
+    assert (both.size, both.count, both.peak_count, both.module) == (50, 2, 1, "layers.*.attn")
+    assert (both.phase, both.operation, both.code) == ("forward", "bmm", "model.py:1 f")
+    assert [group.size for group in largest_allocations(timeline, 1)] == [60]
+
+
+def test_one_block_keeps_its_number_and_a_gradient_its_parameters_module():
+    timeline = step_timeline(spans=[Span(0, 1, Origin("layers.3.ffn.w1", "mm", ""))])
+    modules = {group.category: group.module for group in largest_allocations(timeline, 10)}
+    assert modules["activations"] == "layers.3.ffn.w1"
+    assert modules["gradients"] == "layers.*.ffn.w1"
+
+
+def test_thinned_timeline_keeps_the_peaks():
+    events = [Event(index, 1) for index in range(999)] + [Event(999, 5000), Event(999, -5000)]
+    timeline = build_timeline(events, regions=[Region("forward", 0, len(events))])
+    points = thinned(timeline, 50)
+    assert len(points["position"]) <= 50
+    assert points["position"] == sorted(points["position"])
+    assert (points["position"][0], points["position"][-1]) == (0, 1001)
+    assert max(points["temporary"]) == 5999
+    assert points["temporary"][points["position"].index(1000)] == 5999
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    return FakeCudaAllocator(monkeypatch)
+
+
+def record_cuda(allocator, max_entries=100):
+    """A step between a call before the recording and one after it."""
+    allocator.alloc(90, 512)
+    history = CudaHistory(DEVICE, max_entries)
+    with history:
+        marks = [history.mark()]
+        allocator.alloc(10, 1024)
+        allocator.alloc(11, 100)
+        marks.append(history.mark())
+        allocator.free(11, 100)
+        allocator.free(90, 512)
+        marks.append(history.mark())
+    allocator.alloc(12, 4096)
+    return history, [history.position(mark) for mark in marks]
+
+
+def test_cuda_history_is_read_by_count(allocator):
+    history, positions = record_cuda(allocator)
+    assert [(event.address, event.size) for event in history.events] == [(10, 1024), (11, 100), (11, -100), (90, -512)]
+    assert positions == [0, 2, 4]
+    assert history.lost_events == 0
+    assert history.events[0].code == "cs336_basics/model.py:51 forward"
+    assert allocator.settings == {"context": "alloc", "stacks": "python", "max_entries": 100, "clear_history": True}
+    assert allocator.max_entries is None, "the recording was switched off"
+
+
+def test_entries_of_an_earlier_recording_are_left_out(allocator):
+    """Should the history not be cleared."""
+    allocator.max_entries = 100
+    allocator.alloc(1, 7)
+    history, positions = record_cuda(allocator)
+    assert [event.address for event in history.events] == [10, 11, 11, 90]
+    assert positions == [0, 2, 4]
+
+
+def test_a_full_history_says_how_much_it_lost(allocator):
+    """Of 8 entries the last 5 are kept: one of the allocation of 11, and two of each free."""
+    history, positions = record_cuda(allocator, max_entries=5)
+    assert [(event.address, event.size) for event in history.events] == [(11, 100), (11, -100), (90, -512)]
+    assert history.lost_events == 1
+    assert positions == [0, 1, 3]
+    timeline = build_timeline(history.events, regions=[], lost_events=history.lost_events)
+    assert timeline.lost_events == 1
+
+
+def test_cuda_recording_ends_when_the_step_fails(allocator):
+    def step():
+        with CudaHistory(DEVICE):
+            allocator.alloc(10, 1024)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    assert allocator.max_entries is None
+
+
+class Double(nn.Module):
+    """Two layers in a row, with a temporary between them: (3, 16) -> (3, 16)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32, bias=False)
+        self.second = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x) * 2))
+
+
+def record_double(history_of):
+    model = Double()
+    x = torch.randn(3, 16)
+    names = {module: name for name, module in model.named_modules()}
+    history = history_of([x, *model.parameters()])
+    recorder = StepRecorder(history, names, follow_operations=True)
+    with recorder:
+        with recorder.region("forward"):
+            loss = model(x).sum()
+        with recorder.region("backward"):
+            loss.backward()
+        del loss
+    held = {"parameters": list(model.parameters()), "other": [x]}
+    return recorder.timeline(held=held, held_size=None, optimizer_state=[])
+
+
+def record_on_cpu():
+    return record_double(lambda held: CpuHistory())
+
+
+def record_on_fake_tensors():
+    with FakeTensorMode():
+        return record_double(FakeHistory)
+
+
+@pytest.mark.parametrize("record", [record_on_cpu, record_on_fake_tensors])
+def test_recorded_step(record):
+    """3 x 32 numbers: the product (freed when it is doubled), twice it (freed when tanh is done), tanh (saved)."""
+    timeline = record()
+    made = [a for a in timeline.allocations if a.start > 0 and a.size > 8]
+    forward = [(a.size, a.category, a.origin.module, a.origin.operation) for a in made if a.phase == "forward"]
+    assert forward == [
+        (384, "temporary", "first", "mm"),
+        (384, "temporary", "", "mul"),
+        (384, "activations", "", "tanh"),
+        (192, "temporary", "second", "mm"),
+    ]
+    # A CPU's matrix product copies the expanded gradient of the sum, 192 bytes.
+    made = [a for a in made[4:] if a.size != 192]
+    backward = {(a.size, a.category, a.parameter, a.origin.module, a.origin.operation) for a in made}
+    assert backward == {
+        (2048, "gradients", "second.weight", "second", "MmBackward0"),
+        (384, "temporary", "", "second", "MmBackward0"),
+        (384, "temporary", "", "", "TanhBackward0"),
+        (384, "temporary", "", "", "MulBackward0"),
+        (2048, "gradients", "first.weight", "first", "MmBackward0"),
+    }
+    (gradient,) = (a for a in made if a.parameter == "first.weight")
+    assert gradient.origin.code.endswith(f"measure/test_allocations.py:{_line_of('first(x)')} forward")
+    totals = timeline.totals()
+    assert totals[0] == 4 * (2 * 16 * 32 + 3 * 16)
+    assert totals[-1] == totals[0] + 2 * 2048
+    assert [region.name for region in timeline.regions] == ["forward", "backward"]
+
+
+def _line_of(text):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
+
+
+def test_cpu_history_restores_onednn():
+    before = torch.backends.mkldnn.enabled
+    with CpuHistory():
+        assert not torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled == before
+
+
+def test_nested_recomputations_count_once():
+    history = FakeHistory([])
+    recorder = StepRecorder(history, {}, follow_operations=False)
+    with FakeTensorMode(), recorder, recorder.region("backward"):
+        for _ in range(2):
+            with recorder.region(RECOMPUTATION):
+                torch.ones(1)
+                with recorder.region(RECOMPUTATION):
+                    torch.ones(1)
+    timeline = recorder.timeline(held={}, held_size=None, optimizer_state=[])
+    assert timeline.regions == [Region(RECOMPUTATION, 0, 4), Region(RECOMPUTATION, 4, 8), Region("backward", 0, 8)]
+
+
+def test_fake_numbers_read_as_zero():
+    with FakeTensorMode(), ScalarsReadAsZero():
+        assert not (torch.ones(2) > 0).any()
+        assert torch.ones(2).sum().item() == 0.0
+        assert torch.ones(2, dtype=torch.int64).sum().item() == 0
+
+
+def test_code_line_skips_torch_and_the_recorder():
+    frames = [(CpuHistory.__enter__.__code__.co_filename, 1, "mark"), (torch.__file__, 2, "call")]
+    assert code_line([*frames, ("/x/y/my_model.py", 3, "forward"), ("/x/z.py", 4, "main")]) == "y/my_model.py:3 forward"
+    assert code_line([*frames, ("<string>", 3, "f")]) == ""
+
+
+def test_snapshot_opens_in_torchs_own_tools(tmp_path):
+    """What was there before, every event, and what is left, in the pickle protocol that the web page reads."""
+    spans = [Span(0, 1, Origin("layers.0.attn", "bmm", "cs336_basics/model.py:178 forward"))]
+    timeline = step_timeline(STEP[:9], spans=spans)
+    path = tmp_path / "deep" / "s.pickle"
+    write_snapshot(as_snapshot(timeline), path)
+    protocol = next(argument for opcode, argument, _ in pickletools.genops(path.read_bytes()) if opcode.name == "PROTO")
+    assert protocol == 4
+    snapshot = pickle.loads(path.read_bytes())
+    (segment,) = snapshot["segments"]
+    left = {b["frames"][0]["filename"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"}
+    assert left == {"parameters": 100, "optimizer state": 200, "gradients": 100}
+    (trace,) = snapshot["device_traces"]
+    actions = [entry["action"] for entry in trace]
+    assert (actions.count("alloc"), actions.count("free_requested"), actions.count("free_completed")) == (5, 4, 4)
+    assert trace[0]["frames"][1] == {"filename": "cs336_basics/model.py", "line": 178, "name": "forward"}
+    assert "layers.0.attn bmm" in trace[0]["frames"][0]["name"]
+    assert "13 entries" in _memory_viz.trace(snapshot)
+    assert f"total_allocated: {_memory_viz.Bytes(400)}" in _memory_viz.segsum(snapshot)
+    assert "snapshot.pickle" in _memory_viz.trace_plot(snapshot)
+    flames = io.StringIO()
+    _memory_viz.memory(snapshot, format_flamegraph=lambda lines: flames.write(lines))
+    assert "parameters" in flames.getvalue()
+
+
+def test_snapshot_that_cannot_be_written():
+    with pytest.raises(UsageError, match="cannot write the snapshot /proc/no/s"):
+        write_snapshot({}, Path("/proc/no/s.pickle"))

@@ -1,0 +1,171 @@
+"""Ranges around phases, blocks and the parts of attention: put on from outside, in order, and taken off again."""
+
+import contextlib
+
+import cs336_basics.model
+import pytest
+import torch
+from cs336_basics.nn_utils import cross_entropy
+
+from cs336sys.measure.phases import RecordFunctionMarks, annotated_model, phase
+from cs336sys.measure.range_names import ATTENTION, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
+
+CPU = torch.device("cpu")
+
+
+class WrittenMarks:
+    """Writes down what a profiler would see; ``+name`` opens a range and ``-name`` ends it."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, name):
+        self.events.append(f"+{name}")
+        return lambda: self.events.append(f"-{name}")
+
+    @contextlib.contextmanager
+    def range(self, name):
+        self.events.append(f"+{name}")
+        try:
+            yield
+        finally:
+            self.events.append(f"-{name}")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return cs336_basics.model.BasicsTransformerLM(
+        vocab_size=11, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32
+    )
+
+
+def loss_of(model):
+    tokens = torch.arange(16).reshape(2, 8) % 11
+    return cross_entropy(model(tokens), tokens)
+
+
+ATTENTION_EVENTS = [
+    *(f"+{ATTENTION}", f"+{SCORES}", f"-{SCORES}", f"+{SOFTMAX}", f"-{SOFTMAX}", f"+{FINAL_MATMUL}"),
+    *(f"-{FINAL_MATMUL}", f"-{ATTENTION}"),
+]
+
+
+def test_blocks_and_attention_forward_and_backward(model):
+    marks = WrittenMarks()
+    with annotated_model(model, marks):
+        loss = loss_of(model)
+        forward, marks.events = marks.events, []
+        loss.backward()
+    assert forward == ["+block 0", *ATTENTION_EVENTS, "-block 0", "+block 1", *ATTENTION_EVENTS, "-block 1"]
+    assert marks.events == ["+block 1 backward", "-block 1 backward", "+block 0 backward", "-block 0 backward"]
+
+
+def test_annotation_changes_no_number_and_is_taken_off(model):
+    block_class = cs336_basics.model.TransformerBlock
+    before = (cs336_basics.model.scaled_dot_product_attention, cs336_basics.model.softmax, block_class.__call__)
+    plain = loss_of(model)
+    plain.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    marks = WrittenMarks()
+    with annotated_model(model, marks):
+        annotated = loss_of(model)
+        annotated.backward()
+    assert torch.equal(plain, annotated)
+    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.parameters(), strict=True))
+    after = (cs336_basics.model.scaled_dot_product_attention, cs336_basics.model.softmax, block_class.__call__)
+    assert after == before
+    assert "__call__" not in vars(block_class)
+    count = len(marks.events)
+    loss_of(model)
+    assert len(marks.events) == count
+
+
+def test_an_error_ends_all_ranges_and_takes_the_annotation_off(model, monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    marks = WrittenMarks()
+    monkeypatch.setattr(cs336_basics.model.SwiGLU, "forward", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), annotated_model(model, marks), phase("forward", marks, CPU):
+        loss_of(model)
+    opened = [event[1:] for event in marks.events if event[0] == "+"]
+    ended = [event[1:] for event in marks.events if event[0] == "-"]
+    assert sorted(opened) == sorted(ended)
+    assert marks.events[-1] == "-forward"
+    assert "__call__" not in vars(cs336_basics.model.TransformerBlock)
+
+
+def test_attention_that_calls_no_softmax_of_the_models_has_no_parts(model, monkeypatch):
+    def fused(Q, K, V, mask=None):
+        return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=True)
+
+    monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", fused)
+    marks = WrittenMarks()
+    with annotated_model(model, marks, blocks=False):
+        loss_of(model)
+    assert marks.events == [f"+{ATTENTION}", f"-{ATTENTION}"] * 2
+
+
+def test_softmax_outside_of_attention_is_no_part_of_it(model):
+    marks = WrittenMarks()
+    with annotated_model(model, marks):
+        cs336_basics.model.softmax(torch.zeros(3))
+    assert marks.events == []
+
+
+def test_blocks_of_another_model_are_left_alone(model):
+    other = cs336_basics.model.TransformerBlock(16, 2, 32, None)
+    marks = WrittenMarks()
+    with annotated_model(model, marks, attention=False):
+        other(torch.zeros(1, 4, 16))
+    assert marks.events == []
+
+
+def test_no_gradients_no_backward_ranges(model):
+    marks = WrittenMarks()
+    with annotated_model(model, marks, attention=False), torch.no_grad():
+        loss_of(model)
+    assert marks.events == ["+block 0", "-block 0", "+block 1", "-block 1"]
+
+
+def test_compiled_blocks_are_neither_cut_nor_compiled_again(model):
+    torch.compiler.reset()
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph
+
+    for block in model.layers:
+        block.compile(backend=backend, dynamic=False)
+    loss_of(model).backward()
+    count = len(compilations)
+    marks = WrittenMarks()
+    with annotated_model(model, marks, attention=False):
+        loss_of(model).backward()
+    assert len(compilations) == count
+    assert marks.events[:2] == ["+block 0", "-block 0"]
+    assert marks.events[-1] == "-block 0 backward"
+    torch.compiler.reset()
+
+
+def test_torch_profiler_sees_the_ranges(model):
+    marks = RecordFunctionMarks()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with annotated_model(model, marks), phase("forward", marks, CPU):
+            loss = loss_of(model)
+        with phase("backward", marks, CPU):
+            loss.backward()
+    names = {event.name for event in profiler.events()}
+    assert {"forward", "backward", "block 1", "block 0 backward", ATTENTION, SOFTMAX} <= names
+
+
+def test_the_name_of_a_run_says_what_was_run():
+    configuration = {"size": "tiny", "context": 16, "tf32": False, "keep": None}
+    assert '"' not in run_name(configuration)
+    assert run_configuration(run_name(configuration)) == configuration
+    assert run_configuration("forward") is None
+    assert run_configuration("cs336sys [1]") is None
+    assert run_configuration("cs336sys {") is None

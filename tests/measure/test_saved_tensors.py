@@ -1,0 +1,73 @@
+"""Saved tensors of code whose residuals are known, among them the 2026 handout's own example."""
+
+import cs336_basics.model
+import pytest
+import torch
+from torch import nn
+
+from cs336sys.accounting.activations import block_activations
+from cs336sys.measure.saved_tensors import saved_tensors
+from cs336sys.sizes import ModelSize
+
+
+class HandoutNorm(nn.Module):
+    """RMSNorm as the handout's section 3.1 writes it."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x):
+        rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        x = x * rms
+        return self.weight * x
+
+
+def test_handouts_norm():
+    """The handout's hooks see six: x twice, rms twice, x * rms, and the weight, which is there anyway."""
+    norm = HandoutNorm(10)
+    x = torch.randn(4, 5, 10, requires_grad=True)
+    found = saved_tensors(lambda: norm(x), norm.parameters(), {norm: "norm"})
+    assert [(t.shape, t.size, t.operation, t.module) for t in found] == [
+        ((4, 5, 10), 800, "input", "norm"),
+        ((4, 5, 10), 800, "Mul", "norm"),
+        ((4, 5, 1), 80, "Rsqrt", "norm"),
+    ]
+    assert all(t.dtype == "float32" and " forward" in t.code for t in found)
+    assert "measure/test_saved_tensors.py:" in found[0].code
+
+
+def test_views_of_parameters_do_not_count_and_other_views_count_whole():
+    """A transposed weight is the parameter's own storage; of a slice the whole storage lives on."""
+    weight = nn.Parameter(torch.randn(6, 4))
+    x = torch.randn(5, 6, requires_grad=True)
+    assert [t.shape for t in saved_tensors(lambda: x @ weight.T.T, [weight])] == [(5, 6)]
+    (found,) = saved_tensors(lambda: x.exp()[:2].sin(), [])
+    assert (found.shape, found.size, found.operation) in {((5, 6), 120, "Exp"), ((2, 6), 120, "Exp")}
+
+
+def test_operation_is_found_behind_views():
+    x = torch.randn(8, 3, requires_grad=True)
+    (found,) = saved_tensors(lambda: (x * 2).view(4, 6).T.sin(), [])
+    assert (found.shape, found.operation) == ((6, 4), "Mul")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_block_saves_what_the_accounting_says(compiled):
+    """Compiled it saves less: products are recomputed or fused away."""
+    size = ModelSize("block", 32, 64, num_layers=1, num_heads=2, vocab_size=9, context=16, batch_size=2)
+    rotary = cs336_basics.model.RotaryEmbedding(size.context, size.head_dim)
+    block = cs336_basics.model.TransformerBlock(size.d_model, size.num_heads, size.d_ff, rotary)
+    if compiled:
+        block.compile(backend="aot_eager_decomp_partition")
+    x = torch.randn(size.batch_size, size.context, size.d_model, requires_grad=True)
+    names = None if compiled else {module: name for name, module in block.named_modules()}
+    found = saved_tensors(lambda: block(x), [*block.parameters(), *block.buffers()], names)
+    total = sum(tensor.size for tensor in found)
+    predicted = block_activations(size, "fp32", "reference").total
+    if compiled:
+        assert 0 < total < predicted
+        assert {tensor.module for tensor in found} == {""}
+    else:
+        assert total == predicted
+        assert {"attn", "ffn", "ffn.w2", "ln1", "attn.q_proj"} < {tensor.module for tensor in found}

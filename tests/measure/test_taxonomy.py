@@ -1,0 +1,132 @@
+"""What kernels are called and of which kind they are, with names as nsys and as torch.profiler spell them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import cs336sys
+from cs336sys.measure.profile.taxonomy import CATEGORIES, category_of, short_name
+
+# By kind: full names, and short names where they are others.
+KERNELS = {
+    "matmul": {
+        "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN": None,
+        "nvjet_tst_64x8_64x16_2x1_v_bz_splitK_TNT": None,
+        "ampere_sgemm_128x64_tn": None,
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_execute_kernel__5x_cublas": None,
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80::Params)": (
+            "cutlass_80_simt_sgemm_256x128_8x4_nn_align1"
+        ),
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::cublasSplitKParams<float>)": "splitKreduce",
+        "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>(cublasGemmSmallNParams<float>)": "gemmSN_TN",
+        "void gemv2T_kernel_val<int, int, float, float, 128, 16, 4, 4, false>(x)": "gemv2T_kernel_val",
+        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const>>>(x)": "dot",
+        "void magma_sgemmEx_kernel<float, float, float, true, false>(int)": "magma_sgemmEx",
+        "triton_tem_fused_mm_0": None,
+        "aten::mm": None,
+    },
+    "attention/softmax": {
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>, false>"
+        "(pytorch_flash::Flash_fwd_params)": "flash_fwd",
+        "void pytorch_flash::flash_bwd_convert_dq_kernel<X>(pytorch_flash::Flash_bwd_params)": "flash_bwd_convert_dq",
+        "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)": (
+            "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
+        ),
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0": None,
+        "compute_dot_do_o_specialized": None,
+        "triton_tem_fused_flex_attention_0": None,
+        "void at::native::<unnamed>::cunn_SoftMaxForward<(int)4, float, float, float, X>(T4 *, const T2 *, int)": (
+            "cunn_SoftMaxForward"
+        ),
+        "triton_per_fused__softmax_2": None,
+        "aten::_scaled_dot_product_flash_attention_for_cpu": None,
+    },
+    "elementwise": {
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, float, float, "
+        "at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int, T2, T3)": (
+            "vectorized_elementwise Mul<fp32>"
+        ),
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+        "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>)": "vectorized_elementwise add<bf16>",
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::exp_kernel_cuda(at::TensorIteratorBase &)::"
+        "[lambda() (instance 2)]::operator ()() const::[lambda(float) (instance 1)], std::array<char *, (unsigned long)"
+        "2>>(int, T2, T3)": "vectorized_elementwise exp<fp32>",
+        "void at::native::unrolled_elementwise_kernel<at::native::(anonymous namespace)::where_kernel_impl"
+        "(at::TensorIterator&)::{lambda()#1}::operator()() const::{lambda(bool, float, float)#1}, std::array<char*, "
+        "4ul>>(int)": "unrolled_elementwise where<bool>",
+        "triton_poi_fused_add_mul_0": None,
+        "aten::exp_": None,
+    },
+    "reduction": {
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
+        "at::native::sum_functor<float, float, float>::operator()(at::TensorIterator&)::{lambda(float, float)#1}>, "
+        "unsigned int, float, 4, 4> >(at::native::ReduceOp<float>)": "reduce sum<fp32>",
+        "void at::native::reduce_kernel<(int)512, (int)1, at::native::ReduceOp<c10::BFloat16, at::native::func_wrapper_"
+        "t<c10::BFloat16, at::native::MaxNanFunctor<c10::BFloat16>>, unsigned int, c10::BFloat16, (int)4>>(T3)": (
+            "reduce MaxNan<bf16>"
+        ),
+        "triton_red_fused_amax_exp_sub_sum_1": None,
+        "triton_per_fused__log_softmax_nll_loss_forward_2": None,
+        "aten::amax": None,
+    },
+    "normalization": {
+        "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3": None,
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int)": (
+            "vectorized_layer_norm"
+        ),
+    },
+    "optimizer": {
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+        "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, "
+        "(at::native::(anonymous namespace)::ADAM_MODE)1, false>, float const*>(int)": (
+            "multi_tensor_apply FusedAdamMath<fp32>"
+        ),
+        "triton_for_fused_0": None,
+    },
+    "copy": {
+        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
+        "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const::{lambda(float)#1}>"
+        "(at::TensorIteratorBase&)::{lambda(int)#1}>(int)": "elementwise direct_copy<fp32>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >"
+        "(int)": "vectorized_elementwise Fill<fp32>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<X, unsigned int, 4, 64, 64>(float*)": (
+            "CatArrayBatchedCopy"
+        ),
+        "Memcpy HtoD": None,
+        "Memcpy DtoD (Device -> Device)": "Memcpy DtoD",
+        "Memset": None,
+        "aten::copy_": None,
+    },
+    "communication": {
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+        ),
+    },
+    "dispatch": {"autograd::engine::evaluate_function: AddBackward0": None, "aten::reshape": None},
+    "unclassified": {"somebody's kernel": None},
+}
+
+
+def test_every_kind_has_an_example():
+    assert tuple(KERNELS) == CATEGORIES
+
+
+@pytest.mark.parametrize(
+    ("category", "kernel", "short"),
+    [(category, kernel, short) for category, names in KERNELS.items() for kernel, short in names.items()],
+)
+def test_kind_and_short_name(category, kernel, short):
+    assert category_of(kernel) == category
+    assert short_name(kernel) == (short or kernel)
+
+
+def test_every_attention_kernel_of_this_project_is_known():
+    """Triton names kernels after their functions."""
+    kernels = []
+    for path in (Path(cs336sys.__file__).parent / "kernels" / "attention").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+                kernels.append(node.name)
+    assert {"forward_kernel", "backward_kernel", "prepare_kernel"} <= set(kernels)
+    assert {category_of(kernel) for kernel in kernels} == {"attention/softmax"}

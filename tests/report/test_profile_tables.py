@@ -1,0 +1,151 @@
+"""The tables of ``nsys`` from cells measured on a GPU, whose numbers are made up here."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
+from cs336sys.report.profile import profile_tables
+from cs336sys.results import Cell, Samples
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ProfileWorkload, Workload
+
+SIZE = choose_size("small", context=256)
+PRODUCT, ADD = "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "void at::native::vectorized_elementwise_kernel<4, X>(x)"
+
+
+def ms(value):
+    return Samples("ms", "cuda events", measured=(value,) * 3)
+
+
+def range_time(name, busy_ms, kernels=10, count=3):
+    """``count`` ranges, in each of which kernels run one after another for ``busy_ms``."""
+    busy_ns = round(busy_ms * count * 1e6)
+    return RangeTime(name, count, busy_ns + 9, kernels * count, busy_ns, busy_ns, busy_ns + 3)
+
+
+def cell(precision="fp32", busy=(8.0, 16.0), step_ms=30.0, compile="off", profiler="auto", **changes):
+    """A cell whose forward pass takes 10 ms without a profiler and whose backward pass takes 20."""
+    training = Workload(SIZE, precision=precision, compile=compile, mode="forward-backward", device="cuda")
+    profile = Profile(
+        profiler="Nsight Systems",
+        is_gpu=True,
+        phases=(range_time("forward", busy[0]), range_time("backward", busy[1], kernels=20)),
+        step=range_time("step", sum(busy), kernels=30),
+        parts=(
+            range_time("computing attention scores", 0.5, count=36),
+            range_time("computing softmax", 1.0, count=36),
+            range_time("final matmul", 0.25, count=36),
+        ),
+        kernels=(
+            KernelTime("backward", PRODUCT, 60, round(busy[1] * 3e6), 1.0, 1, 1),
+            KernelTime("forward", PRODUCT, 15, round(busy[0] * 2e6), 1.0, 1, 1),
+            KernelTime("forward", ADD, 15, round(busy[0] * 1e6), 1.0, 1, 1),
+        ),
+        part_kernels=(
+            KernelTime("computing softmax", ADD, 180, 36_000_000, 1.0, 1, 1),
+            KernelTime("computing attention scores", PRODUCT, 36, 12_000_000, 1.0, 1, 1),
+            KernelTime("computing attention scores", ADD, 36, 6_000_000, 1.0, 1, 1),
+            KernelTime("final matmul", PRODUCT, 36, 9_000_000, 1.0, 1, 1),
+        ),
+        attributed_percent=99.5,
+        outside_ns=0,
+        configuration=training.configuration(),
+    )
+    samples = {"forward": ms(10.0), "backward": ms(20.0), "step": ms(step_ms), "annotated": ms(step_ms + 0.2)}
+    derived = {"profiler": "Nsight Systems 2025.3.1", "profiler_reason": None}
+    derived["profile"] = replace(profile, **changes).to_json()
+    return Cell("nsys", ProfileWorkload(training, profiler).configuration(), "ok", samples, derived)
+
+
+def tables(*cells, **options):
+    found = profile_tables(cells, None, top=5, full_names=False, **options)
+    return {table.name: table for table in found}
+
+
+def rows(table):
+    return {row["phase"]: row for row in table.rows}
+
+
+def test_idle_time_is_of_the_step_without_profiler():
+    found = rows(tables(cell(busy=(9.0, 10.0)))["phases"])
+    assert found["forward"]["idle_percent"] == pytest.approx(10)
+    assert found["backward"]["idle_percent"] == pytest.approx(50)
+    assert found["step"]["idle_percent"] == pytest.approx(100 * 11 / 30)
+    assert {name: row["launch_bound"] for name, row in found.items()} == {
+        "forward": "no",
+        "backward": "yes",
+        "step": "yes",
+    }
+    assert (found["step"]["kernels"], found["step"]["annotated_ms"].median) == (30, 30.2)
+    assert found["forward"]["annotated_ms"] is None
+
+
+def test_busier_than_the_step_took_is_not_less_than_no_idle_time():
+    assert rows(tables(cell(busy=(10.5, 20.5)))["phases"])["step"]["idle_percent"] == 0
+
+
+def test_notes_name_profiler_and_coverage():
+    notes = tables(cell(), cell("bf16", attributed_percent=97.25))["phases"].notes
+    assert "profiled by Nsight Systems 2025.3.1" in notes
+    assert any(note.startswith("97.25 % or more of the kernels' time has a phase") for note in notes)
+    assert not any("warning" in note for note in notes)
+
+
+def test_a_cell_without_parts_of_attention_says_what_they_need():
+    found = tables(cell(compile="block", parts=(), part_kernels=()))
+    assert "attention" not in found
+    assert any("--attention reference --compile off" in note for note in found["phases"].notes)
+
+
+def test_a_failed_cell_is_a_row_without_numbers():
+    measured = cell()
+    failed = replace(cell("bf16"), status="oom", reason="out of memory at warm-up", derived={}, samples={})
+    table = tables(measured, failed)["phases"]
+    assert [row["status"] for row in table.rows] == ["ok"] * 3 + ["oom"]
+    assert "busy_ms" not in table.rows[-1]
+    assert table.rows[-1]["precision"] == "bf16"
+    assert "oom: out of memory at warm-up" in table.notes
+    assert list(tables(failed)) == ["phases"]
+
+
+def test_the_top_kernel_of_forward_and_of_both_passes():
+    (row,) = tables(cell())["top kernel"].rows
+    assert (row["first_kernel"], row["first_instances"]) == (PRODUCT, 5)
+    assert row["first_percent"] == pytest.approx(100 * 2 / 3)
+    assert (row["both_kernel"], row["both_instances"]) == (PRODUCT, 25)
+    assert row["both_percent"] == pytest.approx(100 * (16 * 3 + 16) / (16 * 3 + 24))
+
+
+def test_shares_of_kinds():
+    found = rows(tables(cell())["shares"])
+    assert found["forward"]["matmul_percent"] == pytest.approx(100 * 2 / 3)
+    assert found["forward"]["elementwise_percent"] == pytest.approx(100 / 3)
+    assert found["backward"]["matmul_percent"] == 100
+    assert found["step"]["kernel_ms"] == pytest.approx(24)
+
+
+def test_softmax_against_matmuls():
+    (row,) = tables(cell())["attention"].rows
+    # Three steps: 36, 12, 6 and 9 ms in all.
+    assert (row["softmax_ms"], row["scores_ms"], row["other_ms"], row["final_ms"]) == (12, 4, 2, 3)
+    assert row["time_ratio"] == pytest.approx(12 / 7)
+    flops = 12 * 4 * 4 * 12 * 256 * 256 * 64
+    assert row["matmul_tflops"] == pytest.approx(flops / 7e-3 / 1e12)
+    assert row["flops_ratio"] == pytest.approx(5 / 256)
+    assert row["bytes_ratio"] == pytest.approx(2 * 256**2 / (4 * 256 * 64 + 2 * 256**2))
+
+
+def test_precisions_side_by_side():
+    found = rows(tables(cell(), cell("bf16", busy=(2.0, 4.0), step_ms=15.0), compare_precision=True)["precisions"])
+    assert found["forward"]["busy_speedup"] == pytest.approx(4)
+    assert found["step"]["speedup"] == pytest.approx(2)
+    assert found["computing attention scores"]["fp32_busy_ms"] == pytest.approx(6), "12 layers of 0.5 ms"
+    assert "speedup" not in found["computing attention scores"]
+
+
+def test_both_profilers_side_by_side():
+    table = tables(cell(profiler="nsys"), cell(profiler="torch"))["phases"]
+    assert [row["profiler"] for row in table.rows] == ["nsys"] * 3 + ["torch"] * 3
+    assert "profiler" in {column.key for column in table.columns}
+    assert "profiler" not in {column.key for column in tables(cell())["phases"].columns}
