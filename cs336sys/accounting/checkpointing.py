@@ -49,7 +49,7 @@ def checkpointed_moments(
     size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str
 ) -> list[PeakMemory]:
     """:func:`~cs336sys.accounting.memory.widest_moments` of a step with checkpoints; ``mode`` forward makes none."""
-    at_loss, at_blocks = _schedule(checkpointing, size.num_layers)
+    at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
     return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
 
 
@@ -59,7 +59,7 @@ def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str, c
     return max(moments, key=lambda moment: moment.total)
 
 
-def _schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
+def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
     """Which activations exist at the loss, and at each block that can be the widest.
 
     A checkpoint's own input is also the saved input of its first block, so it is not counted twice.

@@ -63,7 +63,8 @@ def saved_tensors(
                     code_line(python_frames()),
                 )
             )
-        return tensor
+        # A tensor that its own node saves would hold that node, and neither would ever be freed.
+        return tensor.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, modules or contextlib.nullcontext():

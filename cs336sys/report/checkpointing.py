@@ -6,11 +6,10 @@ from typing import Any
 from cs336sys.accounting.checkpointing import (
     best_group_size,
     checkpointed_moments,
-    predicted_peak,
     recomputed_flops,
 )
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.memory import GIB, PeakMemory
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, configuration_key
@@ -25,21 +24,19 @@ _PREDICTED = (
 
 
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table | None:
-    """What each measured strategy holds and costs, over the first strategy of the sweep; None if there is only one."""
+    """What each strategy holds and costs, in time over the first that was measured; None if there is only one."""
+    cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
         return None
     firsts: dict[str, Cell] = {}
     rows, notes = [], {}
     for cell in cells:
         workload = MemoryWorkload.from_configuration(cell.configuration)
-        if workload.training.mode == "forward":
-            continue
-        first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
-        row = dict(cell.configuration) | _predicted(workload) | {"status": cell.status}
+        row = cell.configuration | _predicted(workload) | {"status": cell.status}
         if cell.status == "ok":
+            first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
             row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
-            if first.status == "ok":
-                row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
+            row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
         rows.append(row)
         notes[best_strategy(workload.training)] = None
     columns = (
@@ -83,16 +80,28 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
     return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes)) if rows else None
 
 
+def workload_moments(workload: MemoryWorkload) -> list[PeakMemory]:
+    """The moments of the workload's step that can be its peak, on paper."""
+    training = workload.training
+    return checkpointed_moments(
+        training.size, training.precision, training.mode, training.attention, workload.checkpointing
+    )
+
+
+def workload_peak(workload: MemoryWorkload) -> PeakMemory:
+    """The widest of them."""
+    return max(workload_moments(workload), key=lambda moment: moment.total)
+
+
 def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
     training = workload.training
-    arguments = (training.size, training.precision, training.mode, training.attention, workload.checkpointing)
-    peak = predicted_peak(*arguments)
+    moments, peak = workload_moments(workload), workload_peak(workload)
     flops = model_flops(training.size, causal=training.attention != "reference")
     recomputed = recomputed_flops(training.size, workload.checkpointing, causal=training.attention != "reference")
     return {
         "predicted_gib": peak.total_gib,
         "predicted_moment": peak.moment,
-        "predicted_activations_gib": max(moment.activations for moment in checkpointed_moments(*arguments)) / GIB,
+        "predicted_activations_gib": max(moment.activations for moment in moments) / GIB,
         "recomputed_percent": 100 * recomputed / flops,
     }
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.report.checkpointing import strategies_table
+from cs336sys.measure.allocations.timeline import CATEGORIES, PHASES
+from cs336sys.report.checkpointing import strategies_table, workload_peak
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
@@ -17,9 +17,6 @@ from cs336sys.workload import MemoryWorkload
 
 MEMORY_SETTINGS = SETTING_COLUMNS | {"checkpointing": Column("checkpointing", "checkpointing")}
 _ALWAYS_SHOWN = ("context", "mode", "precision", "compile", "checkpointing")
-
-PHASES = ("forward", "loss", "backward", "optimizer")
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 
 # A block's largest saved tensors are listed one by one, the others together.
 _LISTED_TENSORS = 5
@@ -65,7 +62,9 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     )
     rows = []
     for cell in cells:
-        row = _identity(cell) | {"parameters": count_parameters(_workload(cell).training.size), "status": cell.status}
+        workload = _workload(cell)
+        row = cell.configuration | {"parameters": count_parameters(workload.training.size), "status": cell.status}
+        row["predicted_gib"] = workload_peak(workload).total_gib
         if cell.status == "ok":
             row |= cell.derived | {"step_ms": cell.samples["step"]}
             row |= {f"{phase['phase']}_gib": phase["allocated"] / GIB for phase in cell.derived["phases"]}
@@ -74,6 +73,10 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             row["traced_gib"] = max(traced) / GIB if traced else None
         rows.append(row)
     notes = [*method_notes(cells), *_warnings(cells)]
+    if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
+        notes.append(
+            "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
+        )
     return Table("memprof", title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
 
 
@@ -89,16 +92,14 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
                 "categories, allocations and pictures are incomplete; the peaks are not"
             )
             continue
-        listed, counted = (max(sum(phase[part] for part in parts) for phase in phases) for parts in _BOTH_COUNTS)
+        listed = max(sum(phase[category] for category in CATEGORIES) for phase in phases)
+        counted = max(phase["allocated"] for phase in phases)
         if abs(listed / counted - 1) > _COUNTER_TOLERANCE:
             notes.append(
                 f"warning: {_workload(cell).name}: the recorded step's allocations add up to "
                 f"{format_quantity(listed / GIB, 'gib')}, the allocator counted {format_quantity(counted / GIB, 'gib')}"
             )
     return notes
-
-
-_BOTH_COUNTS = (CATEGORIES, ("allocated",))
 
 
 def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
@@ -115,7 +116,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
         for phase in cell.derived["phases"]:
-            row = _identity(cell) | {"phase": phase["phase"], "allocated_gib": phase["allocated"] / GIB}
+            row = cell.configuration | {"phase": phase["phase"], "allocated_gib": phase["allocated"] / GIB}
             row |= {f"{category.replace(' ', '_')}_gib": phase[category] / GIB for category in CATEGORIES}
             row["reserved_gib"] = None if phase["reserved"] is None else phase["reserved"] / GIB
             row["traced_gib"] = traced[phase["phase"]] / GIB if traced else None
@@ -138,7 +139,7 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
         Column("code", "code"),
     )
     rows = [
-        _identity(cell) | group | {"size_bytes": group["size"], "size": cell.configuration["size"]}
+        cell.configuration | group | {"size_bytes": group["size"], "size": cell.configuration["size"]}
         for cell in cells
         for group in cell.derived["largest"][:top]
     ]
@@ -164,7 +165,7 @@ def _block(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         training = _workload(cell).training
         size = training.size
         stream = 4 * size.batch_size * size.context * size.d_model
-        row = _identity(cell) | {
+        row = cell.configuration | {
             "stream_bytes": stream,
             "stream_derivation": f"{size.batch_size} x {size.context} x {size.d_model} x 4",
         }
@@ -211,7 +212,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         listed.append({"tensor": "all", "size": total})
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
-            rows.append(_identity(cell) | tensor | share | {"size": cell.configuration["size"]})
+            rows.append(cell.configuration | tensor | share | {"size": cell.configuration["size"]})
     note = "Every storage once; the block's parameters, and views of them, do not count."
     return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=(note,))
 
@@ -222,10 +223,6 @@ def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
     return list(firsts.values())
-
-
-def _identity(cell: Cell) -> dict[str, Any]:
-    return dict(cell.configuration)
 
 
 def _workload(cell: Cell) -> MemoryWorkload:

@@ -32,8 +32,11 @@ td.number, th.number {{ text-align: right; }}
 <p>{legend}</p>
 {tables}
 <script>
+{{
+// A block of its own: names such as top are taken at a page's top level.
 const data = {data};
 {script}
+}}
 </script>
 </body>
 </html>

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.report.checkpointing import predicted_strategies_table
+from cs336sys.report.checkpointing import predicted_strategies_table, workload_peak
 from cs336sys.report.memory import MEMORY_SETTINGS, allocations_table, identity_columns, phases_table
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.workloads import SIZE_COLUMNS
@@ -43,12 +42,9 @@ def _plan(cells: Sequence[Cell]) -> Table:
     rows = []
     for cell in cells:
         workload = MemoryWorkload.from_configuration(cell.configuration)
-        training = workload.training
-        memory = predicted_peak(
-            training.size, training.precision, training.mode, training.attention, workload.checkpointing
-        )
-        row = dict(cell.configuration) | {
-            "parameters": count_parameters(training.size),
+        memory = workload_peak(workload)
+        row = cell.configuration | {
+            "parameters": count_parameters(workload.training.size),
             "parameters_gib": memory.parameters / GIB,
             "gradients_gib": memory.gradients / GIB,
             "optimizer_state_gib": memory.optimizer_state / GIB,

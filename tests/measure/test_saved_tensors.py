@@ -1,5 +1,8 @@
 """Saved tensors of code whose residuals are known, among them the 2026 handout's own example."""
 
+import gc
+import weakref
+
 import cs336_basics.model
 import pytest
 import torch
@@ -35,6 +38,20 @@ def test_handouts_norm():
     ]
     assert all(t.dtype == "float32" and " forward" in t.code for t in found)
     assert "measure/test_saved_tensors.py:" in found[0].code
+
+
+def test_nothing_stays_alive():
+    """A node that saves its own result, as exp does, must not be kept alive by it."""
+    made = []
+
+    def run():
+        result = torch.ones(3, requires_grad=True).exp()
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    assert len(saved_tensors(run, [])) == 1
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_views_of_parameters_do_not_count_and_other_views_count_whole():

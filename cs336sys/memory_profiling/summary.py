@@ -1,0 +1,91 @@
+"""What a cell of ``memprof`` keeps of a timeline: plain numbers, from which tables and pictures are made."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cs336sys.accounting.checkpointing import predicted_peak
+from cs336sys.accounting.memory import GIB
+from cs336sys.measure.allocations.timeline import Timeline, largest_allocations, peak_position, thinned
+from cs336sys.workload import MemoryWorkload
+
+# What a cell keeps of its timeline: enough for every allocation worth a look, and for a picture a page wide.
+LARGEST_ALLOCATIONS = 40
+TIMELINE_POINTS = 400
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Most bytes held at once in a phase.
+
+    Attributes:
+        reserved: what the CUDA allocator had taken from the device, None on a CPU.
+    """
+
+    phase: str
+    allocated: int
+    reserved: int | None
+
+
+def timeline_peaks(timeline: Timeline) -> list[PhasePeak]:
+    """Of a timeline, which knows the tensors' bytes alone."""
+    totals = timeline.totals()
+    return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
+
+
+def summary(workload: MemoryWorkload, timeline: Timeline, peaks: list[PhasePeak]) -> dict[str, Any]:
+    """What a cell keeps of its timeline."""
+    size = workload.training.size
+    totals, categories = timeline.totals(), timeline.bytes_by_category()
+    phases = []
+    for phase, peak in zip(timeline.phases(), peaks, strict=True):
+        position = peak_position(totals, phase)
+        phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
+    highest = max(peaks, key=lambda peak: peak.allocated)
+    predicted = predicted_peak(
+        size, workload.training.precision, workload.training.mode, workload.training.attention, workload.checkpointing
+    )
+    return {
+        "phases": phases,
+        "peak_gib": highest.allocated / GIB,
+        "peak_phase": highest.phase,
+        "reserved_gib": max(peak.reserved for peak in peaks) / GIB if highest.reserved is not None else None,
+        "predicted_gib": predicted.total_gib,
+        "predicted_moment": predicted.moment,
+        "lost_events": timeline.lost_events,
+        "largest": [asdict(group) for group in largest_allocations(timeline, LARGEST_ALLOCATIONS)],
+        "block": block_changes(timeline, size.num_layers) if workload.checkpointing == "none" else None,
+        "timeline": thinned(timeline, TIMELINE_POINTS),
+        "regions": [asdict(region) for region in timeline.phases()],
+    }
+
+
+def block_changes(timeline: Timeline, num_layers: int) -> dict[str, int | None] | None:
+    """How memory changes over one block, in the middle of the model, in bytes.
+
+    Returns:
+        ``forward_growth`` and ``backward_change`` from the block's first allocation to the next block's, None in
+        compiled code, whose modules are not seen; ``gradients``, those of the block's parameters. None without a
+        backward pass or a second block.
+    """
+    block = num_layers // 2
+    prefix = f"layers.{block}."
+    gradients = sum(allocation.size for allocation in timeline.allocations if allocation.parameter.startswith(prefix))
+    if not gradients or block == 0:
+        return None
+    totals = timeline.totals()
+
+    def held_at(index: int, phase: str) -> int | None:
+        starts = (
+            allocation.start
+            for allocation in timeline.allocations
+            if allocation.phase == phase and allocation.origin.module.startswith(f"layers.{index}.")
+        )
+        first = min(starts, default=None)
+        return None if first is None else totals[first - 1]
+
+    changes = {"forward_growth": ("forward", block - 1, block), "backward_change": ("backward", block, block - 1)}
+    result: dict[str, int | None] = {"gradients": gradients}
+    for name, (phase, start, end) in changes.items():
+        before, after = held_at(start, phase), held_at(end, phase)
+        result[name] = None if before is None or after is None else after - before
+    return result

@@ -1,0 +1,113 @@
+"""When a rank computed and when it communicated during one step, seen by torch.profiler."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+
+from cs336sys.measure.timing import covered, elapsed_ms, mark
+
+# Events of a CPU that hand work to another thread, by how their names start.
+_OVERHEAD = ("c10d::", "record_param_comms")
+
+# Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
+_COMMUNICATION = ("nccl", "gloo:")
+
+# Pieces of a lane closer than this part of the step are drawn as one: finer than a picture can show.
+_RESOLUTION = 1 / 2000
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Two lanes of one step; all times in milliseconds from its first event.
+
+    Attributes:
+        compute, communicate: when at least one kernel (on a CPU: operator) of that kind ran.
+        phases: when each phase ended: on a GPU, when it was done with what the phase had launched.
+        compute_ms, communication_ms: covered by each lane.
+        overlap_ms: covered by both.
+    """
+
+    compute: list[Interval]
+    communicate: list[Interval]
+    phases: dict[str, float]
+    compute_ms: float
+    communication_ms: float
+    overlap_ms: float
+
+
+def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device) -> Timeline | None:
+    """Run one step under the profiler; on a GPU it watches the GPU alone, which does not slow the CPU's launches down.
+
+    Returns:
+        None when the profiler saw nothing (it cannot trace on this machine).
+    """
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    _synchronize(device)
+    # acc_events only silences a warning about further profiling cycles: there is one.
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        marks = [mark(on_gpu)]
+        for run in phases.values():
+            run()
+            marks.append(mark(on_gpu))
+        _synchronize(device)
+    lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == wanted and not event.name().startswith(_OVERHEAD):
+            start = event.start_ns()
+            lanes[event.name().startswith(_COMMUNICATION)].append((start, start + event.duration_ns()))
+    if not lanes[False]:
+        return None
+    ends = [elapsed_ms(marks[0], end) for end in marks[1:]]
+    return _timeline(lanes[False], lanes[True], dict(zip(phases, ends, strict=True)))
+
+
+def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, path: Path) -> None:
+    """Run one step under the profiler and write what CPU and GPU did as a Chrome trace, a ``.json.gz``."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for run in phases.values():
+            run()
+        _synchronize(device)
+    profiler.export_chrome_trace(str(path))
+
+
+def _timeline(compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]) -> Timeline:
+    """From intervals in nanoseconds."""
+    both = covered([*compute, *communicate])
+    computing, communicating = covered(compute), covered(communicate)
+    start = min(start for start, _ in [*compute, *communicate])
+    end = max(end for _, end in [*compute, *communicate])
+    gap = int((end - start) * _RESOLUTION)
+    return Timeline(
+        _merged(compute, start, gap),
+        _merged(communicate, start, gap),
+        phases,
+        computing / 1e6,
+        communicating / 1e6,
+        (computing + communicating - both) / 1e6,
+    )
+
+
+def _merged(intervals: list[tuple[int, int]], origin: int, gap: int) -> list[Interval]:
+    """The union of intervals, in milliseconds from ``origin``; gaps shorter than ``gap`` are filled."""
+    merged: list[list[int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1] + gap:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return [(round((start - origin) / 1e6, 4), round((end - origin) / 1e6, 4)) for start, end in merged]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,171 @@
+"""``ddp`` as a user runs it, on the CPU, alone and as two torchrun agents."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from two_agents import run_two_agents
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.results import read_results
+
+TINY = ["--size", "tiny", "--device", "cpu", "--world-size", "2", "--context", "16", "--warmup", "1", "--steps", "3"]
+
+
+def invoke(*arguments, env=None):
+    return CliRunner().invoke(app, ["ddp", *arguments], env={"OMP_NUM_THREADS": "1"} | (env or {}))
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Every mode, and two bucket sizes."""
+    folder = tmp_path_factory.mktemp("ddp")
+    arguments = [*TINY, "--bucket-mb", "1,1000", "--save", str(folder / "r.jsonl")]
+    pictures = ["--plot", str(folder / "t.png"), "--plot-buckets", str(folder / "b.svg")]
+    return invoke(*arguments, *pictures, "--format", "json"), folder, arguments
+
+
+def test_every_mode_is_checked_and_timed(sweep):
+    result, folder, _ = sweep
+    found = tables(result)
+    rows = found["ddp"]["rows"]
+    assert [(row["strategy"], row["bucket_mb"], row["status"]) for row in rows] == [
+        ("naive", None, "ok"),
+        ("flat", None, "ok"),
+        ("overlap", None, "ok"),
+        ("bucketed", 1.0, "ok"),
+        ("bucketed", 1000.0, "ok"),
+        ("torch", None, "ok"),
+    ]
+    naive = rows[0]["step_ms_median"]
+    for row in rows:
+        assert row["parameters"] == 3_084_928
+        assert row["relative_difference_percent"] < 0.1
+        assert 0 < row["largest_difference"] < 1e-5
+        assert row["exposed_ms"] == pytest.approx(row["step_ms_median"] - row["unsynchronized_ms_median"])
+        assert row["exposed_percent"] == pytest.approx(100 * row["exposed_ms"] / row["step_ms_median"])
+        assert row["speedup"] == pytest.approx(naive / row["step_ms_median"])
+    assert len({row["unsynchronized_ms_median"] for row in rows}) == 1, "one baseline serves all"
+    assert [row["calls"] for row in rows[:3]] == [22, 2, 22]
+    assert [row["communicated_bytes"] for row in rows[:3]] == 3 * [4 * 3_084_928 + 21]
+    synchronize = [row["synchronize_ms_mean"] for row in found["phases"]["rows"]]
+    assert all(value is not None for value in synchronize[:5])
+    assert synchronize[5] is None, "torch's DDP has no phase of its own"
+    buckets = found["buckets"]["rows"]
+    assert [(row["bucket_mb"], row["buckets"]) for row in buckets] == [(1.0, 5), (1000.0, 1)]
+    assert all(row["predicted_ms"] > 0 for row in buckets)
+    assert any("least overhead" in note or "calls look free" in note for note in found["buckets"]["notes"])
+    assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (folder / "b.svg").read_bytes()
+
+
+def test_resume_measures_nothing_again_and_shows_the_same(sweep):
+    result, folder, arguments = sweep
+    before = (folder / "r.jsonl").read_bytes()
+    again = invoke(*arguments, "--resume", "--format", "json")
+    assert tables(again) == tables(result)
+    assert (folder / "r.jsonl").read_bytes() == before
+    text = invoke(*arguments, "--resume", "--format", "csv").stdout
+    rows = list(csv.DictReader(text.split("\n\n")[0].splitlines()))
+    assert [row["strategy"] for row in rows] == ["naive", "flat", "overlap", "bucketed", "bucketed", "torch"]
+
+
+def test_cells_keep_their_samples_and_timelines(sweep):
+    _, folder, _ = sweep
+    for cell in read_results(folder / "r.jsonl").cells:
+        assert {len(samples.measured) for samples in cell.samples.values()} == {3}
+        timeline = cell.derived["timeline"]
+        assert timeline["compute"]
+        assert timeline["communicate"]
+        assert 0 <= timeline["overlap_ms"] <= timeline["communication_ms"]
+
+
+def test_the_shortest_command_line_works_without_a_gpu():
+    """Made smaller by variables, so that nothing stands on the line but what the design promises."""
+    small = {"CONTEXT": "16", "WARMUP": "0", "STEPS": "1", "SIZE": "tiny", "DEVICE": "cpu"}
+    result = CliRunner().invoke(
+        app,
+        ["ddp", "--mode", "bucketed", "--bucket-mb", "100"],
+        env={f"CS336SYS_DDP_{name}": value for name, value in small.items()} | {"OMP_NUM_THREADS": "1"},
+        auto_envvar_prefix="CS336SYS",
+    )
+    assert result.exit_code == 0, result.output
+    assert "| tiny" in result.stdout
+    assert "bucketed" in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_gpus_are_one_sentence():
+    result = invoke("--size", "tiny", "--device", "cuda", "--mode", "flat")
+    assert result.exit_code == 3
+    assert result.stderr.strip().splitlines()[-1].startswith("error: device 'cuda': torch sees no CUDA GPU here")
+
+
+def test_dry_run_lists_the_cells():
+    arguments = ("--size", "xl", "--mode", "naive,bucketed", "--bucket-mb", "1,10", "--precision", "fp32,bf16")
+    rows = tables(invoke(*arguments, "--dry-run", "--format", "json"))["plan"]["rows"]
+    assert [(row["precision"], row["strategy"], row["bucket_mb"], row["share"]) for row in rows] == [
+        (precision, strategy, bucket, 2)
+        for precision in ("fp32", "bf16")
+        for strategy, bucket in (("naive", None), ("bucketed", 1.0), ("bucketed", 10.0))
+    ]
+    for row in rows:
+        assert row["state_gib"] == pytest.approx(16 * row["parameters"] / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--mode", "ring"], "--mode 'ring': choose from naive, flat, overlap, bucketed, torch"),
+        (["--bucket-mb", "0"], "--bucket-mb 0: must be a positive number of megabytes"),
+        (["--bucket-mb", "-3"], "--bucket-mb -3: must be a positive number of megabytes"),
+        (["--bucket-mb", "big"], "--bucket-mb 'big': not a number"),
+        (["--world-size", "0"], "--world-size '0': must be at least 1"),
+        (["--world-size", "3"], "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
+        (["--batch-size", "5"], "--batch-size 5: 2 ranks cannot share it equally; choose a multiple of 2"),
+        (["--gradient-dtype", "fp8"], "--gradient-dtype 'fp8': choose from fp32, bf16, fp16"),
+        (["--backend", "mpi"], "unknown backend 'mpi': choose from auto, gloo, nccl"),
+        (["--backend", "nccl", "--device", "cpu"], "backend 'nccl' communicates between GPUs"),
+        (["--timeout", "0"], "--timeout '0.0': must be between 1 and inf"),
+        (["--plot", "t.txt"], "--plot t.txt: the file must end in .png, .svg, .pdf"),
+        (["--plot-buckets", "b"], "--plot-buckets b: the file must end in .png, .svg, .pdf"),
+        (["--trace", "/proc/no"], "cannot write --trace /proc/no"),
+        (["--size", "huge"], "--size 'huge': choose from tiny"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_two_torchrun_agents_run_one_sweep(tmp_path):
+    """With a cell that the ranks refuse, in agreement, after which they go on."""
+    arguments = ["ddp", *TINY, "--mode", "torch,flat", "--gradient-dtype", "bf16", "--save", str(tmp_path / "r.jsonl")]
+    answers = run_two_agents("-m", "cs336sys", *arguments, "--format", "json", timeout_s=120)
+    assert [answer.exit_code for answer in answers] == [0, 0], answers
+    assert answers[1].stdout == "", "only rank 0 reports"
+    table = json.loads(answers[0].stdout)["tables"][0]
+    assert [(row["strategy"], row["status"]) for row in table["rows"]] == [("torch", "unsupported"), ("flat", "ok")]
+    assert table["rows"][0]["step_ms_mean"] is None
+    assert table["rows"][1]["communicated_bytes"] == 2 * 3_084_928 + 21
+    assert any("sends gradients in bf16 through NCCL alone" in note for note in table["notes"])
+    assert len(read_results(tmp_path / "r.jsonl").cells) == 2
+
+
+def test_help_is_fast_and_needs_no_torch():
+    script = "import sys; from cs336sys.commands import ddp; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"

@@ -1,0 +1,250 @@
+"""``memprof`` as a user runs it: tables, pictures, predictions without running, and bad input."""
+
+import csv
+import html.parser
+import json
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.measure.allocations.timeline import CATEGORIES
+from cs336sys.report.memory import memory_tables
+from cs336sys.results import read_results
+
+TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1"]
+
+
+def invoke(*arguments, tiny=True):
+    return CliRunner().invoke(app, [*(TINY if tiny else ["memprof"]), *arguments])
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Forward pass, and training with two strategies."""
+    directory = tmp_path_factory.mktemp("memprof")
+    arguments = ["--vocab-size", "64", "--mode", "forward,train", "--checkpoint", "none,nested"]
+    arguments += ["--snapshot", str(directory / "s"), "--save", str(directory / "r.jsonl")]
+    return invoke(*arguments, "--format", "json"), directory, arguments
+
+
+def test_peaks_of_every_cell(sweep):
+    result, directory, _ = sweep
+    table = tables(result)["memprof"]
+    cells = [(row["mode"], row["checkpointing"], row["status"]) for row in table["rows"]]
+    assert cells == [("forward", "none", "ok"), ("train", "none", "ok"), ("train", "nested", "ok")]
+    forward, train, nested = table["rows"]
+    assert forward["backward_gib"] is None
+    for row in (forward, train, nested):
+        phases = [row[f"{phase}_gib"] for phase in ("forward", "loss", "backward", "optimizer")]
+        assert max(phase for phase in phases if phase is not None) == row["peak_gib"]
+        assert row["predicted_over_measured"] == pytest.approx(1, abs=0.1)
+        assert row["traced_gib"] == pytest.approx(row["peak_gib"], rel=0.02)
+        assert row["reserved_gib"] is None, "a CPU's allocator reserves nothing"
+    assert [cell.status for cell in read_results(directory / "r.jsonl").cells] == ["ok"] * 3
+
+
+def test_a_cell_out_of_memory_is_a_result(tmp_path):
+    arguments = ["--batch-size", "200000000000", "--no-trace", "--snapshot", str(tmp_path / "s"), "--format", "json"]
+    found = tables(invoke(*arguments))
+    assert not any(note.startswith("On a CPU") for note in found["memprof"]["notes"])
+    small, huge = found["memprof"]["rows"]
+    assert (small["status"], huge["status"]) == ("ok", "oom")
+    assert huge["peak_gib"] is None
+    assert huge["predicted_gib"] > 1e8
+    assert small["traced_gib"] is None
+    assert any(note.startswith("oom: out of memory at building the model") for note in found["memprof"]["notes"])
+    assert len(found["phases"]["rows"]) == 4, "the small cell's"
+    assert len(list((tmp_path / "s").iterdir())) == 4
+
+
+def test_categories_add_up_to_what_is_allocated(sweep):
+    rows = tables(sweep[0])["phases"]["rows"]
+    assert [row["phase"] for row in rows[:2]] == ["forward", "loss"]
+    assert [row["phase"] for row in rows[2:6]] == ["forward", "loss", "backward", "optimizer"]
+    parts = ("parameters", "gradients", "optimizer_state", "activations", "temporary", "other")
+    for row in rows:
+        assert sum(row[f"{part}_gib"] for part in parts) == pytest.approx(row["allocated_gib"])
+    update = rows[5]
+    assert update["gradients_gib"] == update["parameters_gib"] == pytest.approx(update["optimizer_state_gib"] / 2)
+
+
+def test_largest_allocations_have_an_origin(sweep):
+    rows = [row for row in tables(sweep[0])["allocations"]["rows"] if row["checkpointing"] == "none"]
+    assert [row["mode"] for row in rows] == ["forward"] * 5 + ["train"] * 5
+    assert rows[5]["size_bytes"] == 128 * 512 * 4, "the gradient of a feed-forward matrix"
+    for row in rows:
+        assert row["code"].startswith("cs336_basics/")
+        assert row["operation"]
+        assert row["phase"] in ("forward", "loss", "backward", "optimizer")
+    assert any(row["module"].startswith("layers.*.ffn") and row["count"] % 2 == 0 for row in rows)
+
+
+def test_block_and_its_saved_tensors(sweep):
+    found = tables(sweep[0])
+    forward, train = found["block"]["rows"]
+    assert (forward["stream_bytes"], forward["stream_derivation"]) == (2 * 16 * 128 * 4, "2 x 16 x 128 x 4")
+    assert forward["saved_bytes"] is None
+    assert train["saved_bytes"] == train["saved_predicted_bytes"]
+    assert train["gradients_bytes"] == train["gradients_expected_bytes"] == 4 * (4 * 128**2 + 3 * 128 * 512 + 2 * 128)
+    assert train["gradients_by_difference_bytes"] == train["gradients_bytes"]
+    saved = found["saved_tensors"]["rows"]
+    assert [row["tensor"] for row in saved] == ["1", "2", "3", "4", "5", "16 others", "all"]
+    assert sum(row["share_percent"] for row in saved[:-1]) == pytest.approx(100)
+    assert saved[-1]["size_bytes"] == train["saved_bytes"]
+    assert {row["operation"] for row in saved[:5]} == {"Sigmoid", "Mm", "Mul"}
+
+
+def test_strategies_are_compared_with_their_cost_and_the_formula(sweep):
+    table = tables(sweep[0])["checkpointing"]
+    none, nested = table["rows"][:2]
+    assert (none["recomputed_percent"], none["step_ratio"]) == (0, 1)
+    assert 0 < nested["recomputed_percent"] < 34
+    assert nested["predicted_activations_gib"] < none["predicted_activations_gib"]
+    assert "without nesting" in table["notes"][0]
+    assert "sqrt(N s / b)" in table["notes"][0]
+
+
+def test_resume_measures_nothing_again(sweep):
+    result, directory, arguments = sweep
+    before = (directory / "r.jsonl").read_bytes()
+    again = invoke(*arguments, "--resume", "--format", "csv")
+    assert (directory / "r.jsonl").read_bytes() == before
+    first, second = again.stdout.split("\n\n")[:2]
+    rows = list(csv.DictReader(first.splitlines()))
+    assert float(rows[1]["peak_gib"]) == tables(result)["memprof"]["rows"][1]["peak_gib"]
+    assert len(list(csv.DictReader(second.splitlines()))) == 10
+
+
+def test_every_cell_leaves_its_files(sweep):
+    _, directory, _ = sweep
+    names = sorted(path.name for path in (directory / "s").iterdir())
+    assert len(names) == 3 * 4, names
+    assert {name.rpartition(".")[2] for name in names} == {"html", "pickle", "png", "svg"}
+    nested = next(path for path in (directory / "s").glob("*train*nested.*"))
+    assert nested.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    picture = nested.with_suffix(".svg").read_text()
+    for word in ("forward", "loss", "backward", "optimizer", "activations", "gradients", "tiny"):
+        assert f">{word}" in picture or f" {word}" in picture
+    data = nested.with_suffix(".pickle").read_bytes()
+    assert data[:2] == b"\x80\x04", "protocol 4, which pytorch.org/memory_viz can read"
+    assert pickle.loads(data)["device_traces"][0]
+
+
+def test_page_needs_no_network(sweep):
+    _, directory, _ = sweep
+    text = next((directory / "s").glob("*train*none.html")).read_text()
+    assert not re.search(r"https?:|src=|@import|import\(|url\(|fetch|<link", text)
+    tags = []
+    parser = html.parser.HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
+    parser.feed(text)
+    assert {"canvas", "script", "table"} <= set(tags)
+    data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
+    assert [region["name"] for region in data["regions"]] == ["forward", "loss", "backward", "optimizer"]
+    assert len(data["timeline"]["position"]) == len(data["timeline"]["activations"])
+    assert "layers.*.ffn" in text
+    assert "<script>\n{\n" in text, "a top-level const named top would be a syntax error in a browser"
+
+
+@pytest.mark.parametrize(
+    ("derived", "warning"),
+    [
+        ({"lost_events": 7}, "the history was full and lost its first 7 events"),
+        ({"phases": [{"allocated": 2**30} | dict.fromkeys(CATEGORIES, 2**20)]}, "the allocator counted 1.000 GiB"),
+    ],
+)
+def test_an_incomplete_history_is_said(sweep, derived, warning):
+    """A ring buffer that wrapped, and allocations that do not add up to the allocator's counters."""
+    result, directory, _ = sweep
+    assert not any(note.startswith("warning") for note in tables(result)["memprof"]["notes"])
+    cell = read_results(directory / "r.jsonl").cells[1]
+    if "phases" in derived:
+        derived = {"phases": [derived["phases"][0] | {"phase": "forward", "reserved": None}]}
+    (peaks, *_) = memory_tables([replace(cell, derived=cell.derived | derived)], None, 5)
+    (note,) = (note for note in peaks.notes if note.startswith("warning"))
+    assert warning in note
+
+
+def test_dry_run_predicts_what_no_machine_here_could_hold():
+    """38 GiB in the widest cell."""
+    arguments = ["--size", "2.7b", "--num-layers", "4", "--context", "2048", "--checkpoint", "none,every=2"]
+    found = tables(invoke(*arguments, "--dry-run", "--top", "2", "--format", "json", tiny=False))
+    assert list(found) == ["plan", "phases", "allocations", "strategies"]
+    rows = found["plan"]["rows"]
+    assert [row["checkpointing"] for row in rows] == ["none", "every=2"]
+    for row in rows:
+        parts = [row[f"{part}_gib"] for part in ("parameters", "gradients", "optimizer_state", "activations")]
+        assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
+        assert row["traced_peak_gib"] == pytest.approx(row["predicted_peak_gib"], rel=0.001)
+        assert row["status"] is None
+    assert len(found["allocations"]["rows"]) == 4
+    strategies = [row["checkpointing"] for row in found["strategies"]["rows"]]
+    assert strategies == ["none", "block", "every=2", "every=4", "nested"]
+    assert all("4 blocks" in note for note in found["strategies"]["notes"])
+
+
+def test_dry_run_without_trace_is_arithmetic(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    arguments = ["--size", "10b", "--mode", "forward,train", "--bf16", "--dry-run", "--no-trace", "--format", "json"]
+    found = tables(invoke(*arguments, tiny=False))
+    assert list(found) == ["plan"]
+    assert [row["mode"] for row in found["plan"]["rows"]] == ["forward", "train"]
+    assert [row["traced_peak_gib"] for row in found["plan"]["rows"]] == [None, None]
+
+
+def test_forward_pass_has_nothing_to_checkpoint():
+    arguments = [
+        "--mode",
+        "forward",
+        "--checkpoint",
+        "none,block,nested",
+        "--dry-run",
+        "--no-trace",
+        "--format",
+        "json",
+    ]
+    assert [row["checkpointing"] for row in tables(invoke(*arguments))["plan"]["rows"]] == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--size", "huge"], "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
+        (["--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),
+        (["--checkpoint", "all"], "--checkpoint 'all': choose from none, block, every=K (groups of K blocks), nested"),
+        (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
+        (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
+        (["--top", "0"], "--top '0': must be between 1 and 40"),
+        (["--top", "41"], "--top '41': must be between 1 and 40"),
+        (["--snapshot", "/proc/no"], "cannot write --snapshot /proc/no"),
+        (["--save", "/proc/no/r.jsonl"], "cannot write results to /proc/no/r.jsonl"),
+        (["--output", "/proc/no/t.md"], "cannot write --output /proc/no/t.md"),
+        (["--format", "xml"], "unknown format 'xml'"),
+        (["--resume"], "--resume needs --save"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--num-heads", "3"], "3 heads do not divide d_model 128"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_half_precision_on_a_cpu_is_explained():
+    """What is predicted is a GPU's memory."""
+    arguments = ["--mode", "forward", "--bf16", "--no-trace", "--format", "json"]
+    (note,) = (note for note in tables(invoke(*arguments))["memprof"]["notes"] if note.startswith("On a CPU"))
+    assert "fp32 copy of the logits" in note

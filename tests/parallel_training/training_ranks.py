@@ -1,0 +1,168 @@
+"""What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.measure.cells import Outcome
+from cs336sys.parallel import launch
+from cs336sys.parallel_training import strategies
+from cs336sys.parallel_training.communication import recorded_communication, run_alone
+from cs336sys.parallel_training.rank import verify_on_rank
+from cs336sys.parallel_training.step import ParallelStep
+from cs336sys.parallel_training.timeline import profile_step
+from cs336sys.parallel_training.verification import Difference
+
+CPU = torch.device("cpu")
+
+_RIGHT = dict(strategies.STRATEGIES)
+
+
+def break_overlap(how: str) -> None:
+    """From now on strategy ``overlap`` is wrong on this rank."""
+    strategies.STRATEGIES["overlap"] = _broken(_BREAKS[how])
+
+
+def repair() -> None:
+    strategies.STRATEGIES.update(_RIGHT)
+
+
+def verify_broken(workload, how: str) -> Difference:
+    break_overlap(how)
+    try:
+        return verify_on_rank(workload)
+    finally:
+        repair()
+
+
+def _broken(breaks: Callable) -> strategies.Prepare:
+    def prepare(*arguments):
+        replica = _RIGHT["overlap"](*arguments)
+        gradients = breaks(list(replica.model.module.named_parameters()))
+
+        def synchronize():
+            replica.synchronize()
+            gradients()
+
+        return replace(replica, synchronize=synchronize)
+
+    return prepare
+
+
+def _sum_in_place_of_mean(named):
+    def gradients():
+        for _, parameter in named:
+            parameter.grad.mul_(dist.get_world_size())
+
+    return gradients
+
+
+def _own_gradient_of(wanted):
+    def breaks(named):
+        own = {}
+        parameter = dict(named)[wanted]
+        parameter.register_hook(lambda gradient: own.update(gradient=gradient.clone()))
+
+        def gradients():
+            parameter.grad.copy_(own["gradient"])
+
+        return gradients
+
+    return breaks
+
+
+def _gradients_of_the_step_before(named):
+    before = {}
+
+    def gradients():
+        for name, parameter in named:
+            now = parameter.grad.clone()
+            parameter.grad.copy_(before.get(name, now))
+            before[name] = now
+
+    return gradients
+
+
+def _not_a_number_on_rank_1(named):
+    def gradients():
+        if dist.get_rank() == 1:
+            named[0][1].grad[0] = torch.nan
+
+    return gradients
+
+
+_BREAKS = {
+    "sum": _sum_in_place_of_mean,
+    "norm left out": _own_gradient_of("layers.0.ln1.weight"),
+    "head left out": _own_gradient_of("lm_head.weight"),
+    "stale": _gradients_of_the_step_before,
+    "nan": _not_a_number_on_rank_1,
+}
+
+
+def recorded(workload):
+    """The collectives of a step, as (operator, bytes, dtype), and whether they run alone without touching the model."""
+    step = ParallelStep(workload, CPU)
+    step()
+    with recorded_communication() as communications:
+        step()
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    run_alone([communication.launcher() for communication in communications])
+    untouched = all(map(torch.equal, before, step.model.parameters()))
+    return [(item.name, item.bytes, item.dtype) for item in communications], untouched
+
+
+class _ListedMarks:
+    """Names of ranges in the order in which they open and, with a slash, close."""
+
+    def __init__(self):
+        self.names = []
+
+    def start(self, name):
+        self.names.append(name)
+        return lambda: self.names.append(f"/{name}")
+
+    @contextlib.contextmanager
+    def range(self, name):
+        end = self.start(name)
+        yield
+        end()
+
+
+def marks(workload):
+    step = ParallelStep(workload, CPU)
+    step()
+    listed = _ListedMarks()
+    step.mark(listed)
+    step()
+    return listed.names
+
+
+def timeline(workload):
+    step = ParallelStep(workload, CPU)
+    step()
+    return profile_step(step.phases, CPU)
+
+
+def verify_compiled(workload) -> tuple[Difference, int]:
+    """With AOT autograd, which hooks meet, but without the minutes that code generation takes; counts the graphs."""
+    from torch._dynamo.utils import counters
+
+    original = torch.compile
+    torch.compile = lambda code, **settings: original(code, backend="aot_eager", **settings)
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        return verify_on_rank(workload), counters["stats"]["unique_graphs"]
+    finally:
+        torch.compile = original
+        torch.compiler.reset()
+
+
+def measure_with_a_kept_rank(configuration, progress):
+    """A cell, measured in a worker, whose ranks stay for the next one."""
+    assert launch.kept(1, backend="gloo").run(dist.get_world_size) == [1]
+    return Outcome("ok")
