@@ -124,7 +124,7 @@ def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
     def run() -> None:
         with phase(STEP, marks, step.device):
             for name, run_phase in step.phases_with_loss.items():
-                with phase(name, marks, step.device):
+                with phase(name, marks):
                     run_phase()
 
     compiled = step.workload.compile

@@ -60,16 +60,18 @@ class RecordFunctionMarks:
 
 
 @contextlib.contextmanager
-def phase(name: str, marks: Marks, device: torch.device) -> Iterator[None]:
-    """A range for all threads that ends when ``device`` has done everything launched in it.
+def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iterator[None]:
+    """A range for all threads; :mod:`cs336sys.measure.range_names` has the names of the phases of a step.
 
-    :mod:`cs336sys.measure.range_names` has the names of the phases of a step.
+    Args:
+        wait_for: the range ends when this device has done everything launched in it. A phase of a step ends when all of
+            it is launched, which is what attribution goes by: waiting in each took up to 5 % of a step.
     """
     end = marks.start(name)
     try:
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if wait_for is not None and wait_for.type == "cuda":
+            torch.cuda.synchronize(wait_for)
     finally:
         end()
 
