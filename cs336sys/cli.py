@@ -17,6 +17,7 @@ COMMANDS = (
     "flash",
     "allreduce",
     "ddp",
+    "shard",
     "precision",
     "account",
     "compare",

@@ -74,6 +74,26 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def initialize_layer(layer: nn.Module) -> None:
+    """Give a layer of a model that was built on the meta device, and now has memory, the values of its construction.
+
+    Called for all of ``model.modules()`` in order, after ``torch.manual_seed`` of the workload's seed, it draws the
+    numbers that :func:`build_model` draws. Layers without weights are left alone.
+    """
+    model = cs336_basics.model
+    # How each is constructed from the shape of its weight.
+    constructors: dict[type[nn.Module], Callable[[torch.Size], nn.Module]] = {
+        model.Linear: lambda shape: model.Linear(shape[1], shape[0]),
+        model.Embedding: lambda shape: model.Embedding(*shape),
+        model.RMSNorm: lambda shape: model.RMSNorm(*shape),
+    }
+    construct = constructors.get(type(layer))
+    if construct is not None:
+        with layer.weight.device:
+            layer.weight.copy_(construct(layer.weight.shape).weight)
+
+
 # Class and settings by the name of workload.OPTIMIZERS.
 OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "course": (AdamW, {}),

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.accounting.strategies import STRATEGIES as OWN_SHARDING_STRATEGIES
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
 
@@ -177,8 +178,11 @@ class ProfileWorkload:
 # How ranks train one model together, by the names that cs336sys.parallel_training knows; the last synchronizes nothing,
 # and is what the others are compared with.
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch")
-STRATEGIES = (*DATA_PARALLEL_STRATEGIES, "unsynchronized")
+SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
+FULLY_SHARDED = ("fsdp", "torch-fsdp")
+STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
+BLOCK_CHECKPOINTING = ("none", "block")
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,8 @@ class ParallelWorkload:
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
+        prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
+        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again.
     """
 
     training: Workload
@@ -205,9 +211,16 @@ class ParallelWorkload:
     high_priority: bool = False
     trace: str | None = None
     timeout_s: float = 120.0
+    prefetch: int | None = None
+    checkpointing: str = "none"
 
     def __post_init__(self) -> None:
-        choices = {"strategy": STRATEGIES, "backend": BACKENDS, "gradient_dtype": PRECISIONS}
+        choices = {
+            "strategy": STRATEGIES,
+            "backend": BACKENDS,
+            "gradient_dtype": PRECISIONS,
+            "checkpointing": BLOCK_CHECKPOINTING,
+        }
         for field, names in choices.items():
             if getattr(self, field) not in names:
                 raise UsageError(f"unknown {field} '{getattr(self, field)}': choose from {', '.join(names)}")
@@ -221,6 +234,12 @@ class ParallelWorkload:
             raise UsageError(f"bucket size {self.bucket_mb}: strategy 'bucketed' needs one, and others have none")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+        if self.checkpointing != "none" and self.training.compile == "model":
+            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
+        if (self.prefetch is not None) != (self.strategy == "fsdp"):
+            raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
         if self.training.size.batch_size % self.world_size:
             raise UsageError(
                 f"--batch-size {self.training.size.batch_size}: {self.world_size} ranks cannot share it equally; "
@@ -233,9 +252,16 @@ class ParallelWorkload:
         return self.training.size.batch_size // self.world_size
 
     @property
+    def uses_autocast(self) -> bool:
+        """Whether half precision is autocast's; fully sharded models compute in the dtype that is gathered instead."""
+        return self.strategy not in FULLY_SHARDED
+
+    @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication."""
-        return replace(self, strategy="unsynchronized", bucket_mb=None, gradient_dtype="fp32", trace=None)
+        return replace(
+            self, strategy="unsynchronized", bucket_mb=None, gradient_dtype="fp32", trace=None, prefetch=None
+        )
 
     def configuration(self) -> dict[str, Any]:
         """All fields, the training workload's among them: a cell's configuration in the results."""

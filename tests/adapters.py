@@ -6,10 +6,14 @@ https://github.com/stanford-cs336/assignment2-systems, 2025 and 2026.
 
 import atexit
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from cs336sys.parallel.ddp import BucketedDDP, OverlappedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 # The course's ranks exit right after a barrier. Gloo's thread may still be releasing the barrier's work, for which it
 # needs Python; once Python shuts down, torch (2.11 and 2.13) aborts the rank: "terminate called without an active
@@ -61,3 +65,23 @@ def ddp_bucketed_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.
 
 def ddp_bucketed_on_train_batch_start(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Nothing to do: a step begins where the last one was finished."""
+
+
+def get_sharded_optimizer(
+    params: Iterable[torch.nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of this class whose state is shared out over ranks by whole parameters."""
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)
+
+
+def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """2026: the wrapper that shards parameters, gradients and with them the optimizer's state."""
+    return FSDP(module, compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return fsdp_model.gather_full_params()

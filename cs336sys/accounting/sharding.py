@@ -112,8 +112,8 @@ def flat_optimizer_state(
 ) -> list[TrainingState]:
     """Bytes that each rank holds between backward pass and step if every parameter is cut into slices.
 
-    Parameters are whole on every rank, packed ones with their padding. Of the gradients a rank has its slices, in the
-    dtype that is stepped, as moments are.
+    Parameters are whole on every rank, packed ones with their padding. Of the gradients a rank has its slices of every
+    bucket in which it owns anything. They and moments are of the dtype that is stepped.
 
     Args:
         buckets: elements of each parameter, bucket by bucket.
@@ -125,22 +125,20 @@ def flat_optimizer_state(
         UsageError: the world size is not positive.
     """
     _check_world_size(world_size)
-    parameters = gradients = 0
-    held = [0] * world_size
+    stepped_bytes = master_bytes or element_bytes
+    parameters = 0
+    gradients, held = [0] * world_size, [0] * world_size
     for sizes in buckets:
-        for piece in flat_pieces(sizes, world_size):
-            parameters += element_bytes * world_size * piece.slice_size
-            gradients += (master_bytes or element_bytes) * piece.slice_size
-            for rank in range(world_size):
-                held[rank] += sum(len(piece.owned(index, sizes[index], rank)) for index in piece.starts)
+        pieces = flat_pieces(sizes, world_size)
+        slices = sum(piece.slice_size for piece in pieces)
+        parameters += element_bytes * world_size * slices
+        for rank in range(world_size):
+            own = sum(len(piece.owned(index, sizes[index], rank)) for piece in pieces for index in piece.starts)
+            held[rank] += own
+            gradients[rank] += stepped_bytes * slices if own else 0
     return [
-        TrainingState(
-            parameters,
-            gradients,
-            moments * (master_bytes or element_bytes) * own,
-            master_bytes * own,
-        )
-        for own in held
+        TrainingState(parameters, gradients[rank], moments * stepped_bytes * held[rank], master_bytes * held[rank])
+        for rank in range(world_size)
     ]
 
 

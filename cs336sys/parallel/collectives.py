@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, _coalescing_manager
+from torch.distributed.distributed_c10d import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    _coalescing_manager,
+)
 
 from cs336sys.accounting.full_sharding import own_rows
 from cs336sys.errors import UsageError
@@ -45,6 +51,10 @@ def group_device() -> torch.device:
 class _Launched:
     """Collective operations under way on some tensors: start them, go on computing, wait.
 
+    They are started by the methods of the process group in which functions like ``dist.all_reduce`` and their
+    coalescing end. On the way there, those spend several times as long in Python, for every tensor, while a GPU often
+    waits for the CPU.
+
     Args:
         what: what the tensors are, for the note of an error.
     """
@@ -56,6 +66,10 @@ class _Launched:
         # NCCL reads tensors on a stream of its own: freed before that is done, their memory would be given to others.
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Any] = ()
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
 
     def wait(self) -> None:
         """Return when the results may be used: on a GPU, when the current stream waits for them.
@@ -123,10 +137,6 @@ class MeanReduction(_Mean):
 
     _collective = "all-reduce"
 
-    @functools.cached_property
-    def _group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
-
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Launch; the tensors must be contiguous, at least one, and of the same shapes in this order on every rank."""
         is_coalesced = len(tensors) > 1 and self._coalesces
@@ -134,12 +144,9 @@ class MeanReduction(_Mean):
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = tensors
-        if self._dtype.is_complex:
-            tensors = [torch.view_as_real(tensor) for tensor in tensors]
-        # What dist.all_reduce and its coalescing end in; on the way there they spend several times as long in Python,
-        # for every gradient of the backward pass, in which a GPU often waits for the CPU.
+        tensors = [_real(tensor) for tensor in tensors]
         if is_coalesced:
-            self._works = [self._group.allreduce_coalesced(list(tensors), options)]
+            self._works = [self._group.allreduce_coalesced(tensors, options)]
         else:
             self._works = [self._group.allreduce([tensor], options) for tensor in tensors]
 
@@ -154,12 +161,14 @@ class MeanScatter(_Mean):
 
         All tensors must be contiguous. Those of W n elements may be changed.
         """
-        op = self._prepare(tensors)
+        options = ReduceScatterOptions()
+        options.reduceOp = self._prepare(tensors)
+        options.asyncOp = True
         self._tensors = [*slices, *tensors]
-        with _coalescing_manager(async_ops=True) as coalesced:
-            for own, tensor in zip(slices, tensors, strict=True):
-                reduce_scatter_single(own, tensor, op)
-        self._works = [coalesced]
+        # torch 2.13 has the first name, torch 2.11 the second alone.
+        group = self._group
+        scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+        self._works = [scatter([_real(own) for own in slices], [_real(tensor) for tensor in tensors], options)]
 
 
 class SliceGather(_Launched):
@@ -175,19 +184,20 @@ class SliceGather(_Launched):
     def __init__(self, tensors: Sequence[Tensor], what: str):
         super().__init__(what)
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._slices = [(tensor, tensor.chunk(world_size)[rank]) for tensor in tensors]
+        self._whole = [_real(tensor) for tensor in tensors]
+        self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
 
     def start(self) -> None:
-        if through_host(self._slices[0][0]):
-            for tensor, own in self._slices:
+        """Launch; other ranks' slices are overwritten."""
+        if through_host(self._whole[0]):
+            for tensor, own in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, own.cpu())
                 tensor.copy_(on_host)
             return
-        with _coalescing_manager(async_ops=True) as coalesced:
-            for tensor, own in self._slices:
-                all_gather_single(tensor, own)
-        self._works = [coalesced]
+        group = self._group
+        gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+        self._works = [gather(self._whole, self._own)]
 
 
 class SliceExchange(_Launched):
@@ -245,6 +255,7 @@ class Broadcasts(_Launched):
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
         self._memories = [memory_view(target) if is_dense(target) else target for target in self._targets]
         self._sources = sources
+        self._options = {source: _from_rank(source) for source in sources}
 
     def start(self) -> None:
         self._tensors = list(self._memories)
@@ -265,7 +276,7 @@ class Broadcasts(_Launched):
 
     def _broadcast_all(self) -> list[Any]:
         return [
-            dist.broadcast(memory, source, async_op=True)
+            self._group.broadcast([_real(memory)], self._options[source])
             for memory, source in zip(self._tensors, self._sources, strict=True)
         ]
 
@@ -322,6 +333,17 @@ def _splits(received: Tensor, tensor: Tensor) -> tuple[list[int] | None, list[in
         return None, None
     to_ranks = [len(own_rows(len(tensor), rank, world_size)) for rank in range(world_size)]
     return [len(received) // world_size] * world_size, to_ranks
+
+
+def _from_rank(source: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+    return options
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same numbers without complex ones, which backends do not know."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _stored(tensor: Tensor) -> Tensor:

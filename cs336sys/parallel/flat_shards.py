@@ -38,13 +38,11 @@ class Segment:
         elements: which elements of the parameter, in memory order.
         weights: those elements, (n,), a view of the parameter's memory.
         updated: what the optimizer updates, (n,): the same memory, or a master copy in another dtype.
-        start: where the segment begins in what this rank gets of its bucket's gradients.
     """
 
     elements: range
     weights: Tensor
     updated: nn.Parameter
-    start: int
 
 
 class ScatteredBucket(GradientBucket):
@@ -71,7 +69,11 @@ class ScatteredBucket(GradientBucket):
         sizes = [parameter.numel() for parameter in members]
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._layout = flat_pieces(sizes, world_size)
-        before = 0
+        # This rank's slices of the gradients, piece after piece, consist of gap, segment, gap, segment, ..., gap.
+        self._cuts: list[int] = []
+        # Which parameter each segment between the gaps belongs to.
+        self._cut_out: list[int] = []
+        before = end = 0
         for piece in self._layout:
             if piece.is_packed:
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
@@ -86,12 +88,16 @@ class ScatteredBucket(GradientBucket):
                 elements = piece.owned(index, sizes[index], rank)
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
-                    updated = weights if master_dtype is None else weights.to(master_dtype, copy=True)
+                    updated = weights if master_dtype is None else weights.to(master_dtype)
+                    self.segments[members[index]] = Segment(elements, weights, nn.Parameter(updated))
                     own_start = before + start + elements.start - rank * piece.slice_size
-                    self.segments[members[index]] = Segment(elements, weights, nn.Parameter(updated), own_start)
+                    self._cuts += [own_start - end, len(elements)]
+                    self._cut_out.append(index)
+                    end = own_start + len(elements)
             before += piece.slice_size
+        self._cuts.append(before - end)
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
-        # This rank's slices of the mean gradients, piece after piece, between launch() and finish().
+        # This rank's slices of the mean gradients, between launch() and finish().
         self._own: Tensor | None = None
 
     def launch(self) -> None:
@@ -102,10 +108,12 @@ class ScatteredBucket(GradientBucket):
         whole = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
             if piece.is_packed:
-                # Zeros, because what is between the gradients is averaged too.
+                # Zeros, so that who looks for NaN in what is sent finds none in the gaps.
                 packed = torch.zeros_like(memory)
-                places = [packed[start : start + gradients[index].numel()] for index, start in piece.starts.items()]
-                torch._foreach_copy_(places, [gradients[index] for index in piece.starts])
+                members = [gradients[index] for index in piece.starts]
+                starts = piece.starts.values()
+                places = [packed[start : start + len(one)] for start, one in zip(starts, members, strict=True)]
+                torch._foreach_copy_(places, members)
                 whole.append(packed)
             else:
                 whole.append(gradients[next(iter(piece.starts))])
@@ -124,12 +132,11 @@ class ScatteredBucket(GradientBucket):
     def finish(self, present_anywhere: list[bool]) -> None:
         """Give the optimizer its segments of the gradients that exist on any rank, and begin a new step."""
         own = self._own.to(self._master_dtype or self._own.dtype)
-        for parameter, anywhere in zip(self.parameters.values(), present_anywhere, strict=True):
-            segment = self.segments.get(parameter)
-            if anywhere and segment is not None:
-                gradient = own[segment.start : segment.start + len(segment.elements)]
-                # Left from an earlier step whose gradients were not zeroed.
-                updated = segment.updated
+        parameters = list(self.parameters.values())
+        for index, gradient in zip(self._cut_out, own.split_with_sizes(self._cuts)[1::2], strict=True):
+            if present_anywhere[index]:
+                updated = self.segments[parameters[index]].updated
+                # A gradient is left from an earlier step if none were zeroed after it.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self._own = None
         self.waiting = set(self.parameters.values())
@@ -162,7 +169,8 @@ class FlatShards:
         for name, parameter in named:
             if is_synchronized(parameter):
                 raise UsageError(
-                    f"{name} is in a data parallel wrapper, which averages its gradient too: unwrap the module"
+                    f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
+                    "unwrap the module or delete that optimizer"
                 )
             if not is_dense(parameter):
                 parameter.data = parameter.detach().contiguous()
@@ -185,10 +193,9 @@ class FlatShards:
         del self._synchronizer
         self._synchronizer = GradientSynchronizer(self._buckets, overlap=True)
         self._synchronizer.enabled = enabled
-        self.exchange.extend(
-            ExchangeBucket(tuple(bucket.parameters.values()), SliceGather(bucket.pieces, ", ".join(bucket.parameters)))
-            for bucket in reversed(adopted)
-        )
+        for bucket in reversed(adopted):
+            gather = SliceGather(bucket.pieces, ", ".join(bucket.parameters))
+            self.exchange.append(ExchangeBucket(frozenset(bucket.parameters.values()), gather))
 
     def local(self, parameter: nn.Parameter) -> Tensor | None:
         """What this rank's optimizer updates of a parameter, (n,); None if that is nothing."""

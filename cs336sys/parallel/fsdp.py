@@ -52,7 +52,7 @@ class FSDP(nn.Module):
       wrapping: gathering stays outside of what is compiled.
     - Backward passes may follow each other without :meth:`finish_gradient_synchronization`: gradients add up. Under
       :meth:`no_sync` they do without communication, at the price of whole gradients on every rank.
-    - If a step raises on all ranks alike, the next one starts afresh; its gradients are those added so far.
+    - A step that raises on all ranks alike is forgotten by the next forward pass; drop the gradients that it has added.
 
     Attributes:
         module: the wrapped module. Between steps it holds slices.
@@ -108,9 +108,12 @@ class FSDP(nn.Module):
         require_same_layout(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
         sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
         shards = [parameter.shard for parameter in sharded.values()]
-        stream = torch.cuda.Stream(shards[0].device, priority=-1) if shards and shards[0].is_cuda else None
+        streams = (None, None)
+        if shards and shards[0].is_cuda:
+            streams = tuple(torch.cuda.Stream(shards[0].device, priority=-1) for _ in range(2))
         self.units = tuple(
-            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], gradient_dtype, stream) for unit in plan.units
+            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], gradient_dtype, streams)
+            for unit in plan.units
         )
         self._plan = plan
         self._runner = UnitRunner(self.units, prefetch)

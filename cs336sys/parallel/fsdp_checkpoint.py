@@ -46,7 +46,7 @@ def save_checkpoint(
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     with same_on_every_rank():
-        state = _model_state(sharded) | {"extra": extra}
+        state = _model_state(sharded) | {"extra": _pickled(extra)}
         if optimizer is not None:
             state |= _optimizer_state(sharded, optimizer)
     _on_first_rank(lambda: _make_empty(partial))
@@ -77,6 +77,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     _check_same_model(state, saved, path)
     objects: dict[str, Any] = {key: None for key in ("extra", "optimizer_groups") if key in saved.state_dict_metadata}
     dcp.load(objects, checkpoint_id=path)
+    objects = {key: pickle.loads(value) for key, value in objects.items()}
     if optimizer is not None:
         _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
         state |= _room_for_optimizer_state(sharded, saved)
@@ -103,6 +104,11 @@ def _as_dtensor(parameter: ShardedParameter, own: Tensor) -> DTensor:
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)
 
 
+def _pickled(value: Any) -> bytes:
+    # Else dictionaries and lists are taken apart into further keys.
+    return pickle.dumps(value)
+
+
 def _names(sharded: FSDP) -> dict[nn.Parameter, str]:
     slices = {parameter.shard: name for name, parameter in sharded.sharded_parameters.items()}
     return slices | {parameter: name for name, parameter in sharded.replicated_parameters.items()}
@@ -122,7 +128,7 @@ def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[d
 
 
 def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state: dict[str, Any] = {"optimizer_groups": _optimizer_groups(sharded, optimizer)}
+    state: dict[str, Any] = {"optimizer_groups": _pickled(_optimizer_groups(sharded, optimizer))}
     names = _names(sharded)
     for parameter, values in optimizer.state.items():
         name = names[parameter]

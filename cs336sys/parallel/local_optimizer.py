@@ -37,6 +37,10 @@ class LocalOptimizer:
         return self._optimizer.defaults
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return parameters_of(self._optimizer.param_groups)
+
+    @property
     def state(self) -> dict[Tensor, State]:
         return self._optimizer.state
 
@@ -50,9 +54,8 @@ class LocalOptimizer:
             del groups[count:]
 
     def add_group(self, group: Group) -> None:
-        """Add the local tensors of a group, which gets the options that the class adds."""
+        """Add the local tensors of a group."""
         self._optimizer.add_param_group(self._local_group(group))
-        copy_options(self._optimizer.param_groups[-1:], [group])
 
     def extend_groups(self, groups: Sequence[Group], parameters: set[nn.Parameter]) -> None:
         """Add the local tensors of these parameters, which were in their groups before."""
@@ -63,7 +66,7 @@ class LocalOptimizer:
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, which get what the step changes in them."""
         copy_options(groups, self._optimizer.param_groups)
-        if self._tensors:
+        if self.tensors:
             self._optimizer.step(**arguments)
         copy_options(self._optimizer.param_groups, groups)
 
@@ -93,7 +96,7 @@ class LocalOptimizer:
             saved_groups: with the options to load.
         """
         parameters = parameters_of(groups)
-        numbers = {tensor: number for number, tensor in enumerate(self._tensors)}
+        numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
         kept = {
             numbers[self._shards.local(parameters[index])]: {k: v for k, v in state.items() if k != MASTER}
             for index, state in states.items()
@@ -105,10 +108,6 @@ class LocalOptimizer:
         self._optimizer.load_state_dict({"state": {n: s for n, s in kept.items() if s}, "param_groups": local_groups})
         copy_options(self._optimizer.param_groups, groups)
         self._shards.load_masters({parameters[index]: s[MASTER] for index, s in states.items() if MASTER in s})
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return parameters_of(self._optimizer.param_groups)
 
     def _local_group(self, group: Group) -> Group:
         local = [self._shards.local(parameter) for parameter in group["params"]]

@@ -81,7 +81,7 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
         raise UsageError(f"the state is of another model: groups of {there} parameters there, {here} here")
     for index, saved in enumerate(state_dict.get("parameters", [])):
         name, shape = given_names(groups)[index], tuple(parameters_of(groups)[index].shape)
-        if saved["shape"] != shape or (None not in (name, saved["name"]) and saved["name"] != name):
+        if tuple(saved["shape"]) != shape or (None not in (name, saved["name"]) and saved["name"] != name):
             raise UsageError(
                 f"the state is of another model: parameter {index} is {saved['name'] or ''}{saved['shape']} there, "
                 f"{name or ''}{shape} here"

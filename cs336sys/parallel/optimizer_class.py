@@ -1,4 +1,4 @@
-"""Finds out whether an optimizer class treats every element of a parameter by itself, so that slices can be stepped."""
+"""What an optimizer class must be like to be sharded: by parameters, or by slices of them."""
 
 from typing import Any
 
@@ -8,6 +8,20 @@ from torch import Tensor, nn
 from cs336sys.errors import UsageError
 
 _STEPS = 3
+
+
+def require_optimizer(optimizer_cls: Any) -> None:
+    """Refuse what cannot be an optimizer of some of the parameters.
+
+    Raises:
+        UsageError: it is no optimizer class, or LBFGS, which takes products of all gradients.
+    """
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+        raise UsageError(f"optimizer_cls {optimizer_cls}: must be a subclass of torch.optim.Optimizer")
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise UsageError(
+            f"{optimizer_cls.__name__} cannot be sharded: choose a class that updates each parameter by itself"
+        )
 
 
 def require_elementwise(

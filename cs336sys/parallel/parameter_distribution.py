@@ -57,16 +57,13 @@ def _is_on_meta(module: nn.Module) -> bool:
 def _materialize(
     module: nn.Module, name: str, device: torch.device, initialize: Callable[[nn.Module], None] | None
 ) -> None:
-    trained = {attribute: parameter.requires_grad for attribute, parameter in module.named_parameters(recurse=False)}
     module.to_empty(device=device, recurse=False)
     if initialize is not None:
         initialize(module)
     elif hasattr(module, "reset_parameters"):
         module.reset_parameters()
-    elif trained:
+    elif any(parameter is not None for parameter in module._parameters.values()):
         raise UsageError(
             f"{name} is on the meta device and its class {type(module).__name__} has no reset_parameters(): "
             "give FSDP a function to initialize it"
         )
-    for attribute, parameter in module.named_parameters(recurse=False):
-        parameter.requires_grad_(trained[attribute])

@@ -1,10 +1,8 @@
 """Brings parameters that other ranks have updated back to every rank, while the next forward pass already runs."""
 
-import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class ExchangeBucket:
     """Parameters that one operation completes on every rank."""
 
-    parameters: Sequence[nn.Parameter]
+    parameters: Set[nn.Parameter]
     operation: Broadcasts | SliceGather
 
 
@@ -32,32 +30,30 @@ class ParameterExchange:
 
     def __init__(self) -> None:
         self._buckets: list[ExchangeBucket] = []
-        self._under_way: dict[nn.Parameter, ExchangeBucket] = {}
-        self._awaited_later: set[nn.Parameter] = set()
+        # Parameters that a module waits for, and the buckets that they are in.
+        self._awaited: list[tuple[Set[nn.Parameter], list[ExchangeBucket]]] = []
+        self._awaited_at_once: list[ExchangeBucket] = []
 
-    def extend(self, buckets: Iterable[ExchangeBucket]) -> None:
-        """Add buckets, in the order in which the forward pass needs them."""
-        self._buckets += buckets
+    def append(self, bucket: ExchangeBucket) -> None:
+        """Add a bucket; add them in the order in which the forward pass needs them."""
+        self._buckets.append(bucket)
+        self._assign()
 
     def start(self) -> None:
         """Launch every bucket; wait for those with a parameter that no module waits for."""
+        # What a module that did not run has not waited for.
+        self.wait()
         for bucket in self._buckets:
             bucket.operation.start()
-            self._under_way.update(dict.fromkeys(bucket.parameters, bucket))
-        self.wait(parameter for parameter in list(self._under_way) if parameter not in self._awaited_later)
+        _wait_for(self._awaited_at_once)
 
-    def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Return when these parameters (None: all) may be used: on a GPU, by what is queued after this on its stream.
+    def wait(self) -> None:
+        """Return when all parameters may be used: on a GPU, by what is queued after this on its stream.
 
         Raises:
             RuntimeError: another rank died or timed out; a note names the parameters.
         """
-        for parameter in list(self._under_way) if parameters is None else parameters:
-            bucket = self._under_way.get(parameter)
-            if bucket is not None:
-                bucket.operation.wait()
-                for arrived in bucket.parameters:
-                    del self._under_way[arrived]
+        _wait_for(self._buckets)
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let each part of ``module`` wait for its parameters when it is called, and its state dicts for all.
@@ -71,15 +67,26 @@ class ParameterExchange:
         while isinstance(getattr(module, "module", None), nn.Module):
             module = module.module
         for part in _parts(module):
-            needed = list(part.parameters())
-            self._awaited_later.update(needed)
-            _call_first(part, functools.partial(self._wait_if_under_way, needed))
+            buckets: list[ExchangeBucket] = []
+            self._awaited.append((frozenset(part.parameters()), buckets))
+            # Not traced if the module is compiled: then it is called before what was compiled.
+            hook = torch.compiler.disable(lambda *_, buckets=buckets: _wait_for(buckets))
+            part.register_forward_pre_hook(hook)
+        self._assign()
         module.register_state_dict_pre_hook(lambda *_: self.wait())
         module.register_load_state_dict_pre_hook(lambda *_: self.wait())
 
-    def _wait_if_under_way(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._under_way:
-            self.wait(parameters)
+    def _assign(self) -> None:
+        """Find the buckets of the parameters that each module waits for."""
+        for parameters, buckets in self._awaited:
+            buckets[:] = [bucket for bucket in self._buckets if not parameters.isdisjoint(bucket.parameters)]
+        awaited_later = {parameter for parameters, _ in self._awaited for parameter in parameters}
+        self._awaited_at_once = [bucket for bucket in self._buckets if not bucket.parameters <= awaited_later]
+
+
+def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
+    for bucket in buckets:
+        bucket.operation.wait()
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -88,20 +95,5 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     parts = []
     for child in module.children():
         parts += _parts(child) if isinstance(child, _CONTAINERS) else [child]
-    return parts
-
-
-def _call_first(module: nn.Module, call: Callable[[], None]) -> None:
-    """Call something whenever the module is called, before its forward pass."""
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        # If the module is compiled later, this is no part of the graph.
-        module.register_forward_pre_hook(torch.compiler.disable(lambda *_: call()))
-        return
-
-    def call_both(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return compiled(*args, **kwargs)
-
-    # A hook would be within what is compiled, which it would cut in two.
-    module._compiled_call_impl = call_both
+    # A hook on a part that waits for nothing would cut the graph of a compiled block that calls it.
+    return [part for part in parts if next(part.parameters(), None) is not None]

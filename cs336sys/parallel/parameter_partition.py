@@ -45,21 +45,11 @@ class ParameterPartition:
         self._owners |= zip(adopted, owners, strict=True)
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
-        buckets = [
-            [adopted[index] for index in reversed(indices)]
-            for indices in reversed(assign_buckets(specs, self._cap_bytes))
-        ]
-        self.exchange.extend(
-            ExchangeBucket(
-                bucket,
-                Broadcasts(
-                    bucket,
-                    [self._owners[parameter] for parameter in bucket],
-                    ", ".join(self._names[parameter] for parameter in bucket),
-                ),
-            )
-            for bucket in buckets
-        )
+        for indices in reversed(assign_buckets(specs, self._cap_bytes)):
+            bucket = [adopted[index] for index in reversed(indices)]
+            names = ", ".join(self._names[parameter] for parameter in bucket)
+            broadcasts = Broadcasts(bucket, [self._owners[parameter] for parameter in bucket], names)
+            self.exchange.append(ExchangeBucket(frozenset(bucket), broadcasts))
 
     def local(self, parameter: nn.Parameter) -> Tensor | None:
         """What this rank's optimizer updates of a parameter: all or nothing."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
-from cs336sys.parallel.elementwise import require_elementwise
+from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.flat_shards import FlatShards
 from cs336sys.parallel.layout import describe_module, same_on_every_rank
 from cs336sys.parallel.local_optimizer import LocalOptimizer
 from cs336sys.parallel.optimizer_checkpoint import check_same_model, gather_states, own_states
+from cs336sys.parallel.optimizer_class import require_elementwise, require_optimizer
 from cs336sys.parallel.parameter_groups import (
     Group,
     check_parameters,
@@ -101,11 +101,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._flat = flat
         self._module = module
         with same_on_every_rank() as lines:
-            _check_arguments(optimizer_cls, flat, module, bucket_size_mb, master_dtype)
+            require_optimizer(optimizer_cls)
+            _check_arguments(flat, module, bucket_size_mb, master_dtype)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
             if flat:
-                require_elementwise(optimizer_cls, options, self._parameters[0].device)
+                require_elementwise(optimizer_cls, options, group_device())
             lines.append(
                 f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
                 f"master_dtype={master_dtype}, {describe_options(options)}"
@@ -116,6 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shards = FlatShards(cap_bytes, master_dtype) if flat else ParameterPartition(cap_bytes)
         # Where each parameter that is sharded lies in memory.
         self._places: dict[nn.Parameter, int] = {}
+        self._frozen: list[nn.Parameter] = []
         if module is not None:
             broadcast_from_first([*module.parameters(), *module.buffers()])
         self._shard(self.param_groups)
@@ -195,6 +197,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._flat_shards("finish_gradient_synchronization").finish_gradients()
 
+    @property
+    def own_tensors(self) -> list[Tensor]:
+        """What this rank updates: parameters, or with ``flat=True`` slices of them or their master copies, (n,) each.
+
+        Their ``grad`` are the averaged gradients that it has, once they are complete.
+        """
+        return self._local.tensors
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that the norm of all together is at most ``max_norm``.
 
@@ -229,7 +239,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_places()
-        self._shards.exchange.wait()
         self._shards.prepare_step()
         self._local.step(self.param_groups, kwargs)
         with torch.no_grad():
@@ -264,7 +273,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "parameters": [{"name": name, "shape": tuple(parameter.shape)} for name, parameter in named],
         }
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's :meth:`state_dict`, or a whole state: consolidated, or of an optimizer on one process.
 
@@ -282,7 +290,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned = [self._shards.owned(parameter) for parameter in self._parameters]
             states = own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
-        self._shards.exchange.wait()
         with torch.no_grad():
             self._local.load(states, state_dict["param_groups"], self.param_groups)
         self._link_state()
@@ -305,27 +312,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[Group]) -> None:
         """Share out the parameters of groups that are trained and were not shared out before."""
-        broadcast_from_first([parameter for parameter in parameters_of(groups) if parameter not in self._places])
-        ordered = in_model_order(self.param_groups, self._module)
-        members = set(parameters_of(groups))
-        self._shards.adopt(
-            {
-                name: parameter
-                for name, parameter in ordered.items()
-                if parameter in members and parameter.requires_grad and parameter not in self._places
-            }
-        )
-        self._places |= {parameter: parameter.data_ptr() for parameter in members if parameter.requires_grad}
+        added = {parameter for parameter in parameters_of(groups) if parameter not in self._places}
+        ordered = {
+            name: parameter
+            for name, parameter in in_model_order(self.param_groups, self._module).items()
+            if parameter in added
+        }
+        broadcast_from_first(list(ordered.values()))
+        trained = {name: parameter for name, parameter in ordered.items() if parameter.requires_grad}
+        self._shards.adopt(trained)
+        self._places |= {parameter: parameter.data_ptr() for parameter in trained.values()}
+        self._frozen = [parameter for parameter in self._parameters if parameter not in self._places]
 
     def _check_places(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if parameter not in self._places:
-                if parameter.requires_grad:
-                    name = names_of(self.param_groups)[index]
-                    raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
-            elif parameter.data_ptr() != self._places[parameter]:
-                name = names_of(self.param_groups)[index]
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                name = self._name(parameter)
+                raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
+        for parameter, place in self._places.items():
+            if parameter.data_ptr() != place:
+                name = self._name(parameter)
                 raise UsageError(f"{name} was moved after it was sharded: build the optimizer after moving the model")
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
 
     def _flat_shards(self, method: str) -> FlatShards:
         if not self._flat:
@@ -347,23 +357,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _check_arguments(
-    optimizer_cls: Any,
-    flat: bool,
-    module: nn.Module | None,
-    bucket_size_mb: float | None,
-    master_dtype: torch.dtype | None,
+    flat: bool, module: nn.Module | None, bucket_size_mb: float | None, master_dtype: torch.dtype | None
 ) -> None:
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
-        raise UsageError(f"optimizer_cls {optimizer_cls}: must be a subclass of torch.optim.Optimizer")
-    if issubclass(optimizer_cls, ShardedOptimizer | torch.optim.LBFGS):
-        raise UsageError(
-            f"{optimizer_cls.__name__} cannot be sharded: choose a class that updates each parameter by itself"
-        )
     if module is not None and not isinstance(module, nn.Module):
         raise UsageError(f"module {module}: must be a torch.nn.Module")
     if bucket_size_mb is not None and not bucket_size_mb > 0:
         raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
-    if master_dtype is not None and not master_dtype.is_floating_point:
-        raise UsageError(f"master_dtype {master_dtype}: choose a floating-point dtype")
-    if master_dtype is not None and not flat:
-        raise UsageError(f"master_dtype {master_dtype} needs flat=True")
+    if master_dtype is not None and not (flat and master_dtype.is_floating_point):
+        raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")

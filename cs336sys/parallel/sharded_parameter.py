@@ -17,26 +17,24 @@ class ShardedParameter:
         names: in the wrapped module; tied weights have several.
         shape: of the whole parameter.
         rows: those that this rank holds.
+        divides_evenly: whether all ranks hold equally many.
         shard: these rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
         full: all rows in the dtype to compute in: what the module holds, and autograd sees, while they are gathered.
             Always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
     """
 
-    def __init__(self, planned: PlannedParameter, whole: Tensor, compute_dtype: torch.dtype | None):
-        """Args: ``whole`` is the parameter's value, of which this rank's rows are copied."""
+    def __init__(self, planned: PlannedParameter, whole: nn.Parameter, compute_dtype: torch.dtype | None):
+        """Copy this rank's rows of the whole parameter."""
         self.names = planned.names
         self.shape = whole.shape
         self.rows = own_rows(len(whole), dist.get_rank(), dist.get_world_size())
+        self.divides_evenly = len(whole) % dist.get_world_size() == 0
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
-        self.shard = nn.Parameter(own, requires_grad=planned.parameter.requires_grad)
+        self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
         self._owners = planned.owners
         # Gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
-
-    @property
-    def divides_evenly(self) -> bool:
-        return self.shape[0] % dist.get_world_size() == 0
 
     def place(self, memory: Tensor) -> Tensor:
         """Choose the bytes (uint8) that the rows of all ranks are gathered in; return where this rank's go."""

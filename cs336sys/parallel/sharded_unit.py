@@ -1,15 +1,15 @@
 """Parameters that are gathered and freed together: where they are in memory, and the collectives on them."""
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from cs336sys.accounting.full_sharding import gathered_layout, padded_bytes
-from cs336sys.parallel.collectives import MeanScatter, SliceExchange, SliceGather, through_host
+from cs336sys.parallel.collectives import SliceGather
 from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_scatter import GradientScatter, beside
 from cs336sys.parallel.sharded_parameter import ShardedParameter
 from cs336sys.parallel.sharding_plan import PlannedUnit
 
@@ -21,9 +21,7 @@ class ShardedUnit:
     all-gather writes where the weights are used: this rank's rows are cast into their place, then the ranks' rows are
     gathered around them, all parameters in one launch.
 
-    Gradients are sent as autograd left them. Of fp32 gradients that the ranks divide evenly, a reduce-scatter returns
-    the mean. All others (half precision, uneven rows) are exchanged and averaged here: the same bytes are sent, the sum
-    is exact to the shard's precision, and nothing is padded.
+    Gradients are sent as autograd left them.
 
     Attributes:
         name: of the unit.
@@ -42,8 +40,9 @@ class ShardedUnit:
         planned: PlannedUnit,
         parameters: Sequence[ShardedParameter],
         gradient_dtype: torch.dtype | None,
-        stream: torch.cuda.Stream | None,
+        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None),
     ):
+        """Args: ``streams`` are on a GPU where to cast weights, and where to average gradients."""
         self.name = planned.name or type(planned.modules[0]).__name__
         self.modules = planned.modules
         self.contains_units = planned.contains_units
@@ -52,7 +51,7 @@ class ShardedUnit:
         self.has_kept = False
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
-        self._stream = stream
+        self._stream = streams[0]
         world_size = dist.get_world_size()
         layout = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
         starts, self.gathered_bytes = gathered_layout(layout, world_size)
@@ -68,10 +67,7 @@ class ShardedUnit:
         self._under_way = self._ready = False
         for parameter in parameters:
             parameter.show(parameter.shard)
-        self._scatters: dict[torch.dtype, MeanScatter] = {}
-        self._exchange = SliceExchange(f"gradients of {self.name}")
-        self._scattered: list[tuple[ShardedParameter, Tensor]] = []
-        self._exchanged: list[tuple[ShardedParameter, Tensor]] = []
+        self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +98,7 @@ class ShardedUnit:
             return
         self._under_way = True
         self._storage.resize_(self.gathered_bytes)
-        with self._beside(), torch.no_grad():
+        with beside(self._stream), torch.no_grad():
             torch._foreach_copy_(self._own, [parameter.shard for parameter in self.parameters])
             self._gather.start()
 
@@ -141,8 +137,7 @@ class ShardedUnit:
             for each trained parameter that this rank holds (rows of), whether it had a gradient here.
         """
         present = {}
-        by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]] = {}
-        to_exchange = []
+        gradients = []
         for parameter in self.trained:
             if self.has_kept:
                 parameter.keep_gradient()
@@ -152,17 +147,12 @@ class ShardedUnit:
             present[parameter.shard] = gradient is not None
             if gradient is None:
                 dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
-                gradient = torch.zeros(parameter.shape, dtype=dtype, device=parameter.shard.device)
+                gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
             if self._gradient_dtype is not None and gradient.is_floating_point():
                 gradient = gradient.to(self._gradient_dtype)
-            gradient = gradient.contiguous()
-            if self._scatters_directly(parameter, gradient):
-                by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
-            else:
-                to_exchange.append((parameter, gradient))
+            gradients.append((parameter, gradient.contiguous()))
         self.has_kept = False
-        self._start_scatters(by_dtype)
-        self._start_exchange(to_exchange)
+        self._scatter.start(gradients)
         for bucket in self.replicated:
             bucket.launch()
             present |= zip(bucket.parameters.values(), bucket.present, strict=True)
@@ -170,58 +160,18 @@ class ShardedUnit:
 
     def finish_reduction(self) -> None:
         """Add the averaged gradients to those of the shards; on a GPU, let the current stream wait for them."""
-        self._wait_for_reduction()
-        for parameter, gradient in self._scattered:
-            parameter.add_mean_gradient(gradient)
-        for parameter, received in self._exchanged:
-            of_ranks = received.view(dist.get_world_size(), *parameter.shard.shape)
-            parameter.add_mean_gradient(of_ranks.mean(0, dtype=parameter.shard.dtype))
-        self._scattered, self._exchanged = [], []
+        self._scatter.finish()
         for bucket in self.replicated:
+            bucket.wait()
             bucket.finish([True] * len(bucket.parameters))
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a backward pass that failed, also those that are being averaged."""
-        self._wait_for_reduction()
         self.has_kept = False
         for parameter in self.parameters:
             parameter.full.grad = parameter.kept = None
-        self._scattered, self._exchanged = [], []
+        self._scatter.drop()
         for bucket in self.replicated:
+            bucket.wait()
             if bucket.present:
                 bucket.finish([False] * len(bucket.present))
-
-    def _wait_for_reduction(self) -> None:
-        for operation in (*self._scatters.values(), self._exchange, *self.replicated):
-            operation.wait()
-
-    @staticmethod
-    def _scatters_directly(parameter: ShardedParameter, gradient: Tensor) -> bool:
-        return gradient.dtype == parameter.shard.dtype and parameter.divides_evenly and not through_host(gradient)
-
-    def _start_scatters(self, by_dtype: dict[torch.dtype, list[tuple[ShardedParameter, Tensor]]]) -> None:
-        for dtype, parts in by_dtype.items():
-            device = parts[0][1].device
-            scatter = self._scatters.setdefault(dtype, MeanScatter(dtype, device, f"gradients of {self.name}"))
-            arriving = [(parameter, torch.empty_like(parameter.shard)) for parameter, _ in parts]
-            scatter.start([own for _, own in arriving], [gradient for _, gradient in parts])
-            self._scattered += arriving
-
-    def _start_exchange(self, parts: list[tuple[ShardedParameter, Tensor]]) -> None:
-        if not parts:
-            return
-        world_size = dist.get_world_size()
-        for parameter, gradient in parts:
-            size = (world_size * len(parameter.rows), *parameter.shape[1:])
-            self._exchanged.append((parameter, gradient.new_empty(size)))
-        self._exchange.start([received for _, received in self._exchanged], [gradient for _, gradient in parts])
-
-    @contextlib.contextmanager
-    def _beside(self):
-        """On a GPU, run beside the current stream, after what it has been given so far."""
-        if self._stream is None:
-            yield
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                yield

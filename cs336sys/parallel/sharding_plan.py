@@ -18,18 +18,16 @@ class PlannedParameter:
     """One parameter and everywhere it is used.
 
     Attributes:
-        parameter: as it was when planned.
         names: in the whole module; tied weights have several.
         owners: the modules that hold it and their attributes for it.
     """
 
-    parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
     def held(self) -> nn.Parameter:
-        """What the modules hold now in the place of ``parameter``."""
+        """What the modules hold: the whole parameter at first, later perhaps a slice in its place."""
         owner, attribute = self.owners[0]
         return owner._parameters[attribute]
 
@@ -81,42 +79,46 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
             divided into single layers. A layer with children (attention that hands its output projection's weight to a
             function, for example) is a unit with all of them that are no units themselves.
     """
-    homes: dict[nn.Module, PlannedUnit | None] = {}
-    units: list[PlannedUnit] = []
+    roots: dict[nn.Module, PlannedUnit] = {}
+    # The units that each module is called in; None stands for none.
+    homes: dict[nn.Module, set[PlannedUnit | None]] = {}
 
     def visit(child: nn.Module, name: str, home: PlannedUnit | None, in_list: bool, in_block: bool) -> None:
-        if child in homes:
-            return
         is_block = in_list and not in_block and not isinstance(child, _CONTAINERS)
         if unit_modules is not None:
             is_block = child in unit_modules
         if is_block or (home is None and _owns_matrix(child)):
-            home = PlannedUnit(name, [child])
-            units.append(home)
-        homes[child] = home
+            home = roots.setdefault(child, PlannedUnit(name, [child]))
+        if home in homes.setdefault(child, set()):
+            return
+        homes[child].add(home)
         for attribute, grandchild in child.named_children():
             child_name = f"{name}.{attribute}" if name else attribute
             visit(grandchild, child_name, home, isinstance(child, nn.ModuleList), in_block or is_block)
 
     visit(module, "", None, in_list=False, in_block=False)
+    units = list(roots.values())
     parameters = _parameters(module)
-    sharded = [entry for entry in parameters if _divides(entry) and all(homes[owner] for owner, _ in entry.owners)]
-    for entry in sharded:
-        first, *others = dict.fromkeys(homes[owner] for owner, _ in entry.owners)
-        for other in others:
-            first.modules += other.modules
-            units.remove(other)
-            homes |= {owner: first for owner, home in homes.items() if home is other}
+    sharded = []
+    for entry in parameters:
+        used_in = set().union(*(homes[owner] for owner, _ in entry.owners))
+        if _divides(entry) and None not in used_in:
+            sharded.append(entry)
+            first, *others = (unit for unit in units if unit in used_in)
+            for other in others:
+                first.modules += other.modules
+                units.remove(other)
+                homes = {part: {first if home is other else home for home in used} for part, used in homes.items()}
 
     replicated = []
     for entry in parameters:
-        used_in = {homes[owner] for owner, _ in entry.owners}
-        if entry in sharded:
-            used_in.pop().sharded.append(entry)
-        elif len(used_in) == 1 and None not in used_in:
-            used_in.pop().replicated.append(entry)
-        else:
+        used_in = set().union(*(homes[owner] for owner, _ in entry.owners))
+        if len(used_in) > 1 or None in used_in:
             replicated.append(entry)
+        elif entry in sharded:
+            used_in.pop().sharded.append(entry)
+        else:
+            used_in.pop().replicated.append(entry)
     for unit in units:
         inside = {part for module in unit.modules for part in module.modules()}
         unit.contains_units = any(part in inside for other in units if other is not unit for part in other.modules)
@@ -130,7 +132,7 @@ def _owns_matrix(module: nn.Module) -> bool:
 
 
 def _divides(entry: PlannedParameter) -> bool:
-    parameter = entry.parameter
+    parameter = entry.held
     return parameter.dim() > 0 and parameter.numel() > 0 and any(_owns_matrix(owner) for owner, _ in entry.owners)
 
 
@@ -139,7 +141,7 @@ def _parameters(module: nn.Module) -> list[PlannedParameter]:
     for name, owner in module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:
-                entry = planned.setdefault(parameter, PlannedParameter(parameter))
+                entry = planned.setdefault(parameter, PlannedParameter())
                 entry.names.append(f"{name}.{attribute}" if name else attribute)
                 if (owner, attribute) not in entry.owners:
                     entry.owners.append((owner, attribute))

@@ -48,6 +48,7 @@ class UnitRunner:
         # With and without gradients: only the former go on with a backward pass.
         self._orders = {True: GatherOrder(), False: GatherOrder()}
         self._order: GatherOrder | None = None
+        # Units that have memory for a use to come.
         self._ahead: set[ShardedUnit] = set()
         self._in_backward = False
         # The unit that the backward pass arrived at last; those that it is in; those whose gradients it has left.
@@ -88,8 +89,11 @@ class UnitRunner:
             unit.depth -= 1
         if torch.is_grad_enabled():
             self._watch(unit, output)
-        if not in_use and not (self._order is not None and self._order.repeats()):
-            unit.free()
+        if not in_use:
+            if self._order is not None and self._order.repeats():
+                self._ahead.add(unit)
+            else:
+                unit.free()
         return output
 
     def arrive(self, unit: ShardedUnit) -> None:
@@ -135,6 +139,7 @@ class UnitRunner:
         for other in self._ahead.difference(wanted, (unit,)):
             other.free()
         unit.gather()
+        # A unit around this one is in use, though wanted again.
         self._ahead = {other for other in wanted if other in self._ahead or not other.is_gathered}
         for other in wanted:
             other.gather()

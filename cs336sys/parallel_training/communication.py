@@ -60,7 +60,7 @@ class Communication:
         """Launches the same collective on zeros; returns what can be waited for.
 
         Args:
-            memory: what other launchers use is used again where it fits, and grows by the rest; None: by this one alone.
+            memory: tensors of other launchers, used again where they fit; it grows by new ones. None shares none.
         """
         memory = {} if memory is None else memory
         leaves, structure = tree_flatten((self._arguments, self._settings))

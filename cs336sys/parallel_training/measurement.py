@@ -39,8 +39,8 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     """Measure one cell of ``ddp`` or ``shard``: runs in the worker process, which keeps its ranks for the next cell.
 
     Samples (ms), each the maximum over ranks: one series a phase, ``step``, ``wall``, ``unsynchronized`` (the step
-    without communication, where one rank has memory for it) and ``communication`` (alone). Derived columns: see ``docs/columns.md``. The status is
-    ``wrong``, and there are no samples, if the weights are not those of one process.
+    without communication, where one rank has memory for it) and ``communication`` (alone). Derived columns: see
+    ``docs/columns.md``. The status is ``wrong``, and there are no samples, if the weights are not those of one process.
     """
     workload = ParallelWorkload.from_configuration(configuration)
     backend = _backend(workload)
@@ -128,7 +128,9 @@ def _derived(
 def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     """What ``shard`` shows besides: each moment's memory on the rank that holds most, bytes sent, gathers."""
     timeline = measured[0].timeline
-    memory = [max(of_ranks, key=lambda held: held.total) for of_ranks in zip(*(rank.memory for rank in measured))]
+    # A rank whose history was too short has recorded none.
+    of_moments = zip(*(rank.memory for rank in measured), strict=False)
+    memory = [max(of_ranks, key=lambda held: held.total) for of_ranks in of_moments]
     gathers = [
         {
             "unit": unit,

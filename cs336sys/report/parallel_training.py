@@ -96,6 +96,12 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
             "exposed: median step less the median of the same step without communication; "
             "hidden: the part of the communication alone that is not exposed"
         )
+    return [*notes, *check_notes(cells)]
+
+
+def check_notes(cells: Sequence[Cell]) -> list[str]:
+    """Which models were checked with fewer layers."""
+    notes = []
     for cell in cells:
         size, layers = cell.configuration["size"], cell.configuration["num_layers"]
         checked = cell.derived.get("checked_layers", layers)

@@ -9,7 +9,9 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -70,7 +72,7 @@ class CompileOnlyDriver:
 
 def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
     """What ptxas says of a kernel, and how often its disassembly has the instructions that matter."""
-    sass = compiled.asm["sass"]
+    sass = disassemble(compiled.asm["cubin"])
     return {
         "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
@@ -80,9 +82,26 @@ def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
         "num_warps": compiled.metadata.num_warps,
         "shared_bytes": compiled.metadata.shared,
         "tensor_core": len(re.findall(r"\bHG?MMA\.", sass)),
+        "exp2_beside_product": exp2_beside_product(sass),
         "tma_load": len(re.findall(r"\bUTMALDG\.", sass)),
         "tma_reduce": len(re.findall(r"\bUTMAREDG\.", sass)),
     }
+
+
+def disassemble(cubin: bytes) -> str:
+    # compiled.asm["sass"] ends at address 0xffff in triton 3.6.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def exp2_beside_product(sass: str) -> list[int]:
+    """Exponentials between a wait that leaves one product running and the next wait, where there are any."""
+    _, *stretches = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, ", sass)
+    counts = [stretch.count("MUFU.EX2") for stretch in stretches if stretch.startswith("0x1")]
+    return [count for count in counts if count]
 
 
 descriptions = {}  # by the hash of the kernel: configurations share some, and ptxas sees each once

@@ -8,7 +8,9 @@ import torch
 from test_attention_triton import STRIDES, assert_exact, assert_matches_float64, random_inputs
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, hopper
+from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, hopper, triton
+from cs336sys.kernels.attention.hopper_settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.launch_settings import Problem
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -69,8 +71,55 @@ def test_refusal_reaches_the_user():
     query = torch.randn(1, 4, 64, dtype=torch.float16)
     with pytest.raises(CapabilityError, match="'hopper' runs on CUDA tensors, got cpu"):
         flash_attention(query, query, query, implementation="hopper")
-    with pytest.raises(UsageError, match="kernels 'cuda' do not exist: choose one of triton, hopper"):
+    with pytest.raises(UsageError, match="kernels 'cuda' do not exist: choose one of auto, triton, hopper"):
         FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
+
+
+def problem(num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tma_allowed=True):
+    return Problem(
+        head_dim, torch.bfloat16, "tf32x3", True, num_sequences, num_queries, num_keys, (9, 0), 132, tma_allowed
+    )
+
+
+@HEAD_DIMS
+def test_auto_gives_large_problems_to_the_hopper_kernels(head_dim):
+    for num_sequences, length in ((16, 16384), (128, 2048)):
+        large = problem(num_sequences, length, length, head_dim)
+        assert hopper_forward_is_faster(large)
+        assert hopper_backward_is_faster(large)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tma_allowed": False},
+        {"num_sequences": 1, "num_queries": 8192, "num_keys": 8192, "head_dim": 128},
+        {"num_sequences": 1, "num_queries": 1024, "num_keys": 1024},
+        {"num_sequences": 100, "num_queries": 512, "num_keys": 512},
+    ],
+    ids=["strides", "few items", "short", "short keys"],
+)
+def test_auto_leaves_the_rest_to_triton(changes):
+    assert not hopper_forward_is_faster(problem(**changes))
+    assert not hopper_backward_is_faster(problem(**changes))
+
+
+@pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
+def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
+    """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
+    monkeypatch.setattr(hopper, "why_unavailable", lambda query: None)
+
+    def problem_on_hopper(query, key, operands, *options):
+        fits = all(operand.fits_tma for operand in operands)
+        return problem(query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], tma_allowed=fits)
+
+    monkeypatch.setattr(triton, "make_problem", problem_on_hopper)
+    query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
+    whole, narrow = query.new_empty(1, num_sequences, 16384, 64), query[..., :64]
+    assert triton._takes_hopper("auto", (whole, whole), True, hopper_forward_is_faster) == chosen
+    assert not triton._takes_hopper("auto", (whole, narrow), True, hopper_forward_is_faster)
+    assert triton._takes_hopper("hopper", (whole, narrow), True, hopper_forward_is_faster)
+    assert not triton._takes_hopper("triton", (whole, whole), True, hopper_forward_is_faster)
 
 
 @on_hopper
@@ -155,10 +204,22 @@ def test_deterministic_gradients_repeat(head_dim, device):
 
 
 @on_hopper
-def test_compile_keeps_one_graph(device):
-    inputs = random_inputs((2, 3), 200, 200, 64, torch.bfloat16, device)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_auto_takes_them_in_either_pass_unless_it_must_be_deterministic(deterministic, device, monkeypatch):
+    plans = {}
+    monkeypatch.setattr(triton, "_plans", plans)
+    inputs = random_inputs((8, 16), 1024, 1024, 64, torch.bfloat16, device)
+    flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
+    backward = "BackwardPlan" if deterministic else "HopperBackwardPlan"
+    assert [type(plan).__name__ for plan in plans.values()] == ["HopperForwardPlan", backward]
+
+
+@on_hopper
+@pytest.mark.parametrize("implementation", ["auto", "hopper"])
+def test_compile_keeps_one_graph(implementation, device):
+    inputs = random_inputs((4, 16), 1024, 1024, 64, torch.bfloat16, device)
 
     def block(query, key, value):
-        return flash_attention(query * 2.0, key, value, True, implementation="hopper").sin()
+        return flash_attention(query * 2.0, key, value, True, implementation=implementation).sin()
 
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(*inputs), block(*inputs), rtol=2e-2, atol=2e-2)

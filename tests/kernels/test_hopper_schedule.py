@@ -4,13 +4,7 @@ import itertools
 
 import pytest
 
-from cs336sys.kernels.attention.hopper_schedule import (
-    item_of_round,
-    key_tiles,
-    num_rounds,
-    query_tiles,
-    tile_of_item,
-)
+from cs336sys.kernels.attention.hopper_schedule import as_table, key_tiles, ordered_items, query_tiles, share_out
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -24,37 +18,37 @@ def sees(query, key, num_queries, num_keys, is_causal):
 @pytest.mark.parametrize(("num_sequences", "per_group"), [(1, 1), (5, 2), (16, 4), (7, 7)])
 @pytest.mark.parametrize("num_tiles", [1, 3, 86])
 @pytest.mark.parametrize("num_programs", [1, 2, 13, 132])
-def test_programs_share_all_items_evenly(num_programs, num_tiles, num_sequences, per_group, is_causal):
-    num_items = num_tiles * num_sequences
-    num_programs = min(num_programs, num_items)
+def test_table_gives_every_item_to_one_program(num_programs, num_tiles, num_sequences, per_group, is_causal):
+    items = ordered_items(num_tiles, num_sequences, per_group, is_causal)
+    table = as_table(share_out(items, range(1, num_tiles + 1), num_programs))
     seen = []
-    rounds = [num_rounds(program, num_programs, num_items) for program in range(num_programs)]
-    for program, count in enumerate(rounds):
-        for turn in range(count):
-            item = item_of_round(program, num_programs, turn)
-            seen.append(tile_of_item(item, num_tiles, num_sequences, per_group, is_causal))
-    assert sorted(seen) == list(itertools.product(range(num_tiles), range(num_sequences)))
-    assert max(rounds) - min(rounds) <= 1
-
-
-def test_back_and_forth_balances_a_causal_mask_over_one_group_of_heads():
-    """16 heads of 16384 queries in tiles of 128, on 132 programs: nobody has 3 % more key tiles than the average."""
-    num_programs, num_tiles, num_sequences = 132, 128, 16
-    loads = []
     for program in range(num_programs):
-        items = (
-            item_of_round(program, num_programs, turn)
-            for turn in range(num_rounds(program, num_programs, num_tiles * num_sequences))
-        )
-        loads.append(sum(1 + tile_of_item(item, num_tiles, num_sequences, 16, True)[0] for item in items))
-    assert max(loads) < 1.03 * sum(loads) / num_programs
+        count, first = table[program]
+        seen += table[first : first + count]
+    assert sorted(seen) == list(itertools.product(range(num_tiles), range(num_sequences)))
+    assert len(table) == num_programs + len(seen)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_sequences", "per_group"), [(128, 16, 4), (86, 16, 16), (16, 128, 32)])
+def test_sharing_out_balances_a_causal_mask(num_tiles, num_sequences, per_group):
+    """16 heads of 16384 queries and 128 of 2048, on 132 programs: nobody has 3 % more key tiles than the average."""
+    costs = [1 + tile for tile in range(num_tiles)]
+    shares = share_out(ordered_items(num_tiles, num_sequences, per_group, True), costs, 132)
+    loads = [sum(costs[tile] for tile, _ in share) for share in shares]
+    assert max(loads) < 1.03 * sum(loads) / len(loads)
+
+
+def test_as_many_programs_as_items_get_one_each_in_order():
+    items = list(ordered_items(3, 5, 2, True))
+    assert share_out(items, [1, 2, 3], len(items)) == [[item] for item in items]
 
 
 def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
-    order = [tile_of_item(item, 3, 5, 2, True) for item in range(15)]
+    order = list(ordered_items(3, 5, 2, True))
     first_group = [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
     assert order[:6] == first_group
     assert order[12:] == [(2, 4), (1, 4), (0, 4)]
+    assert list(ordered_items(3, 2, 2, False)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 @CAUSAL
@@ -127,14 +121,12 @@ def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_
         completed = barriers[kind, *where][0]
         return (completed - 1) % 2 == parity
 
-    num_items = -(-num_queries // (64 * consumers)) * num_sequences
     rows = 64 * consumers
+    num_tiles = -(-num_queries // rows)
+    (share,) = share_out(ordered_items(num_tiles, num_sequences, num_sequences, is_causal), [1] * num_tiles, 1)
 
     def items():
-        for turn in range(num_rounds(0, 1, num_items)):
-            tile, sequence = tile_of_item(
-                item_of_round(0, 1, turn), -(-num_queries // rows), num_sequences, num_sequences, is_causal
-            )
+        for turn, (tile, sequence) in enumerate(share):
             yield turn, tile * rows, sequence
 
     def load(name, use, content):
@@ -192,8 +184,9 @@ def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_
                 yield
             assert ring["query", me] == (sequence, first_query)
             use = first_use + item_end - end
+            if end:
+                key = yield from read("key", use)
             for i in range(end):
-                key = yield from read("key", use + i)
                 yield from turn_of(use + i)
                 if i:
                     value = yield from read("value", use + i - 1)
@@ -205,6 +198,8 @@ def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_
                 reads[me, sequence, first_query].append(("key", *key))
                 arrive("free", "key", (use + i) % stages)
                 yield
+                if i + 1 < end:
+                    key = yield from read("key", use + i + 1)
                 if i:
                     assert ring["value", (use + i - 1) % stages] == value
                     arrive("free", "value", (use + i - 1) % stages)

@@ -12,6 +12,7 @@ import time
 import launch_ranks
 import pytest
 import torch
+import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel import launch
@@ -295,9 +296,32 @@ def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
     assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
     with pytest.raises(UsageError, match="world size 2: 8 ranks were started"):
         launch.run(launch_ranks.process_id, world_size=2, backend="gloo")
+
+
+def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monkeypatch):
+    store = dist.HashStore()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(CapabilityError, match=r"2 ranks on this machine: .* torch sees 1"):
-        launch.run(launch_ranks.process_id, world_size=8, backend="nccl")
+    # Rank 0 has its GPU, and is done first with saying so.
+    store.set("refusal-0", "")
+    with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine: .* torch sees 1"):
+        launch._check_gpus_of_all(launch.Place(1, 2, local_rank=1), "nccl", store)
+    with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine"):
+        launch._check_gpus_of_all(launch.Place(0, 2, local_rank=0), "nccl", store)
+
+
+def test_kept_ranks_stay_until_others_are_asked_for():
+    first = launch.kept(1, backend="gloo")
+    assert launch.kept(1, backend="gloo") is first
+    assert first.run(launch_ranks.rank_and_sum, 4) == [(0, 1, torch.tensor([4]))]
+    second = launch.kept(2, backend="gloo")
+    assert (first.alive, second.alive) == (False, True)
+    with pytest.raises(RankError):
+        second.run(launch_ranks.fail, "raise")
+    third = launch.kept(2, backend="gloo")
+    assert third is not second
+    assert len(third.run(launch_ranks.process_id)) == 2
+    launch.end_kept()
+    assert not third.alive
 
 
 @pytest.mark.gpu

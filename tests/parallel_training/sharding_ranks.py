@@ -1,5 +1,6 @@
 """What the tests of sharded training run on ranks."""
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,9 @@ def verify_all(workloads):
 
 def observe_all(workloads):
     """For each, the memory at four moments and the bytes that a step sends."""
-    observed = []
+    observed, device = [], torch.device("cpu")
     for workload in workloads:
-        device = torch.device("cpu")
-        step, memory = build_recorded(lambda workload=workload: ParallelStep(workload, device), device)
+        step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
         with recorded_communication() as communications:
             step()
         sent = [one.sent_bytes(workload.world_size) for one in communications if not one.is_flags]

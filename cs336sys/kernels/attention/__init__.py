@@ -65,6 +65,21 @@ def _hopper_attention(
     return triton_attention(query, key, value, is_causal, deterministic=deterministic, kernels="hopper")
 
 
+def _fastest_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    *,
+    float32_precision: str | None,
+    deterministic: bool,
+) -> torch.Tensor:
+    options = {"float32_precision": float32_precision, "deterministic": deterministic}
+    if query.is_cuda:
+        return triton_attention(query, key, value, is_causal, **options, kernels="auto")
+    return _tiled_attention(query, key, value, is_causal, **options)
+
+
 # Each is called as (query, key, value, is_causal, float32_precision=..., deterministic=...) and says itself, by a
 # CapabilityError, what it lacks on this machine.
 IMPLEMENTATIONS = {
@@ -101,7 +116,8 @@ def flash_attention(
             with S_q < S_k no query sees the keys from S_q on.
         implementation: "triton" (CUDA, or a CPU in Triton's interpreter), "hopper" (warp-specialised for H100 and H200:
             float16 and bfloat16, D 64 and 128), "tiled" (FlashAttention-2 in PyTorch), "reference" (plain attention,
-            memory S_q x S_k) or "auto": "triton" for CUDA tensors, else "tiled".
+            memory S_q x S_k) or "auto": "tiled" except for CUDA tensors, for them in either pass "hopper" where it can
+            run and was measured to be faster, else "triton".
         float32_precision: matrix products of float32 inputs in "triton": "tf32x3" (the default; three TF32 products,
             about float32), "ieee" (no tensor cores) or "tf32" (10 bits of mantissa).
         deterministic: gradients equal from run to run to the last bit, as also under
@@ -117,9 +133,7 @@ def flash_attention(
         CapabilityError: the implementation does not run on this machine; the message says why.
         RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
     """
-    if implementation == "auto":
-        implementation = "triton" if query.is_cuda else "tiled"
-    attend = IMPLEMENTATIONS.get(implementation)
+    attend = _fastest_attention if implementation == "auto" else IMPLEMENTATIONS.get(implementation)
     if attend is None:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
         raise UsageError(f"attention implementation {implementation!r} does not exist: choose one of {names}")

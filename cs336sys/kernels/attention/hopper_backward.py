@@ -42,30 +42,27 @@ ROWS = gl.constexpr(64)
 NOBODY_SEES = gl.constexpr(2**31 - 1)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 
-_tile_of_item = gluon.jit(hopper_schedule.tile_of_item)
 _query_tiles = gluon.jit(hopper_schedule.query_tiles)
 
 
 @gluon.jit
-def _item(shape, CAUSAL: gl.constexpr):
+def _item(schedule, num_queries, CAUSAL: gl.constexpr):
     """(first key, sequence, first tile of queries, end of the tiles) of this program."""
-    _, num_sequences, num_queries, num_keys, sequences_per_group, _ = shape
-    num_tiles = gl.cdiv(num_keys, 2 * ROWS)
-    # The first keys have the most queries under a causal mask.
-    tile, sequence = _tile_of_item(gl.program_id(0), num_tiles, num_sequences, sequences_per_group, False)
-    first_key = tile * (2 * ROWS)
+    entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
+    first_key = gl.load(entry) * (2 * ROWS)
     first, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
-    return first_key, sequence, first, end
+    return first_key, gl.load(entry + 1), first, end
 
 
 @gluon.jit
-def _producer(tensors, buffers, barriers, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     query, key, value, grad_out, statistics, _, grad_key, grad_value = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, grad_query_tiles = buffers
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, _, results_ready = barriers
-    first_key, sequence, first, end = _item(shape, CAUSAL)
-    batch = sequence // shape[0]
-    head = sequence % shape[0]
+    num_heads, num_queries, _, _ = shape
+    first_key, sequence, first, end = _item(schedule, num_queries, CAUSAL)
+    batch = sequence // num_heads
+    head = sequence % num_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
     mbarrier.expect(value_ready.index(0), 2 * value.block_type.nbytes)
     for consumer in gl.static_range(2):
@@ -142,6 +139,7 @@ def _consumer(
     tensors,
     buffers,
     barriers,
+    schedule,
     shape,
     scale,
     scale_log2,
@@ -154,7 +152,7 @@ def _consumer(
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, grad_scores_tiles, grad_query_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready = barriers
-    num_keys, padded_queries = shape[3], shape[5]
+    _, num_queries, num_keys, padded_queries = shape
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -169,7 +167,7 @@ def _consumer(
     value_tile = value_tiles.index(CONSUMER)
     grad_query_tile = grad_query_tiles.index(CONSUMER)
 
-    first_key, sequence, first, end = _item(shape, CAUSAL)
+    first_key, sequence, first, end = _item(schedule, num_queries, CAUSAL)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -261,10 +259,8 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "num_heads",
-        "num_sequences",
         "num_queries",
         "num_keys",
-        "sequences_per_group",
         "padded_queries",
     ]
 )
@@ -277,11 +273,10 @@ def backward_kernel(
     grad_query_sum,
     grad_key,
     grad_value,
+    schedule,
     num_heads,
-    num_sequences,
     num_queries,
     num_keys,
-    sequences_per_group,
     padded_queries,
     scale,
     scale_log2,
@@ -350,12 +345,18 @@ def backward_kernel(
         grad_scores_ready,
         results_ready,
     )
-    shape = (num_heads, num_sequences, num_queries, num_keys, sequences_per_group, padded_queries)
+    shape = (num_heads, num_queries, num_keys, padded_queries)
     gl.warp_specialize(
         [
-            (_consumer, (tensors, buffers, barriers, shape, scale, scale_log2, FIRST, STAGES, CAUSAL, SCORES_AHEAD)),
-            (_consumer, (tensors, buffers, barriers, shape, scale, scale_log2, SECOND, STAGES, CAUSAL, SCORES_AHEAD)),
-            (_producer, (tensors, buffers, barriers, shape, STAGES, CAUSAL)),
+            (
+                _consumer,
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL, SCORES_AHEAD),
+            ),
+            (
+                _consumer,
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL, SCORES_AHEAD),
+            ),
+            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

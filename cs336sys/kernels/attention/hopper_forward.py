@@ -1,8 +1,8 @@
 """FlashAttention forward for Hopper in Gluon: one warp loads by TMA, two or three warpgroups compute.
 
-A program works through items. An item is CONSUMERS * 64 queries of one sequence: consumer w takes the w-th 64 of them
-and reads the keys that these queries see in tiles of KEY_ROWS, from the last tile to the first. So whatever needs a
-mask, the diagonal and the tail, comes first.
+A program works through the items that the host's schedule gives it. An item is CONSUMERS * 64 queries of one sequence:
+consumer w takes the w-th 64 of them and reads the keys that these queries see in tiles of KEY_ROWS, from the last tile
+to the first. So whatever needs a mask, the diagonal and the tail, comes first.
 
     producer    K0 Q | K1 V0 | K2 V1 | ... | Vn                     by TMA into rings of STAGES tiles
     consumer    S0 softmax0 | S1 P0*V0 softmax1 | S2 P1*V1 softmax2 | ... | Pn*Vn
@@ -35,26 +35,20 @@ LN_2 = gl.constexpr(0.6931471805599453)
 CONSUMER_ROWS = gl.constexpr(64)
 FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-_num_rounds = gluon.jit(hopper_schedule.num_rounds)
-_item_of_round = gluon.jit(hopper_schedule.item_of_round)
-_tile_of_item = gluon.jit(hopper_schedule.tile_of_item)
 _key_tiles = gluon.jit(hopper_schedule.key_tiles)
 
 
 @gluon.jit
-def _item(round, shape, ITEM_ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first query, batch, head, sequence) of this program's item in a round."""
-    num_heads, num_sequences, num_queries, _, sequences_per_group = shape
-    item = _item_of_round(gl.program_id(0), gl.num_programs(0), round)
-    num_tiles = gl.cdiv(num_queries, ITEM_ROWS)
-    tile, sequence = _tile_of_item(item, num_tiles, num_sequences, sequences_per_group, CAUSAL)
-    return tile * ITEM_ROWS, sequence // num_heads, sequence % num_heads, sequence
+def _num_rounds(schedule):
+    return gl.load(schedule + gl.program_id(0) * 2)
 
 
 @gluon.jit
-def _rounds(shape, ITEM_ROWS: gl.constexpr):
-    num_items = gl.cdiv(shape[2], ITEM_ROWS) * shape[1]
-    return _num_rounds(gl.program_id(0), gl.num_programs(0), num_items)
+def _item(schedule, round, num_heads, ITEM_ROWS: gl.constexpr):
+    """(first query, batch, head, sequence) of this program's item in a round."""
+    entry = schedule + (gl.load(schedule + gl.program_id(0) * 2 + 1) + round) * 2
+    sequence = gl.load(entry + 1)
+    return gl.load(entry) * ITEM_ROWS, sequence // num_heads, sequence % num_heads, sequence
 
 
 @gluon.jit
@@ -71,6 +65,7 @@ def _producer(
     tensors,
     buffers,
     barriers,
+    schedule,
     shape,
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
@@ -78,13 +73,14 @@ def _producer(
     CAUSAL: gl.constexpr,
 ):
     query, key, value, _ = tensors
+    num_heads, num_queries, num_keys = shape
     query_tiles, key_ring, value_ring, _ = buffers
     query_ready, query_free, key_ready, key_free, value_ready, value_free, _ = barriers
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     first_use = 0
-    for round in range(_rounds(shape, ITEM_ROWS)):
-        first_query, batch, head, _sequence = _item(round, shape, ITEM_ROWS, CAUSAL)
-        end = _key_tiles(first_query, ITEM_ROWS, shape[2], shape[3], KEY_ROWS, CAUSAL)[1]
+    for round in range(_num_rounds(schedule)):
+        first_query, batch, head, _sequence = _item(schedule, round, num_heads, ITEM_ROWS)
+        end = _key_tiles(first_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
         last_key = (end - 1) * KEY_ROWS
         _load(key, batch, head, last_key, key_ring, key_ready, key_free, first_use, STAGES)
         for consumer in gl.static_range(CONSUMERS):
@@ -126,14 +122,23 @@ def _masked(scores, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _sum_in_thread(weights):
+    """[rows, 4]: the sum of what one thread holds of a row, which four threads share. Adding these up can wait."""
+    columns = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(columns, 3), 1)
+
+
+@gluon.jit
 def _softmax(scores, row_max, row_sum, scale_log2):
-    """One step of the online softmax: weights, new maximum and sum of the rows, and the factor of older weights."""
+    """One step of the online softmax: weights, new maximum and sums of the rows, and the factor of older weights."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     rescale = gl.exp2(row_max - shift)
-    return weights, new_max, row_sum * rescale + gl.sum(weights, 1), rescale
+    sums = _sum_in_thread(weights)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return weights, new_max, row_sum, rescale
 
 
 @gluon.jit
@@ -165,7 +170,7 @@ def _attend(
     out = tensors[3]
     query_tiles, key_ring, value_ring, out_tiles = buffers
     _, query_free, key_ready, key_free, value_ready, value_free, turns = barriers
-    num_queries, num_keys = shape[2], shape[3]
+    _, num_queries, num_keys = shape
     dtype: gl.constexpr = out.dtype
     HEAD_DIM: gl.constexpr = out.block_type.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
@@ -186,15 +191,16 @@ def _attend(
     if end > whole:
         scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, num_keys, CAUSAL)
     row_max = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
-    row_sum = gl.zeros([CONSUMER_ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    row_sum = _sum_in_thread(zeros)
     weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, scale_log2)
     left = gl.convert_layout(weights.to(dtype), weights_layout)
     out_sum = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, out_layout)
+    next_use = first_use + 1
+    mbarrier.wait(key_ready.index(next_use % STAGES), (next_use // STAGES) & 1, pred=end > 1)
     for i in range(1, end):
         use = first_use + i
         slot = use % STAGES
         value_slot = (use - 1) % STAGES
-        mbarrier.wait(key_ready.index(slot), (use // STAGES) & 1)
         if TAKE_TURNS:
             _take_turn(turns, use, CONSUMER)
         scores = warpgroup_mma(query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -208,6 +214,9 @@ def _attend(
         if end - i > whole:
             scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
         weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
+        # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
+        # the one for S, and no softmax runs beside a product.
+        mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < end)
         out_sum = warpgroup_mma_wait(0, [out_sum])
         mbarrier.arrive(value_free.index(value_slot), count=1)
         left = gl.convert_layout(weights.to(dtype), weights_layout)
@@ -220,6 +229,7 @@ def _attend(
     out_sum = warpgroup_mma_wait(0, [out_sum])
     mbarrier.arrive(value_free.index(slot), count=1)
 
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout))
     # Scores that are all -inf leave a sum of 0: such a row is 0 / 1, and its logsumexp -inf.
     inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     out_sum = out_sum * gl.convert_layout(inverse, gl.SliceLayout(1, out_layout))[:, None]
@@ -241,6 +251,7 @@ def _consumer(
     tensors,
     buffers,
     barriers,
+    schedule,
     shape,
     logsumexp,
     scale_log2,
@@ -252,11 +263,11 @@ def _consumer(
     TAKE_TURNS: gl.constexpr,
 ):
     query_ready, query_free, key_ready, key_free, value_ready, value_free, turns = barriers
-    num_queries, num_keys = shape[2], shape[3]
+    num_heads, num_queries, num_keys = shape
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     first_use = 0
-    for round in range(_rounds(shape, ITEM_ROWS)):
-        item_query, batch, head, sequence = _item(round, shape, ITEM_ROWS, CAUSAL)
+    for round in range(_num_rounds(schedule)):
+        item_query, batch, head, sequence = _item(schedule, round, num_heads, ITEM_ROWS)
         first_query = item_query + CONSUMER * CONSUMER_ROWS
         item_end = _key_tiles(item_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
         whole, end = _key_tiles(first_query, CONSUMER_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)
@@ -300,18 +311,17 @@ def _consumer(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "num_sequences", "num_queries", "num_keys", "sequences_per_group"])
+@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
 def forward_kernel(
     query,
     key,
     value,
     out,
     logsumexp,
+    schedule,
     num_heads,
-    num_sequences,
     num_queries,
     num_keys,
-    sequences_per_group,
     scale_log2,
     HEAD_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -324,7 +334,7 @@ def forward_kernel(
     """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
 
     ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points
-    to (sequence, query).
+    to (sequence, query), ``schedule`` to what ``hopper_schedule.as_table`` made.
     """
     gl.static_assert(STAGES >= 2, "a consumer holds a tile of keys while it waits for the values before it")
     dtype: gl.constexpr = query.dtype
@@ -354,7 +364,7 @@ def forward_kernel(
     tensors = (query, key, value, out)
     buffers = (query_tiles, key_ring, value_ring, out_tiles)
     barriers = (query_ready, query_free, key_ready, key_free, value_ready, value_free, turns)
-    shape = (num_heads, num_sequences, num_queries, num_keys, sequences_per_group)
+    shape = (num_heads, num_queries, num_keys)
     # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -365,6 +375,7 @@ def forward_kernel(
                         tensors,
                         buffers,
                         barriers,
+                        schedule,
                         shape,
                         logsumexp,
                         scale_log2,
@@ -382,6 +393,7 @@ def forward_kernel(
                         tensors,
                         buffers,
                         barriers,
+                        schedule,
                         shape,
                         logsumexp,
                         scale_log2,
@@ -393,7 +405,7 @@ def forward_kernel(
                         TAKE_TURNS,
                     ),
                 ),
-                (_producer, (tensors, buffers, barriers, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, 24],
@@ -407,6 +419,7 @@ def forward_kernel(
                         tensors,
                         buffers,
                         barriers,
+                        schedule,
                         shape,
                         logsumexp,
                         scale_log2,
@@ -424,6 +437,7 @@ def forward_kernel(
                         tensors,
                         buffers,
                         barriers,
+                        schedule,
                         shape,
                         logsumexp,
                         scale_log2,
@@ -441,6 +455,7 @@ def forward_kernel(
                         tensors,
                         buffers,
                         barriers,
+                        schedule,
                         shape,
                         logsumexp,
                         scale_log2,
@@ -452,7 +467,7 @@ def forward_kernel(
                         TAKE_TURNS,
                     ),
                 ),
-                (_producer, (tensors, buffers, barriers, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],

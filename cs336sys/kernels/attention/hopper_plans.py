@@ -11,6 +11,8 @@ from cs336sys.kernels.attention import hopper_settings
 from cs336sys.kernels.attention.hopper_backward import backward_kernel
 from cs336sys.kernels.attention.hopper_forward import forward_kernel
 from cs336sys.kernels.attention.hopper_gluon import TensorDescriptor
+from cs336sys.kernels.attention.hopper_schedule import as_table, key_tiles, ordered_items, share_out
+from cs336sys.kernels.attention.hopper_settings import BACKWARD_KEY_ROWS
 from cs336sys.kernels.attention.launch_settings import BackwardPass, BackwardSettings, Problem, TileSettings, fused
 from cs336sys.kernels.attention.triton_plans import (
     BACKWARD_L2_BYTES,
@@ -25,8 +27,8 @@ from cs336sys.kernels.attention.triton_plans import (
 
 # The rows of one warpgroup's tile, in both kernels.
 WARPGROUP_ROWS = 64
-# A program of the backward kernel takes tiles of these many queries, and keys for two warpgroups.
-BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS = 64, 128
+# A program of the backward kernel streams tiles of these many queries.
+BACKWARD_QUERY_ROWS = 64
 
 # How tiles lie in shared memory: 16-bit operands of four dimensions, swizzled by 128 bytes as the tensor cores read
 # them; float32 sums of dQ, swizzled against bank conflicts; statistics of one row as they are.
@@ -52,6 +54,10 @@ def _tile_descriptors(operand: Operand, rows: int) -> GluonDescriptors:
     return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], _TILE)
 
 
+def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(as_table(shares), dtype=torch.int32, device=device)
+
+
 class HopperForwardPlan:
     """The launch of the forward kernel.
 
@@ -67,17 +73,24 @@ class HopperForwardPlan:
         settings = hopper_settings.hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         self._descriptors = [_tile_descriptors(operand, n) for operand, n in zip(operands, rows, strict=True)]
-        num_items = problem.num_sequences * triton.cdiv(problem.num_queries, settings.item_rows)
+        item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
+        costs = [
+            1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, is_causal)[1]
+            for first_query in range(0, problem.num_queries, item_rows)
+        ]
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
+        per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
+        items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=is_causal)
+        num_programs = len(costs) * problem.num_sequences
+        if settings.persistent:
+            num_programs = min(num_programs, problem.num_multiprocessors)
+        self._schedule = _table(share_out(items, costs, num_programs), query.device)
         self._launch = Launch(
             forward_kernel,
-            min(num_items, problem.num_multiprocessors) if settings.persistent else num_items,
+            num_programs,
             (
                 operands[0].shape[1],
-                problem.num_sequences,
-                problem.num_queries,
-                problem.num_keys,
-                sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
+                *lengths,
                 math.log2(math.e) / math.sqrt(problem.head_dim),
             ),
             (
@@ -101,7 +114,7 @@ class HopperForwardPlan:
         logsumexp: torch.Tensor,
     ) -> None:
         tensors = zip(self._descriptors, (query, key, value, out), strict=True)
-        self._launch(*(describe(tensor) for describe, tensor in tensors), logsumexp)
+        self._launch(*(describe(tensor) for describe, tensor in tensors), logsumexp, self._schedule)
 
 
 class HopperBackwardPlan(BackwardPlan):
@@ -119,6 +132,7 @@ class HopperBackwardPlan(BackwardPlan):
         float32_precision: str,
         deterministic: bool,
     ):
+        self._device = query.device
         super().__init__(
             query, key, value, out, grad_out, grads, is_causal, float32_precision, deterministic=deterministic
         )
@@ -132,16 +146,20 @@ class HopperBackwardPlan(BackwardPlan):
         problem = self._problem
         settings = hopper_settings.hopper_backward_settings(problem)
         row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
+        per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
+        num_tiles = triton.cdiv(problem.num_keys, BACKWARD_KEY_ROWS)
+        # The first keys have the most queries under a causal mask.
+        items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
+        num_programs = num_tiles * problem.num_sequences
+        self._schedule = _table(share_out(items, [1] * num_tiles, num_programs), self._device)
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             backward_kernel,
-            problem.num_sequences * triton.cdiv(problem.num_keys, BACKWARD_KEY_ROWS),
+            num_programs,
             (
                 self._operands[0].shape[1],
-                problem.num_sequences,
                 problem.num_queries,
                 problem.num_keys,
-                sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES),
                 self._padded_queries,
                 scale,
                 scale * math.log2(math.e),
@@ -166,6 +184,7 @@ class HopperBackwardPlan(BackwardPlan):
             GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, head_dim // 2], _SUM),
         ]
 
-    def _result_operands(self, grads: Sequence[torch.Tensor]) -> list[TensorDescriptor]:
+    def _result_operands(self, grads: Sequence[torch.Tensor]) -> list[TensorDescriptor | torch.Tensor]:
         # The kernel adds dQ to its sum.
-        return [describe(grad) for describe, grad in zip(self._result_descriptors, grads[1:], strict=True)]
+        results = [describe(grad) for describe, grad in zip(self._result_descriptors, grads[1:], strict=True)]
+        return [*results, self._schedule]

@@ -1,35 +1,48 @@
 """Which tiles a program of the Hopper kernels works on, and in which order: integer arithmetic, no more.
 
-Every function is compiled into the kernels by ``gluon.jit`` and is called as it stands by the tests: hence ``min`` and
-no call of one by another.
+The host makes the schedule of a launch once; ``key_tiles`` and ``query_tiles`` are also compiled into the kernels by
+``gluon.jit``: hence their ``min`` and no call of one by another.
 """
 
-
-def num_rounds(program, num_programs, num_items):
-    """How many items a program works through: one of every round of ``num_programs`` items, if there is one left."""
-    whole = num_items // num_programs
-    # As in item_of_round.
-    place = program if whole % 2 == 0 else num_programs - 1 - program
-    return whole + (1 if place < num_items - whole * num_programs else 0)
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 
 
-def item_of_round(program, num_programs, round):
-    """Items are dealt like cards, back and forth: who got the longer item of a causal mask now gets the shorter."""
-    place = program if round % 2 == 0 else num_programs - 1 - program
-    return round * num_programs + place
-
-
-def tile_of_item(item, num_tiles, num_sequences, sequences_per_group, last_tile_first):
-    """(tile, sequence) of an item.
+def ordered_items(
+    num_tiles: int, num_sequences: int, sequences_per_group: int, last_tile_first: bool
+) -> Iterator[tuple[int, int]]:
+    """(tile, sequence) of all items, in the order in which they should begin.
 
     Sequences come in groups whose streamed operands fit in the L2 cache together. Inside a group the items go tile by
     tile, each tile for all its sequences: under a causal mask the longest come first and the shortest fill the gaps.
     """
-    first_sequence = item // (num_tiles * sequences_per_group) * sequences_per_group
-    group_size = min(sequences_per_group, num_sequences - first_sequence)
-    index = item - first_sequence * num_tiles
-    tile = index // group_size
-    return (num_tiles - 1 - tile if last_tile_first else tile), first_sequence + index % group_size
+    tiles = range(num_tiles)[:: -1 if last_tile_first else 1]
+    for first_sequence in range(0, num_sequences, sequences_per_group):
+        group = range(first_sequence, min(first_sequence + sequences_per_group, num_sequences))
+        yield from ((tile, sequence) for tile in tiles for sequence in group)
+
+
+def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_programs: int) -> list[list[tuple[int, int]]]:
+    """The items of each program: whoever is done first gets the next; costs[tile] is how long an item takes.
+
+    Graham, "Bounds on multiprocessing timing anomalies" (1969): list scheduling.
+    """
+    programs = [(0, program) for program in range(num_programs)]
+    shares = [[] for _ in range(num_programs)]
+    for item in items:
+        time, program = programs[0]
+        shares[program].append(item)
+        heapq.heapreplace(programs, (time + costs[item[0]], program))
+    return shares
+
+
+def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """What a kernel reads: for each program (number of its items, index of the first), then all (tile, sequence)."""
+    heads, items = [], []
+    for share in shares:
+        heads.append((len(share), len(shares) + len(items)))
+        items += share
+    return heads + items
 
 
 def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal):

@@ -1,7 +1,7 @@
 """FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -10,14 +10,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import hopper
+from cs336sys.kernels.attention.hopper_settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.launch_settings import Problem
 from cs336sys.kernels.attention.triton_forward import forward_kernel
-from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan, Operand
+from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan, Operand, make_problem
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
 
 FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
-# Plain Triton, or the warp-specialised ones of hopper_forward and hopper_backward.
-KERNELS = ("triton", "hopper")
+# Plain Triton, the warp-specialised ones of hopper_forward and hopper_backward, or of both what was measured faster.
+KERNELS = ("auto", "triton", "hopper")
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
@@ -64,18 +66,31 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
 def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
     """The tensor with at most four dimensions, elements side by side, 16-byte aligned: a copy only where needed.
 
-    The Hopper kernels need strides that TMA can take as well.
+    With "hopper" also with strides that TMA can take; "auto" gives what has others to plain Triton.
     """
     if tensor.dim() > 4:
         tensor = tensor.reshape(-1, *tensor.shape[-3:])
-    fits = kernels == "triton" or Operand(tensor).fits_tma
+    fits = kernels != "hopper" or Operand(tensor).fits_tma
     if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or not fits:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 
 
+def _takes_hopper(
+    kernels: str, tensors: Sequence[torch.Tensor], is_causal: bool, is_faster: Callable[[Problem], bool]
+) -> bool:
+    """Whether the Hopper kernels are to run; ``tensors``: query, key and whatever else they would read or write."""
+    if kernels != "auto":
+        return kernels == "hopper"
+    query, key = tensors[:2]
+    if hopper.why_unavailable(query) is not None:
+        return False
+    operands = [Operand(tensor) for tensor in tensors]
+    return is_faster(make_problem(query, key, operands, is_causal, FLOAT32_PRECISIONS[0]))
+
+
 def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str):
-    if kernels == "hopper":
+    if _takes_hopper(kernels, tensors, is_causal, hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper_plans import HopperForwardPlan
 
         return HopperForwardPlan(*tensors, is_causal)
@@ -92,7 +107,7 @@ def _backward_plan(
 ) -> BackwardPlan:
     plan_class = BackwardPlan
     # The Hopper kernel adds up dQ in no fixed order.
-    if kernels == "hopper" and not deterministic:
+    if not deterministic and _takes_hopper(kernels, (*tensors, *grads), is_causal, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper_plans import HopperBackwardPlan as plan_class
     return plan_class(*tensors, grads, is_causal, float32_precision, deterministic)
 
@@ -310,8 +325,9 @@ class FlashAttentionTriton(torch.autograd.Function):
             (no tensor cores) or "tf32" (10 bits of mantissa). Sums are in float32 for every dtype.
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
-        kernels: "triton" (plain Triton) or "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
-            D 64 or 128; a deterministic backward is plain Triton's).
+        kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
+            D 64 or 128; a deterministic backward is plain Triton's) or "auto" (for either pass what was measured to be
+            faster).
 
     Returns:
         (..., S_q, D), in the inputs' dtype. A query whose scores are all -inf gives zeros.

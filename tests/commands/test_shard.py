@@ -1,0 +1,108 @@
+"""``shard`` as a user runs it, on the CPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.accounting.sharded_training import MOMENTS
+from cs336sys.cli import app
+from cs336sys.results import read_results
+from cs336sys.workload import SHARDING_STRATEGIES
+
+TINY = ["--size", "tiny", "--device", "cpu", "--world-size", "2", "--context", "16", "--vocab-size", "500"]
+TINY += ["--warmup", "1", "--steps", "2"]
+PARTS = ("parameters_gib", "gradients_gib", "optimizer_state_gib", "rest_gib")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["shard", *arguments], env={"OMP_NUM_THREADS": "1"})
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def test_every_strategy_is_checked_and_measured(tmp_path):
+    files = ["--save", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "m.png"), "--trace", str(tmp_path / "t")]
+    found = tables(invoke(*TINY, *files, "--format", "json"))
+    rows = found["shard"]["rows"]
+    assert [(row["strategy"], row["status"]) for row in rows] == [(name, "ok") for name in SHARDING_STRATEGIES]
+    by_strategy = {row["strategy"]: row for row in rows}
+    for row in rows:
+        assert row["parameters"] == 652_928
+        assert row["relative_difference_percent"] < 0.1
+        assert row["exposed_ms"] == pytest.approx(row["step_ms_median"] - row["unsynchronized_ms_median"])
+        assert row["speedup"] == pytest.approx(by_strategy["none"]["step_ms_median"] / row["step_ms_median"])
+        assert row["sent_bytes"] == pytest.approx(row["predicted_sent_bytes"], rel=0.01)
+    assert by_strategy["none"]["sent_bytes"] == by_strategy["optimizer-flat"]["sent_bytes"] == 4 * 652_928
+    assert by_strategy["optimizer"]["sent_bytes"] == 6 * 652_928
+
+    memory = found["memory"]["rows"]
+    for row in memory:
+        assert row["total_gib"] == pytest.approx(sum(row[part] for part in PARTS))
+        assert all(row[part] >= 0 for part in PARTS)
+    for strategy in SHARDING_STRATEGIES:
+        own = [(row["moment"], row["source"]) for row in memory if row["strategy"] == strategy]
+        expected = [(moment, source) for moment in MOMENTS for source in ("measured", "predicted")]
+        assert own == (expected if strategy != "torch-fsdp" else expected[:-1])
+
+    gathers = {row["unit"]: row for row in found["gathers"]["rows"]}
+    assert list(gathers) == ["token_embeddings", "layers.0", "layers.1", "lm_head"]
+    assert gathers["layers.0"]["backward_late_ms"] > 0
+    assert gathers["lm_head"]["backward_late_ms"] is None, "kept from the forward pass"
+    assert any("0 of 7 gathers ended before their use" in note for note in found["gathers"]["notes"])
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "t").iterdir())) == len(SHARDING_STRATEGIES)
+
+    cells = read_results(tmp_path / "r.jsonl").cells
+    assert [cell.configuration["strategy"] for cell in cells] == list(SHARDING_STRATEGIES)
+    for cell in cells:
+        assert 0 <= cell.derived["bare_ms"] <= cell.derived["timeline"]["communication_ms"]
+
+
+def test_dry_run_says_what_would_be_held_and_sent():
+    arguments = ("--size", "xl,10b", "--strategy", "none,fsdp", "--prefetch", "0,2", "--checkpoint", "none,block")
+    rows = tables(invoke(*arguments, "--bf16", "--attention", "sdpa", "--dry-run", "--format", "json"))["plan"]["rows"]
+    assert [(row["size"], row["checkpointing"], row["strategy"], row["prefetch"]) for row in rows] == [
+        (size, checkpointing, strategy, prefetch)
+        for size in ("xl", "10b")
+        for checkpointing in ("none", "block")
+        for strategy, prefetch in (("none", None), ("fsdp", 0), ("fsdp", 2))
+    ]
+    replicated, near, far = rows[:3]
+    assert replicated["before_the_optimizer_gib"] == pytest.approx(16 * replicated["parameters"] / 2**30, rel=1e-3)
+    assert near["before_the_optimizer_gib"] == pytest.approx(replicated["before_the_optimizer_gib"] / 2, rel=1e-2)
+    # Two more blocks of bf16 weights.
+    assert far["peak_gib"] - near["peak_gib"] == pytest.approx(2 * 2 * 40.96e6 / 2**30, rel=0.01)
+    assert rows[3]["peak_gib"] < replicated["peak_gib"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--strategy", "zero"], "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp, torch-zero"),
+        (["--prefetch", "-1"], "--prefetch '-1': must be at least 0"),
+        (["--checkpoint", "every=2"], "--checkpoint 'every=2': choose from none, block"),
+        (["--checkpoint", "block", "--compile", "model"], "with --compile model there are none to see"),
+        (["--batch-size", "5"], "--batch-size 5: 2 ranks cannot share it equally; choose a multiple of 2"),
+        (["--plot", "m.txt"], "--plot m.txt: the file must end in .png, .svg, .pdf"),
+        (["--trace", "/proc/no"], "cannot write --trace /proc/no"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_help_needs_no_torch():
+    script = "import sys; from cs336sys.commands import shard; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"

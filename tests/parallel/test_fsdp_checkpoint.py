@@ -1,0 +1,124 @@
+"""Checkpoints of fully sharded training: any number of ranks goes on where another stopped; nothing whole is lost."""
+
+import fsdp_checkpoint_ranks as checkpoint_ranks
+import pytest
+import torch
+
+
+def assert_same(left, right, atol=0.0):
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=atol, msg=name)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "course", "fused", "sgd"])
+def test_training_goes_on_bitwise_on_as_many_ranks(ranks, tmp_path, optimizer):
+    losses, weights = ranks(2).run(checkpoint_ranks.uninterrupted, optimizer)[0]
+    first = ranks(2).run(checkpoint_ranks.save_after_two_steps, tmp_path / "saved", optimizer)[0]
+    for rest, resumed, offset, rate in ranks(2).run(checkpoint_ranks.resume, tmp_path / "saved", optimizer):
+        assert first + rest == losses
+        assert_same(resumed, weights)
+        assert (offset == 3.0).all()
+        assert rate == (0.025 if optimizer == "sgd" else 0.0025)
+    assert names_in(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (4, 2), (1, 3)])
+def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path, before, after):
+    """The sums of other ranks round differently: in fp64."""
+    losses, weights = ranks(2).run(checkpoint_ranks.uninterrupted, "adamw")[0]
+    first = ranks(before).run(checkpoint_ranks.save_after_two_steps, tmp_path / "saved", "adamw")[0]
+    rest, resumed, _, _ = ranks(after).run(checkpoint_ranks.resume, tmp_path / "saved", "adamw")[0]
+    assert first + rest == pytest.approx(losses, rel=1e-12)
+    assert_same(resumed, weights, atol=1e-11)
+
+
+def test_saving_again_keeps_the_checkpoint_before_it(ranks, tmp_path):
+    path = tmp_path / "saved"
+    for value in (1.0, 2.0, 3.0):
+        ranks(2).run(checkpoint_ranks.save_model, path, value)
+    assert names_in(tmp_path) == ["saved", "saved.previous"]
+    for extra, weight, error, _ in ranks(2).run(checkpoint_ranks.load_model, path):
+        assert (extra, error) == (3.0, None)
+        assert (weight == 3.0).all()
+    assert ranks(2).run(checkpoint_ranks.load_model, tmp_path / "saved.previous")[0][0] == 2.0
+
+
+@pytest.mark.parametrize("what", ["file", "metadata", "no file", "no metadata", "folder"])
+def test_checkpoint_that_is_not_whole_is_refused_and_the_one_before_is_named(ranks, tmp_path, what):
+    path = tmp_path / "saved"
+    for value in (1.0, 2.0):
+        ranks(2).run(checkpoint_ranks.save_model, path, value)
+    file = path / (".metadata" if "metadata" in what else "__1_0.distcp")
+    if what == "folder":
+        path.rename(tmp_path / "elsewhere")
+        reason = f"there is no checkpoint {path}"
+    elif what.startswith("no "):
+        file.unlink()
+        reason = "its .metadata cannot be read" if "metadata" in what else "__1_0.distcp has 0 of"
+    else:
+        file.write_bytes(file.read_bytes()[:-7])
+        reason = "its .metadata cannot be read" if what == "metadata" else "__1_0.distcp has"
+    for _, _, (kind, message), unchanged in ranks(2).run(checkpoint_ranks.load_model, path):
+        assert kind == "UsageError"
+        assert reason in message
+        assert message.endswith(f"; the one before it is {path}.previous")
+        assert unchanged
+    assert ranks(2).run(checkpoint_ranks.load_model, tmp_path / "saved.previous")[0][0] == 1.0
+
+
+def test_failure_while_saving_is_an_error_on_every_rank_and_what_was_there_is_whole(ranks, tmp_path):
+    path = tmp_path / "saved"
+    ranks(2).run(checkpoint_ranks.save_model, path, 1.0)
+    for kind, message in ranks(2).run(checkpoint_ranks.fail_to_save, path, "write"):
+        assert kind == "OSError"
+        assert "no space left on device" in message
+    assert ranks(2).run(checkpoint_ranks.load_model, path)[0][0] == 1.0
+    ranks(2).run(checkpoint_ranks.save_model, path, 2.0)
+    assert names_in(tmp_path) == ["saved", "saved.previous"]
+    (tmp_path / "file").write_text("in the way")
+    for kind, _ in ranks(2).run(checkpoint_ranks.fail_to_save, tmp_path / "file" / "saved", "folder"):
+        assert kind in ("NotADirectoryError", "FileExistsError")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", "is of another model: weight is (5, 3) there and (6, 3) here; bias is (5,) there and (6,) here"),
+        ("names", "0.weight is missing there and (5, 3) here; 0.bias is missing there and (5,) here; weight is (5"),
+        ("optimizer", "has no optimizer: load it without one"),
+        ("foreign", "has no optimizer: load it without one"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(ranks, tmp_path, what, message):
+    ranks(2).run(checkpoint_ranks.save_model, tmp_path / "saved", 1.0)
+    for (kind, found), unchanged in ranks(2).run(checkpoint_ranks.load_into_another, tmp_path / "saved", what):
+        assert kind == "UsageError"
+        assert message in found
+        assert unchanged
+
+
+def test_optimizer_that_cannot_be_shared_out_is_refused(ranks, tmp_path):
+    for kind, message in ranks(2).run(checkpoint_ranks.save_with_momentum, tmp_path / "saved"):
+        assert kind == "UsageError"
+        assert "rows of weight is (7,) where the slice is (" in message
+    for what, reason in {"groups": "groups of [2] parameters, this one has [1, 1]", "foreign": "build it over"}.items():
+        for (kind, message), unchanged in ranks(2).run(checkpoint_ranks.load_into_another, tmp_path / "saved", what):
+            assert kind == "UsageError"
+            assert reason in message
+            assert unchanged
+
+
+def test_saving_before_the_first_step_and_between_accumulated_passes(ranks, tmp_path):
+    path = tmp_path / "saved"
+    for empty, (undisturbed, saved) in ranks(2).run(
+        checkpoint_ranks.save_before_the_first_step_and_in_an_accumulation, path
+    ):
+        assert empty
+        assert undisturbed.keys() == saved.keys()
+        for name, gradient in undisturbed.items():
+            assert gradient is saved[name] is None or torch.equal(gradient, saved[name])
