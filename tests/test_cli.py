@@ -1,6 +1,6 @@
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -31,10 +31,11 @@ def test_unknown_command_is_refused():
 
 @pytest.mark.parametrize(("arguments", "limit_s"), [(["--help"], 0.3), (["bench", "--help"], 0.5)])
 def test_help_is_fast(arguments, limit_s):
-    """The best of several runs, because other processes share the cores."""
+    """Processor time of the best of several runs, because other processes share the cores; it waits for nothing."""
     durations = []
     for _ in range(7):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "cs336sys", *arguments], capture_output=True, check=True)
-        durations.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(durations) < limit_s
