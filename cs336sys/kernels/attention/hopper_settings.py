@@ -32,11 +32,15 @@ class HopperForwardSettings:
 
 @dataclass(frozen=True)
 class HopperBackwardSettings:
-    """``scores_ahead``: compute the scores of the next tile while dQ of this one leaves the multiprocessor."""
+    """Rings of ``num_stages`` tiles; ``reducer``: a third warpgroup computes dQ, otherwise the two of dK and dV do."""
 
     num_stages: int
-    scores_ahead: bool
-    consumer_registers: int = 240
+    reducer: bool
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread of the consumers and of the reducer; beside the producer's 24 that is all there are."""
+        return (208, 72) if self.reducer else (240,)
 
 
 # The keys of a backward program.
@@ -48,39 +52,55 @@ BACKWARD_KEY_ROWS = 128
 def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
     """The forward kernel's settings, for head dimension 64 or 128."""
     if problem.head_dim == 64:
-        # 1x16x16384x64: 1.093; three stages 1.242, two consumers 1.323, 64 keys 1.246. Full: 2.188, 2.526, 2.522.
-        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
-    # 1x16x16384x128: 1.794; 64 keys with three stages 2.491, and with three consumers 2.032. Full: 3.584, 4.084, 3.848.
+        # 1x16x16384x64: 1.127; not taking turns 1.162, two consumers 1.258, an item a program 1.177.
+        # 8x16x2048x64: 0.176, 0.181, 0.187, 0.199. Full 1x16x16384x64: 2.152, 2.144, 2.440, 2.356.
+        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
+    # 1x16x16384x128: 1.722; taking turns 1.747, three consumers with 64 keys 1.813, an item a program 1.749.
+    # 8x16x2048x128: 0.253, 0.256, 0.275, 0.290. Full 1x16x16384x128: 3.409, 3.503, 3.633, 3.434.
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2)
 
 
 def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
-    """The backward kernel's settings; with head dimension 128 the scores of two tiles do not fit in the registers."""
+    """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
     if problem.head_dim == 64:
-        # 1x16x16384x64: 3.279; no scores ahead 3.388, three stages 3.296. 8x16x2048x64: 0.537, 0.557, 0.534.
-        return HopperBackwardSettings(num_stages=2, scores_ahead=True)
+        # 1x16x16384x64: 2.740, without reducer 3.277. 8x16x2048x64: 0.466, 0.544. Full 1x16x16384x64: 5.552, 6.536.
+        # Three stages gained nothing: 2.995 against 2.956 while K and V were still read from shared memory.
+        return HopperBackwardSettings(num_stages=2, reducer=True)
     # 1x16x16384x128: 5.099, three stages 5.101. 8x16x2048x128: 0.846, 0.849.
-    return HopperBackwardSettings(num_stages=2, scores_ahead=False)
+    return HopperBackwardSettings(num_stages=2, reducer=False)
 
 
 def hopper_forward_is_faster(problem: Problem) -> bool:
     """Whether the forward kernel was measured to be faster than plain Triton's, for what it can run."""
-    # 1x16x16384x64: 1.093, Triton 1.243; 8x16x2048x64: 0.182, 0.199. 1x16x16384x128: 1.794, 2.182; 8x16x2048x128:
-    # 0.287, 0.349. But 4x25x512x64: 0.0226, 0.0214; and with few items 1x1x8192x128: 0.144, 0.093.
     rows = hopper_forward_settings(problem).item_rows
-    return problem.tma_allowed and problem.num_keys > 512 and _has_many_items(problem, problem.num_queries, rows)
+    load = _items_per_multiprocessor(problem, problem.num_queries, rows)
+    if problem.head_dim == 64:
+        # Yes: 1x16x16384: 1.127, Triton 1.242; 8x16x2048: 0.176, 0.197. No: 4x25x512: 0.0179, 0.0157; 1x1x32768, 1.3
+        # items a multiprocessor: 0.423, 0.416. On the border, not yet taking turns, 4x25x1024: 0.0491, 0.0480;
+        # 1x16x4096: 0.0891, 0.0883; 2x12x2048: 0.0369, 0.0367.
+        enough = problem.num_keys > 512 and load >= 2
+    else:
+        # Yes: 1x16x16384: 1.722, Triton 2.151; 4x36x512: 0.0332, 0.0426; 1x1x16384, 0.97 items a multiprocessor: 0.186,
+        # 0.217. No: 1x1x8192: 0.144, 0.093.
+        enough = problem.num_keys >= 512 and load >= 0.9
+    return problem.tma_allowed and enough
 
 
 def hopper_backward_is_faster(problem: Problem) -> bool:
     """As ``hopper_forward_is_faster``, for a backward that need not be deterministic."""
-    # 1x16x16384x64: 3.279, Triton 3.452; 8x16x2048x64: 0.537, 0.544. 1x16x16384x128: 5.099, 6.445; 8x16x2048x128:
-    # 0.846, 0.999. But 4x25x512x64: 0.148, 0.101; and with few items 1x1x8192x128: 0.375, 0.278.
-    return (
-        problem.tma_allowed
-        and problem.num_queries > 512
-        and _has_many_items(problem, problem.num_keys, BACKWARD_KEY_ROWS)
-    )
+    load = _items_per_multiprocessor(problem, problem.num_keys, BACKWARD_KEY_ROWS)
+    if problem.head_dim == 64:
+        # Yes: 1x16x16384: 2.740, Triton 3.390; 8x16x2048: 0.466, 0.533. The others by the kernel before the reducer, which
+        # took 1.17 to 1.20 times as long on these two. Yes: 1x1x32768 and 1x4x8192, 1.9 items a multiprocessor: 0.817,
+        # 0.861 and 0.217, 0.223; 16x25x512: 0.201, 0.221. Yes for what the reducer saves: 4x25x1024: 0.141, 0.136;
+        # 2x12x2048: 0.111, 0.104. No: 2x12x1024, 1.5 items: 0.0374, 0.0297; 4x25x512, 3 items: 0.0563, 0.0558.
+        enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 4)
+    else:
+        # Yes: 1x16x16384: 4.986, Triton 6.361; 8x16x2048: 0.828, 0.977; 1x4x8192, 1.9 items a multiprocessor: 0.331,
+        # 0.483; 4x36x512: 0.125, 0.128. No: 1x1x16384, 0.97 items: 0.581, 0.454.
+        enough = problem.num_queries >= 512 and load >= 1.8
+    return problem.tma_allowed and enough
 
 
-def _has_many_items(problem: Problem, num_rows: int, item_rows: int) -> bool:
-    return problem.num_sequences * -(-num_rows // item_rows) >= 2 * problem.num_multiprocessors
+def _items_per_multiprocessor(problem: Problem, num_rows: int, item_rows: int) -> float:
+    return problem.num_sequences * -(-num_rows // item_rows) / problem.num_multiprocessors
