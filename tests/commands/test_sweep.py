@@ -26,7 +26,7 @@ def sweep(actions, **options):
 
 def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
     path = tmp_path / "r.jsonl"
-    measured = sweep(ACTIONS, save=path, cell_timeout=5)
+    measured = sweep(ACTIONS, save=path, cell_timeout=12)
     assert [cell.status for cell in measured.cells] == STATUSES
     measured.exit()
     results = read_results(path)

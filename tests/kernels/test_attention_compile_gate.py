@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 REGISTERS = 65536
@@ -78,19 +79,23 @@ def test_fused_form_reduces_by_tma(compiled):
 
 
 HOPPER = ("hopper, head dim 64", "hopper, head dim 64 full", "hopper, head dim 128", "hopper, head dim 128 full")
-# Bytes of registers that go to memory outside the loop over tiles that need no mask. Triton 3.9: in forward, around the
-# mask and at the end of an item.
-SPILLED_OUTSIDE_THE_LOOP = {
+# Bytes of registers that go to memory from triton 3.7 on; with 3.6, by which all was measured, none do. Triton 3.9: in
+# forward around the mask and at the end of an item, not in the loop over whole tiles; in the backward with a reducer a
+# few single registers for each tile.
+SPILLED_BY_LATER_TRITON = {
     ("hopper, head dim 64", "forward"): 268,
     ("hopper, head dim 64 full", "forward"): 236,
     ("hopper, head dim 128 full", "forward"): 48,
+    ("hopper, head dim 64", "backward"): 36,
+    ("hopper, head dim 64 full", "backward"): 20,
 }
 
 
 def test_hopper_kernels_keep_their_sums_in_registers(compiled):
+    allowances = {} if triton.__version__.startswith("3.6.") else SPILLED_BY_LATER_TRITON
     for configuration in HOPPER:
         for name, kernel in compiled[configuration].items():
-            allowed = SPILLED_OUTSIDE_THE_LOOP.get((configuration, name), 0)
+            allowed = allowances.get((configuration, name), 0)
             assert kernel["spilled_bytes"] <= allowed, f"{configuration}: {name}: {kernel}"
             assert not kernel["serialized"], f"{configuration}: {name}: {kernel}"
 
@@ -114,5 +119,7 @@ def test_hopper_softmax_runs_beside_a_product(compiled):
 
 def test_hopper_backward_reduces_by_tma(compiled):
     for configuration in HOPPER:
-        assert compiled[configuration]["backward"]["tma_reduce"] > 0, configuration
+        # Head dimension 64: by the reducer; 128: by each of the two consumers.
+        reductions = 1 if "head dim 64" in configuration else 2
+        assert compiled[configuration]["backward"]["tma_reduce"] == reductions, configuration
         assert compiled[configuration]["forward"]["tma_reduce"] == 0, configuration

@@ -104,6 +104,24 @@ def test_auto_leaves_the_rest_to_triton(changes):
     assert not hopper_backward_is_faster(problem(**changes))
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "head_dim", "forward", "backward"),
+    [
+        (1, 16384, 128, True, False),
+        (1, 32768, 64, False, True),
+        (4, 8192, 64, False, True),
+        (4, 8192, 128, True, True),
+        (100, 1024, 64, True, True),
+        (144, 512, 128, True, True),
+        (400, 512, 64, False, True),
+    ],
+)
+def test_auto_decides_for_either_pass_by_itself(num_sequences, length, head_dim, forward, backward):
+    measured = problem(num_sequences, length, length, head_dim)
+    assert hopper_forward_is_faster(measured) == forward
+    assert hopper_backward_is_faster(measured) == backward
+
+
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
 def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""

@@ -1,5 +1,6 @@
 """The order of work of the Hopper kernels, emulated with their own integer arithmetic: Gluon has no interpreter."""
 
+import collections
 import itertools
 
 import pytest
@@ -97,29 +98,34 @@ def test_queries_that_see_a_block_of_keys(is_causal):
             assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal) for tile in range(first + 2, end))
 
 
-def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False):
-    """Runs one program's producer and consumers as coroutines on counted barriers; returns what each consumer read.
+class Barriers:
+    """Counted barriers: [phases completed, arrivals] of each.
 
-    A barrier is [phases completed, arrivals]; a wait for use n of a slot is a wait for a number of phases, which is how
-    the kernel's parities must be read: the test fails if anybody were two phases ahead.
+    A wait for use n of a slot is a wait for a number of phases, which is how the kernels' parities must be read: a test
+    fails if anybody were two phases ahead.
     """
-    import collections
 
-    count = {"ready": 1, "free": consumers, "query_ready": 1, "query_free": 1, "turn": 1}
-    barriers = collections.defaultdict(lambda: [0, 0])
+    def __init__(self, **counts):
+        self._counts = counts
+        self._states = collections.defaultdict(lambda: [0, 0])
+
+    def arrive(self, kind, *where):
+        state = self._states[kind, *where]
+        state[1] += 1
+        if state[1] == self._counts[kind]:
+            state[0], state[1] = state[0] + 1, 0
+
+    def passes(self, kind, *where, parity):
+        """Whether mbarrier.wait(parity) returns: the phase of that parity is the last completed one."""
+        return (self._states[kind, *where][0] - 1) % 2 == parity
+
+
+def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False):
+    """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
+    barriers = Barriers(ready=1, free=consumers, query_ready=1, query_free=1, turn=1)
+    arrive, passes = barriers.arrive, barriers.passes
     ring = {}
     reads = collections.defaultdict(list)
-
-    def arrive(kind, *where):
-        barrier = barriers[kind, *where]
-        barrier[1] += 1
-        if barrier[1] == count[kind]:
-            barrier[0], barrier[1] = barrier[0] + 1, 0
-
-    def passes(kind, *where, parity):
-        """Whether mbarrier.wait(parity) returns: the phase of that parity is the last completed one."""
-        completed = barriers[kind, *where][0]
-        return (completed - 1) % 2 == parity
 
     rows = 64 * consumers
     num_tiles = -(-num_queries // rows)
@@ -230,6 +236,113 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
             for name in ("key", "value"):
                 tiles = [(of, tile) for what, of, tile in read if what == name]
                 assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
+
+
+def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
+    """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get."""
+    barriers = Barriers(
+        key_ready=1,
+        query_ready=1,
+        grad_out_ready=1,
+        tile_free=2,
+        grad_scores_ready=2,
+        grad_scores_free=1,
+        grad_query_done=1,
+        results_ready=1,
+    )
+    memory = {}
+    sums = collections.defaultdict(list)
+    first, end = query_tiles(first_key, num_queries, 64, is_causal)
+
+    def wait(kind, *where, parity):
+        while not barriers.passes(kind, *where, parity=parity):
+            yield
+
+    def producer():
+        memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
+        barriers.arrive("key_ready")
+        for tile in range(first, end):
+            use = tile - first
+            slot = use % stages
+            yield from wait("tile_free", slot, parity=((use // stages) & 1) ^ 1)
+            for name in ("query", "grad_out"):
+                memory[name, slot] = tile
+                barriers.arrive(f"{name}_ready", slot)
+                yield
+        for consumer in range(2):
+            yield from wait("results_ready", consumer, parity=0)
+            assert memory["key" if has_reducer else "grad_query", consumer] == "dK"
+            assert memory["value", consumer] == "dV"
+
+    def add_grad_query(name, tile, buffer):
+        """dS of both consumers is there when the product begins, and still there when it is complete."""
+        for _ in range(2):
+            assert [memory["grad_scores", buffer, consumer] for consumer in range(2)] == [tile, tile]
+            assert [memory["key", consumer] for consumer in range(2)] == ["input", "input"]
+            yield
+        sums[name].append(tile)
+
+    def scores_of(tile):
+        use = tile - first
+        yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
+        return memory["query", use % stages]
+
+    def consumer(me):
+        yield from wait("key_ready", parity=0)
+        if has_reducer and first < end:
+            scores = yield from scores_of(first)
+        for tile in range(first, end):
+            use = tile - first
+            slot, buffer = use % stages, use % 2
+            if not has_reducer:
+                scores = yield from scores_of(tile)
+            yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
+            assert scores == memory["grad_out", slot] == tile
+            yield
+            if has_reducer:
+                yield from wait("grad_scores_free", buffer, parity=((use // 2) & 1) ^ 1)
+            memory["grad_scores", buffer, me] = tile
+            barriers.arrive("grad_scores_ready", buffer)
+            yield
+            if not has_reducer:
+                yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
+                yield from add_grad_query(("dQ", me), tile, buffer)
+            elif tile + 1 < end:
+                scores = yield from scores_of(tile + 1)
+            assert memory["query", slot] == memory["grad_out", slot] == tile
+            sums["dK", me].append(tile)
+            barriers.arrive("tile_free", slot)
+            yield
+        memory["value", me] = "dV"
+        if has_reducer:
+            yield from wait("grad_query_done", parity=0)
+        memory["key" if has_reducer else "grad_query", me] = "dK"
+        barriers.arrive("results_ready", me)
+
+    def reducer():
+        yield from wait("key_ready", parity=0)
+        for tile in range(first, end):
+            use = tile - first
+            yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
+            yield from add_grad_query("dQ", tile, use % 2)
+            barriers.arrive("grad_scores_free", use % 2)
+        barriers.arrive("grad_query_done")
+
+    coroutines = [producer(), consumer(0), consumer(1)]
+    return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
+
+
+@CAUSAL
+@pytest.mark.parametrize("has_reducer", [False, True], ids=["exchange", "reducer"])
+@pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
+def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
+    first_key, num_queries, has_reducer, is_causal
+):
+    for seed in range(20):
+        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, has_reducer)
+        _run_in_random_order(coroutines, seed)
+        names = [("dK", 0), ("dK", 1), *(["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)])]
+        assert [sums[name] for name in names] == [list(tiles)] * len(names)
 
 
 def _run_in_random_order(coroutines, seed):

@@ -70,7 +70,10 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
             # Gloo copies what it gathers and reduces, and may hold that for a while.
             copies = 0 if cell.strategy in ("none", "optimizer") else expected.parameters
             extra = measured["peak"].total - predicted["peak"].total
-            assert 0 <= extra <= copies + 0.01 * predicted["peak"].total, cell.strategy
+            slack = 0.01 * predicted["peak"].total
+            # What waits for a collective may be freed before the widest moment.
+            least = -slack if cell.strategy == "fsdp" else 0
+            assert least <= extra <= copies + slack, cell.strategy
         assert sent == pytest.approx(predicted_sent_bytes(step), rel=0 if cell.strategy in OWN else 0.01)
     state = [memory[1].optimizer_state for memory, _ in found]
     assert state[1] == pytest.approx(state[0] / 2, rel=0.01)
