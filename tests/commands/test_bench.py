@@ -161,7 +161,8 @@ def test_missing_gpu_is_one_sentence():
 def test_interrupted_sweep_prints_what_was_measured(tmp_path):
     path = tmp_path / "r.jsonl"
     arguments = [*TINY, "--warmup", "0", "--context", "16", "--mode", "forward", "--seed", "1", "--save", str(path)]
-    command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "3000"]
+    # Many steps: the second cell must outlast the way of the signal on a loaded machine.
+    command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "1000", "--steps", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (path.exists() and b'"cell"' in path.read_bytes()):
