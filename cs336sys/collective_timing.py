@@ -241,6 +241,9 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
             clocks.append(time.perf_counter())
         return [1e6 * (end - start) for start, end in pairwise(clocks)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    # The first record() makes the event, which takes longer than to record it.
+    for mark in marks:
+        mark.record()
     marks[0].record()
     for mark in marks[1:]:
         call()

@@ -277,6 +277,7 @@ class ParallelWorkload:
 
 
 IMPLEMENTATIONS = (
+    "auto",
     "triton",
     "hopper",
     "tiled",
@@ -294,9 +295,9 @@ class AttentionWorkload:
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
     Attributes:
-        implementation: one of :data:`IMPLEMENTATIONS`; ``eager`` is plain PyTorch with the scores in memory,
-            ``compiled`` the same under torch.compile, ``tiled`` FlashAttention-2 in PyTorch, ``triton`` and ``hopper``
-            our kernels.
+        implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
+            ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores
+            in memory and ``compiled`` the same under torch.compile.
         causal: a query sees the keys up to its own position.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """

@@ -55,6 +55,8 @@ def join_process_group(
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+        # Else a rank that waited too long sleeps another minute, for a flight recorder to be written, before it aborts.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         options._timeout = timeout
     dist.init_process_group(

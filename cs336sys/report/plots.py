@@ -44,12 +44,12 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
                 )
                 if points:
                     # Our own kernels stand out; the others differ by colour and marker.
-                    ours = implementation in ("triton", "hopper")
+                    ours = implementation in ("auto", "triton", "hopper")
                     drawing.plot(
                         *zip(*points, strict=True),
                         label=implementation,
                         color=f"C{number}",
-                        marker="osD^vPX*"[number % 8],
+                        marker="osD^vPX*h<"[number % 10],
                         markersize=4,
                         linewidth=2.5 if ours else 1.2,
                     )

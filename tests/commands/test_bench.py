@@ -158,12 +158,21 @@ def test_missing_gpu_is_one_sentence():
     assert result.stderr.strip().splitlines()[-1].startswith("error: device 'cuda': torch sees no CUDA GPU here")
 
 
+def interruptible(command):
+    """Start a command that Ctrl-C reaches, also where these tests run in the background of a shell, which ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def test_interrupted_sweep_prints_what_was_measured(tmp_path):
     path = tmp_path / "r.jsonl"
     arguments = [*TINY, "--warmup", "0", "--context", "16", "--mode", "forward", "--seed", "1", "--save", str(path)]
     # Many steps: the second cell must outlast the way of the signal on a loaded machine.
     command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "1000", "--steps", "100"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with interruptible(command) as process:
         deadline = time.monotonic() + 60
         while not (path.exists() and b'"cell"' in path.read_bytes()):
             assert time.monotonic() < deadline

@@ -810,7 +810,7 @@ def clipped(norm_type, largest):
     loss_of(sharded, share(tokens), share(targets)).backward()
     sharded.finish_gradient_synchronization()
     norm = sharded.clip_grad_norm_(largest, norm_type)
-    loss_of(alone, tokens, targets).backward()
+    loss_of(alone, *(rows.to(collectives.group_device()) for rows in (tokens, targets))).backward()
     expected = nn.utils.clip_grad_norm_(alone.parameters(), largest, norm_type)
     gradients_alone = {name: parameter.grad for name, parameter in alone.named_parameters()}
     return norm.cpu(), expected.cpu(), whole_gradients(sharded), on_cpu(gradients_alone)
