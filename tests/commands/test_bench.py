@@ -159,7 +159,7 @@ def test_missing_gpu_is_one_sentence():
 
 
 def interruptible(command):
-    """Start a command that Ctrl-C reaches, also where these tests run in the background of a shell, which ignores it."""
+    """Start a command that Ctrl-C reaches, also where tests run in the background of a shell, which ignores it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
