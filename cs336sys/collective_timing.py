@@ -233,21 +233,23 @@ def _periods(tensor: Tensor, period: int) -> tuple[Tensor, Tensor]:
 
 
 def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
-    dist.barrier()
     if device.type == "cpu":
+        dist.barrier()
         clocks = [time.perf_counter()]
         for _ in range(calls):
             call()
             clocks.append(time.perf_counter())
         return [1e6 * (end - start) for start, end in pairwise(clocks)]
+    stream = torch.cuda.current_stream(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     # The first record() makes the event, which takes longer than to record it.
     for mark in marks:
-        mark.record()
-    marks[0].record()
+        mark.record(stream)
+    dist.barrier()
+    marks[0].record(stream)
     for mark in marks[1:]:
         call()
-        mark.record()
+        mark.record(stream)
     torch.cuda.synchronize(device)
     return [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
     _coalescing_manager,
 )
 
-from cs336sys.accounting.full_sharding import own_rows
 from cs336sys.errors import UsageError
 
 # torch 2.13 warns of the names on the right, which are the only ones of torch 2.11.
@@ -201,37 +201,35 @@ class SliceGather(_Launched):
 
 
 class SliceExchange(_Launched):
-    """Gives each rank its slice of every rank's tensors, in one launch: a reduce-scatter that leaves the sum to it.
+    """Gives each rank its slice of every rank's tensor: a reduce-scatter that leaves the sum to it.
 
     It sends as many bytes as a reduce-scatter. The receiver may sum in a wider dtype than was sent, and slices may
-    differ in size: they are cut along the first dimension as ``torch.chunk`` does.
+    differ in size.
     """
 
     _collective = "all-to-all"
 
-    def start(self, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Launch: rank r's ``received[i]`` becomes all ranks' r-th slices of ``tensors[i]``, one after another.
+    def start(self, received: Tensor, tensor: Tensor, sizes: Sequence[int]) -> None:
+        """Launch: rank r's ``received`` becomes all ranks' r-th slices of ``tensor``, one after another.
 
-        All tensors must be contiguous, and ``received[i]`` W times as long as this rank's slice.
+        Args:
+            received: (W * sizes[r],) on rank r.
+            tensor: (sum(sizes),), contiguous.
+            sizes: elements of each slice, the same on every rank.
         """
-        self._tensors = [*received, *tensors]
-        if through_host(tensors[0]):
-            for into, tensor in zip(received, tensors, strict=True):
-                on_host = into.cpu()
-                dist.all_to_all_single(on_host, tensor.cpu(), *_splits(into, tensor))
-                into.copy_(on_host)
-        elif tensors[0].is_cuda:
-            with _coalescing_manager(device=tensors[0].device, async_ops=True) as coalesced:
-                self._exchange_all(received, tensors)
-            self._works = [coalesced]
-        else:
-            self._works = self._exchange_all(received, tensors)
-
-    def _exchange_all(self, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
-        return [
-            dist.all_to_all_single(into, tensor, *_splits(into, tensor), async_op=True)
-            for into, tensor in zip(received, tensors, strict=True)
-        ]
+        received, tensor = _real(received), _real(tensor)
+        splits: tuple[Sequence[int], Sequence[int]] = ([], [])
+        if min(sizes) < max(sizes):
+            splits = ([len(received) // len(sizes)] * len(sizes), sizes)
+        if through_host(tensor):
+            on_host = received.cpu()
+            dist.all_to_all_single(on_host, tensor.cpu(), *splits)
+            received.copy_(on_host)
+            return
+        self._tensors = [received, tensor]
+        options = AllToAllOptions()
+        options.asyncOp = True
+        self._works = [self._group.alltoall_base(received, tensor, *splits, options)]
 
 
 class Broadcasts(_Launched):
@@ -324,15 +322,6 @@ def broadcast_from_first(tensors: Sequence[Tensor], what: str = "start values") 
 def through_host(tensor: Tensor) -> bool:
     """Whether the backend cannot communicate this tensor where it is: Gloo only broadcasts and all-reduces on GPUs."""
     return tensor.is_cuda and "nccl" not in dist.get_backend()
-
-
-def _splits(received: Tensor, tensor: Tensor) -> tuple[list[int] | None, list[int] | None]:
-    """Rows from and to each rank; None if all are equal."""
-    world_size = dist.get_world_size()
-    if len(tensor) % world_size == 0:
-        return None, None
-    to_ranks = [len(own_rows(len(tensor), rank, world_size)) for rank in range(world_size)]
-    return [len(received) // world_size] * world_size, to_ranks
 
 
 def _from_rank(source: int) -> BroadcastOptions:

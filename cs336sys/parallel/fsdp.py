@@ -125,7 +125,7 @@ class FSDP(nn.Module):
             part for part in module.modules() if part not in called and not called.isdisjoint(part.modules())
         ]
         if compute_dtype is not None:
-            for owner in {owner: None for entry in plan.all_replicated for owner, _ in entry.owners}:
+            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 compute_in_own_dtype(owner, compute_dtype)
         self._watch_gradients()
 
@@ -139,11 +139,9 @@ class FSDP(nn.Module):
         """
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._place:
             raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
-        for entry, is_trained in self._trained:
-            if entry.held.requires_grad != is_trained:
-                raise UsageError(
-                    f"{entry.names[0]} was frozen or unfrozen after it was wrapped: call refresh() on every rank"
-                )
+        for name, parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:
+                raise UsageError(f"{name} was frozen or unfrozen after it was wrapped: call refresh() on every rank")
         for part in self._around_units:
             if part._compiled_call_impl is not None:
                 raise UsageError(
@@ -165,7 +163,7 @@ class FSDP(nn.Module):
     @property
     def replicated_parameters(self) -> dict[str, nn.Parameter]:
         """By their first name in the wrapped module."""
-        return {entry.names[0]: entry.held for entry in self._plan.all_replicated}
+        return {entry.names[0]: entry.held for entry in self._plan.replicated}
 
     def finish_gradient_synchronization(self) -> None:
         """Make every gradient the mean over ranks: call it on every rank between backward pass and optimizer step.
@@ -203,7 +201,7 @@ class FSDP(nn.Module):
         Raises:
             UsageError: on every rank, if it was not changed alike.
         """
-        entries = (*self._plan.all_sharded, *self._plan.all_replicated)
+        entries = (*self._plan.all_sharded, *self._plan.replicated)
         require_same_lines(
             [f"{entry.names[0]} {'trained' if entry.held.requires_grad else 'frozen'}" for entry in entries]
         )
@@ -219,7 +217,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             for parameter in unit.parameters:
                 full |= dict.fromkeys(parameter.names, parameter.gather_whole())
-        for entry in self._plan.all_replicated:
+        for entry in self._plan.replicated:
             full |= dict.fromkeys(entry.names, entry.held.detach().clone())
         return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
 
@@ -268,11 +266,10 @@ class FSDP(nn.Module):
         raise UsageError("an FSDP module cannot be copied or pickled: gather its parameters, or save a checkpoint")
 
     def _watch_gradients(self) -> None:
-        entries = (*self._plan.all_sharded, *self._plan.all_replicated)
-        self._trained = [(entry, entry.held.requires_grad) for entry in entries]
+        entries = (*self._plan.all_sharded, *self._plan.replicated)
+        self._trained = [(entry.names[0], entry.held, entry.held.requires_grad) for entry in entries]
         self._runner.replicated = _buckets(self._plan.replicated, self._gradient_dtype)
-        for planned, unit in zip(self._plan.units, self.units, strict=True):
-            unit.replicated = _buckets(planned.replicated, self._gradient_dtype)
+        for unit in self.units:
             unit.refresh()
 
 

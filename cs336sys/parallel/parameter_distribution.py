@@ -24,7 +24,7 @@ def distribute_parameters(
     :class:`~cs336sys.parallel.fsdp.FSDP`. Replicated parameters may be new objects afterwards.
     """
     to_shard = set(plan.all_sharded)
-    entries = {use: entry for entry in (*plan.all_sharded, *plan.all_replicated) for use in entry.owners}
+    entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
     sharded: dict[PlannedParameter, ShardedParameter] = {}
     replicated: dict[PlannedParameter, nn.Parameter] = {}
     for name, part in module.named_modules():

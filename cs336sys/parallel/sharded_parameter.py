@@ -1,5 +1,7 @@
 """One parameter cut along its first dimension into one slice a rank."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ class ShardedParameter:
         shape: of the whole parameter.
         rows: those that this rank holds.
         divides_evenly: whether all ranks hold equally many.
+        slice_sizes: elements of the rows of each rank.
         shard: these rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
         full: all rows in the dtype to compute in: what the module holds, and autograd sees, while they are gathered.
             Always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
@@ -27,12 +30,23 @@ class ShardedParameter:
         """Copy this rank's rows of the whole parameter."""
         self.names = planned.names
         self.shape = whole.shape
-        self.rows = own_rows(len(whole), dist.get_rank(), dist.get_world_size())
-        self.divides_evenly = len(whole) % dist.get_world_size() == 0
+        world_size = dist.get_world_size()
+        self.rows = own_rows(len(whole), dist.get_rank(), world_size)
+        self.divides_evenly = len(whole) % world_size == 0
+        self.slice_sizes = [
+            len(own_rows(len(whole), rank, world_size)) * math.prod(whole.shape[1:]) for rank in range(world_size)
+        ]
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
-        self._owners = planned.owners
+        # Where modules hold it; those that have a __setattr__ of their own are told.
+        self._dictionaries: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._setters: list[tuple[nn.Module, str]] = []
+        for owner, attribute in planned.owners:
+            if type(owner).__setattr__ is nn.Module.__setattr__:
+                self._dictionaries.append((owner._parameters, attribute))
+            else:
+                self._setters.append((owner, attribute))
         # Gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
 
@@ -56,11 +70,10 @@ class ShardedParameter:
 
     def show(self, parameter: nn.Parameter) -> None:
         """Let the modules hold the shard or the full parameter."""
-        for module, attribute in self._owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = parameter
-            else:
-                setattr(module, attribute, parameter)
+        for parameters, attribute in self._dictionaries:
+            parameters[attribute] = parameter
+        for module, attribute in self._setters:
+            setattr(module, attribute, parameter)
 
     def take_gradient(self) -> Tensor | None:
         """The whole gradient of this backward pass, which autograd left.

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from cs336sys.accounting.full_sharding import gathered_layout, padded_bytes
 from cs336sys.parallel.collectives import SliceGather
-from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_scatter import GradientScatter, beside
 from cs336sys.parallel.sharded_parameter import ShardedParameter
 from cs336sys.parallel.sharding_plan import PlannedUnit
@@ -21,14 +19,12 @@ class ShardedUnit:
     all-gather writes where the weights are used: this rank's rows are cast into their place, then the ranks' rows are
     gathered around them, all parameters in one launch.
 
-    Gradients are sent as autograd left them.
-
     Attributes:
         name: of the unit.
         modules: whose calls use it.
         contains_units: whether backward passes of other units run within its own.
         parameters: those sharded.
-        replicated: gradients of parameters that every rank holds whole.
+        trained: those of them that get gradients.
         gathered_bytes: memory of the gathered parameters.
         has_kept: whether backward passes under no_sync left gradients to average.
         depth: how many calls of its modules are running.
@@ -47,7 +43,7 @@ class ShardedUnit:
         self.modules = planned.modules
         self.contains_units = planned.contains_units
         self.parameters = parameters
-        self.replicated: list[GradientBucket] = []
+        self.trained: list[ShardedParameter] = []
         self.has_kept = False
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
@@ -67,6 +63,7 @@ class ShardedUnit:
         self._under_way = self._ready = False
         for parameter in parameters:
             parameter.show(parameter.shard)
+        self._shards = [parameter.shard for parameter in parameters]
         self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
     @property
@@ -83,14 +80,12 @@ class ShardedUnit:
         """Whether it has memory for its gathered parameters, in use or ahead of use."""
         return self._under_way or self._ready
 
-    @property
-    def trained(self) -> list[ShardedParameter]:
-        return [parameter for parameter in self.parameters if parameter.full.requires_grad]
-
     def refresh(self) -> None:
         """Take over from the shards which parameters are trained."""
         for parameter in self.parameters:
             parameter.full.requires_grad_(parameter.shard.requires_grad)
+        self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
+        self._scatter.choose(self.trained)
 
     def gather(self) -> None:
         """Start to gather the parameters, if they are not."""
@@ -99,7 +94,7 @@ class ShardedUnit:
         self._under_way = True
         self._storage.resize_(self.gathered_bytes)
         with beside(self._stream), torch.no_grad():
-            torch._foreach_copy_(self._own, [parameter.shard for parameter in self.parameters])
+            torch._foreach_copy_(self._own, self._shards)
             self._gather.start()
 
     def use(self) -> None:
@@ -130,40 +125,33 @@ class ShardedUnit:
         for parameter in self.trained:
             parameter.keep_gradient()
 
-    def start_reduction(self) -> dict[nn.Parameter, bool]:
+    def start_reduction(self) -> list[bool]:
         """Start to average the gradients of a backward pass and those kept; parameters without one count as zero.
 
         Returns:
-            for each trained parameter that this rank holds (rows of), whether it had a gradient here.
+            for each trained parameter, whether it had a gradient here.
         """
-        present = {}
-        gradients = []
+        present, gradients = [], []
         for parameter in self.trained:
             if self.has_kept:
                 parameter.keep_gradient()
                 gradient, parameter.kept = parameter.kept, None
             else:
                 gradient = parameter.take_gradient()
-            present[parameter.shard] = gradient is not None
+            present.append(gradient is not None)
             if gradient is None:
                 dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
                 gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
             if self._gradient_dtype is not None and gradient.is_floating_point():
                 gradient = gradient.to(self._gradient_dtype)
-            gradients.append((parameter, gradient.contiguous()))
+            gradients.append(gradient.contiguous())
         self.has_kept = False
         self._scatter.start(gradients)
-        for bucket in self.replicated:
-            bucket.launch()
-            present |= zip(bucket.parameters.values(), bucket.present, strict=True)
         return present
 
     def finish_reduction(self) -> None:
         """Add the averaged gradients to those of the shards; on a GPU, let the current stream wait for them."""
         self._scatter.finish()
-        for bucket in self.replicated:
-            bucket.wait()
-            bucket.finish([True] * len(bucket.parameters))
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a backward pass that failed, also those that are being averaged."""
@@ -171,7 +159,3 @@ class ShardedUnit:
         for parameter in self.parameters:
             parameter.full.grad = parameter.kept = None
         self._scatter.drop()
-        for bucket in self.replicated:
-            bucket.wait()
-            if bucket.present:
-                bucket.finish([False] * len(bucket.present))

@@ -45,7 +45,6 @@ class PlannedUnit:
     name: str
     modules: list[nn.Module]
     sharded: list[PlannedParameter] = field(default_factory=list)
-    replicated: list[PlannedParameter] = field(default_factory=list)
     contains_units: bool = False
 
 
@@ -55,7 +54,7 @@ class ShardingPlan:
 
     Attributes:
         units: in the order of the module.
-        replicated: parameters that belong to no unit alone.
+        replicated: parameters that every rank holds whole.
     """
 
     units: list[PlannedUnit]
@@ -64,10 +63,6 @@ class ShardingPlan:
     @property
     def all_sharded(self) -> list[PlannedParameter]:
         return [entry for unit in self.units for entry in unit.sharded]
-
-    @property
-    def all_replicated(self) -> list[PlannedParameter]:
-        return [*(entry for unit in self.units for entry in unit.replicated), *self.replicated]
 
 
 def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None = None) -> ShardingPlan:
@@ -99,10 +94,12 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     visit(module, "", None, in_list=False, in_block=False)
     units = list(roots.values())
     parameters = _parameters(module)
-    sharded = []
+    sharded, replicated = [], []
     for entry in parameters:
         used_in = set().union(*(homes[owner] for owner, _ in entry.owners))
-        if _divides(entry) and None not in used_in:
+        if not _divides(entry) or None in used_in:
+            replicated.append(entry)
+        else:
             sharded.append(entry)
             first, *others = (unit for unit in units if unit in used_in)
             for other in others:
@@ -110,20 +107,12 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
                 units.remove(other)
                 homes = {part: {first if home is other else home for home in used} for part, used in homes.items()}
 
-    replicated = []
-    for entry in parameters:
-        used_in = set().union(*(homes[owner] for owner, _ in entry.owners))
-        if len(used_in) > 1 or None in used_in:
-            replicated.append(entry)
-        elif entry in sharded:
-            used_in.pop().sharded.append(entry)
-        else:
-            used_in.pop().replicated.append(entry)
+    for entry in sharded:
+        (unit,) = homes[entry.owners[0][0]]
+        unit.sharded.append(entry)
     for unit in units:
         inside = {part for module in unit.modules for part in module.modules()}
         unit.contains_units = any(part in inside for other in units if other is not unit for part in other.modules)
-        if not unit.sharded:
-            replicated += unit.replicated
     return ShardingPlan([unit for unit in units if unit.sharded], replicated)
 
 

@@ -1,6 +1,7 @@
 """What a rank's memory holds at four moments of training, by component, from the allocator's own events."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from cs336sys.accounting.sharded_training import MOMENTS, RankMemory
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.timeline import Region, Timeline, build_timeline, peak_position
+from cs336sys.parallel_training.communication import communication_at_once
 from cs336sys.parallel_training.step import ParallelStep
 
 
@@ -20,9 +22,12 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
         communication exist then) before the optimizer, after it and at the peak. Nothing where the history of the
         allocator was too short for it.
     """
-    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-    history: AllocationHistory = CudaHistory(device) if device.type == "cuda" else CpuHistory()
-    with history, _OptimizerMemory(history) as optimizer_memory:
+    on_gpu = device.type == "cuda"
+    held_before = torch.cuda.memory_allocated(device) if on_gpu else None
+    history: AllocationHistory = CudaHistory(device) if on_gpu else CpuHistory()
+    # The history of the CPU misses what Gloo's threads free; that of a GPU misses nothing.
+    communication = nullcontext() if on_gpu else communication_at_once()
+    with history, communication, _OptimizerMemory(history) as optimizer_memory:
         step = build()
         built = history.mark()
         step()

@@ -33,7 +33,8 @@ TRITON_CONFIGURATIONS = {
     "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
     "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
     "one short head": ((1, 1, 1024, 64), torch.float16, True),
-    "float32": ((1, 1, 8192, 64), torch.float32, True),
+    "float32": ((1, 16, 8192, 64), torch.float32, True),
+    "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
 }
 HOPPER_CONFIGURATIONS = {
     "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
@@ -128,12 +129,12 @@ def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dty
         return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
 
     forward._launch = described(forward._launch, "forward")
+    if hasattr(forward, "_combine"):
+        forward._combine = described(forward._combine, "combine")
     forward(query, key, value, out, logsumexp)
     backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
     names = {1: ["backward"], 2: ["grad_key_value", "grad_query"]}[len(backward._passes)]
-    backward._passes = [
-        (tile, described(launch, name)) for name, (tile, launch) in zip(names, backward._passes, strict=True)
-    ]
+    backward._passes = [described(launch, name) for name, launch in zip(names, backward._passes, strict=True)]
     backward(query, key, value, out, logsumexp, grad_out, grads)
     return report
 
@@ -158,6 +159,8 @@ def main() -> None:
             # The other kernels print their ptxas log as well.
             with contextlib.redirect_stdout(sys.stderr):
                 reports[name] = compile_configuration(kernels, *configuration)
+            if "combine" in reports[name]:
+                reports["combine"] = {"combine": reports[name].pop("combine")}
     json.dump(reports, sys.stdout)
 
 

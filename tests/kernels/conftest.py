@@ -23,5 +23,6 @@ def poisoned_empty(monkeypatch):
 
         return allocate_nan
 
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+    allocators = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
+    for owner, name in allocators:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -4,6 +4,7 @@ The interpreter's tiles are 32 rows by 16, so lengths around 128 take several ti
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import triton as triton_attention
 from cs336sys.kernels.attention import triton_plans
 from cs336sys.kernels.attention.launch_settings import (
+    ForwardSettings,
     Problem,
     TileSettings,
     backward_settings,
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
 TOLERANCES = {torch.float32: 2e-5 if ON_GPU else 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-BACKWARD_FORMS = pytest.mark.parametrize("backward_form", ["fused", "split", "joint"], indirect=True)
+BACKWARD_FORMS = pytest.mark.parametrize("backward_form", ["fused", "fused in parts", "split", "joint"], indirect=True)
 
 
 @pytest.fixture
@@ -43,7 +45,12 @@ def fresh_plans():
     triton_attention._plans.clear()
 
 
-FORMS = {"fused": fused, "split": lambda tile: split(tile, tile), "joint": joint}
+FORMS = {
+    "fused": fused,
+    "fused in parts": lambda tile: fused(tile, query_parts=3),
+    "split": lambda tile: split(tile, tile),
+    "joint": joint,
+}
 
 
 @pytest.fixture
@@ -95,6 +102,29 @@ def assert_matches_float64(inputs, is_causal, grad_out=None, float32_precision="
 )
 def test_lengths(num_queries, num_keys, is_causal, backward_form, device):
     assert_matches_float64(random_inputs((2,), num_queries, num_keys, 16, torch.float32, device), is_causal)
+
+
+@pytest.fixture
+def three_parts(monkeypatch):
+    """Three programs share the keys of every tile of queries."""
+    monkeypatch.setattr(
+        triton_plans, "forward_settings", lambda problem: replace(forward_settings(problem), key_parts=3)
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@CAUSAL
+@pytest.mark.usefixtures("three_parts")
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 129), (127, 17), (129, 129), (64, 128)])
+def test_programs_that_share_keys(num_queries, num_keys, is_causal, device):
+    """In few keys some of the parts see none."""
+    assert_matches_float64(random_inputs((2, 2), num_queries, num_keys, 24, torch.float32, device), is_causal)
+
+
+@pytest.mark.usefixtures("three_parts")
+def test_programs_that_share_keys_write_any_strides(device):
+    inputs = tuple(_transposed_heads(2, 3, length, 32, device).requires_grad_() for length in (40, 150, 150))
+    assert_matches_float64(inputs, False, _transposed_heads(2, 3, 40, 32, device))
 
 
 @BACKWARD_FORMS
@@ -224,7 +254,11 @@ def test_bad_query_reaches_its_own_row_only(bad, device):
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
-def test_nan_in_a_key_reaches_all_queries_that_see_it(device):
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("key_parts", [1, 3])
+def test_nan_in_a_key_reaches_all_queries_that_see_it(key_parts, device, request):
+    if key_parts > 1:
+        request.getfixturevalue("three_parts")
     query, key, value = (tensor.detach() for tensor in random_inputs((1,), 70, 70, 16, torch.float32, device))
     key[0, 37, 3] = math.nan
     out = FlashAttentionTriton.apply(query, key, value, True)
@@ -234,7 +268,10 @@ def test_nan_in_a_key_reaches_all_queries_that_see_it(device):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @CAUSAL
-def test_row_without_a_finite_score_gives_zeros(is_causal, device):
+@pytest.mark.parametrize("key_parts", [1, 3])
+def test_row_without_a_finite_score_gives_zeros(key_parts, is_causal, device, request):
+    if key_parts > 1:
+        request.getfixturevalue("three_parts")
     query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
     query[0, 7, 3] = math.inf
     key[0, :, 3] = -1.0
@@ -325,7 +362,7 @@ def test_deterministic_is_never_fused(device):
 def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, is_causal, device, monkeypatch):
     """The interpreter has descriptors but for atomic_add; nothing else here would run them without a GPU."""
     tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
-    monkeypatch.setattr(triton_plans, "forward_settings", lambda problem: tile)
+    monkeypatch.setattr(triton_plans, "forward_settings", lambda problem: ForwardSettings(tile))
     monkeypatch.setattr(triton_plans, "backward_settings", lambda problem, deterministic: form(tile))
     inputs = tuple(_transposed_heads(2, 3, length, head_dim, device).requires_grad_() for length in (40, 50, 50))
     assert_matches_float64(inputs, is_causal, _transposed_heads(2, 3, 40, head_dim, device))
@@ -342,16 +379,42 @@ def gpu_problems():
 
 def test_settings_keep_their_promises():
     for problem in gpu_problems():
-        tiles = [forward_settings(problem)]
+        tiles = [forward_settings(problem).tile]
         for deterministic in (False, True):
             settings = backward_settings(problem, deterministic)
             assert not (settings.fused and deterministic)
+            assert settings.query_parts == 1 or settings.fused
             assert sum(one.keys for one in settings.passes) == 1
             assert sum(one.queries for one in settings.passes) == (0 if settings.fused else 1)
             tiles += [one.tile for one in settings.passes]
         for tile in tiles:
             assert problem.tma_allowed or not tile.use_tma
             assert all(rows >= 16 and rows & (rows - 1) == 0 for rows in (tile.query_rows, tile.key_rows))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_keys_are_shared_only_by_few_programs(head_dim):
+    def key_parts(num_sequences, length):
+        shape = num_sequences, length, length
+        return forward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)).key_parts
+
+    assert key_parts(1, 512) == 1  # a second launch would take longer than it saves
+    assert key_parts(1, 1024) > key_parts(1, 8192) > 1
+    assert key_parts(16, 2048) == key_parts(1, 65536) == 1
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
+    """A tile of keys for each program would leave some idle; more parts than tiles of queries would have none."""
+    for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
+        problem = Problem(
+            head_dim, torch.float32, "tf32x3", True, num_sequences, length, length, (9, 0), 132, tma_allowed=True
+        )
+        settings = backward_settings(problem, False)
+        tile = settings.passes[0].tile
+        query_tiles, key_tiles = -(-length // tile.query_rows), num_sequences * -(-length // tile.key_rows)
+        assert 1 <= settings.query_parts <= query_tiles
+        assert settings.query_parts * key_tiles >= min(problem.num_multiprocessors, query_tiles * key_tiles)
 
 
 @pytest.mark.gpu

@@ -107,6 +107,8 @@ def test_auto_leaves_the_rest_to_triton(changes):
 @pytest.mark.parametrize(
     ("num_sequences", "length", "head_dim", "forward", "backward"),
     [
+        (16, 1024, 64, False, False),
+        (16, 1024, 128, True, False),
         (1, 16384, 128, True, False),
         (1, 32768, 64, False, True),
         (4, 8192, 64, False, True),

@@ -372,12 +372,12 @@ def side_streams(compute_dtype):
     """The order of what a step gives to streams, on a CPU with streams that only take notes; and its gradients."""
     notes = []
     sharded = FSDP(Shuffled(), compute_dtype)
-    begins = torch.cuda.current_stream, torch.cuda.stream, collectives.SliceExchange.start
+    begins = torch.cuda.current_stream, collectives.SliceExchange.start
     sent = []
 
-    def start(self, received, tensors):
-        sent.extend(map(weakref.ref, tensors))
-        begins[2](self, received, tensors)
+    def start(self, received, tensor, sizes):
+        sent.append(weakref.ref(tensor))
+        begins[1](self, received, tensor, sizes)
 
     class Stream:
         def __init__(self, name):
@@ -387,15 +387,15 @@ def side_streams(compute_dtype):
             alive = all(gradient() is not None for gradient in sent)
             notes.append(f"{self.name} waits for {other.name}" + ("" if alive else ", gradients are gone"))
 
-    @contextlib.contextmanager
-    def running_on(stream):
-        notes.append(f"on {stream.name}")
-        yield
-        notes.append(f"off {stream.name}")
+        def __enter__(self):
+            notes.append(f"on {self.name}")
+
+        def __exit__(self, *error):
+            notes.append(f"off {self.name}")
 
     for unit in sharded.units:
         unit._stream, unit._scatter._stream = Stream("side"), Stream("mean")
-    torch.cuda.current_stream, torch.cuda.stream = lambda device: Stream("main"), running_on
+    torch.cuda.current_stream = lambda device: Stream("main")
     collectives.SliceExchange.start = start
     log = []
     try:
@@ -403,7 +403,7 @@ def side_streams(compute_dtype):
             sharded(torch.ones(2, 4), [0]).backward()
         sharded.finish_gradient_synchronization()
     finally:
-        torch.cuda.current_stream, torch.cuda.stream, collectives.SliceExchange.start = begins
+        torch.cuda.current_stream, collectives.SliceExchange.start = begins
     return notes, whole_gradients(sharded)["blocks.0.weight"]
 
 
@@ -587,6 +587,29 @@ def freeze_and_unfreeze():
     model.blocks[2].always.requires_grad_(dist.get_rank() == 0)
     errors.append(error_of(sharded.refresh))
     return before, after, whole, errors
+
+
+def used_in_the_second_of_three_passes():
+    sharded = FSDP(Branching())
+    for uses in (False, True, False):
+        sharded(torch.full((2, 3), dist.get_rank() + 1.0), uses).backward()
+    sharded.finish_gradient_synchronization()
+    return gradients(sharded)
+
+
+def through_frozen_layers():
+    """Gradients of the inputs of frozen layers in two steps, and those of the plain layers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
+    x = torch.ones(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(layers(x).sum(), x)
+    sharded, found = FSDP(layers), []
+    for _ in range(2):
+        sharded(x).sum().backward()
+        sharded.finish_gradient_synchronization()
+        found.append(x.grad)
+        x.grad = None
+    return found, expected
 
 
 def accumulation():

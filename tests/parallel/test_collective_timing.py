@@ -234,7 +234,7 @@ class GpuMark:
     def __init__(self, clock):
         self.clock, self.at_ms = clock, None
 
-    def record(self):
+    def record(self, stream):
         self.clock.order.append("record")
         self.at_ms = self.clock.now_ms
 
@@ -248,6 +248,7 @@ def gpu_clock(monkeypatch):
     clock = GpuClock()
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", clock.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr("torch.distributed.barrier", lambda: clock.order.append("barrier"))
     return clock
 
@@ -255,7 +256,8 @@ def gpu_clock(monkeypatch):
 def test_calls_back_to_back_have_nothing_but_events_between_them(gpu_clock):
     times = collective_timing._back_to_back_us(gpu_clock.call, 3, torch.device("cuda", 0))
     assert times == [3000.0] * 3
-    assert gpu_clock.order == ["barrier", *["event"] * 4, "record", *["call", "record"] * 3, "synchronize"]
+    made = [*["event"] * 4, *["record"] * 4]
+    assert gpu_clock.order == [*made, "barrier", "record", *["call", "record"] * 3, "synchronize"]
 
 
 def test_synchronized_calls_begin_and_end_with_an_idle_gpu(gpu_clock):

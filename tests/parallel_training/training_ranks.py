@@ -1,16 +1,19 @@
 """What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel import launch
+from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
 from cs336sys.parallel_training import strategies
-from cs336sys.parallel_training.communication import recorded_communication, run_alone
+from cs336sys.parallel_training.communication import communication_at_once, recorded_communication, run_alone
 from cs336sys.parallel_training.rank import verify_on_rank
 from cs336sys.parallel_training.step import ParallelStep
 from cs336sys.parallel_training.timeline import profile_step
@@ -113,6 +116,51 @@ def recorded(workload):
     run_alone([communication.launcher() for communication in communications])
     untouched = all(map(torch.equal, before, step.model.parameters()))
     return [(item.name, item.bytes, item.dtype) for item in communications], untouched
+
+
+class _AsynchronousLaunches(TorchDispatchMode):
+    """Lists the collectives that are launched, and whether each returns without waiting."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "c10d":
+            parameters = operator._schema.arguments
+            given = dict(zip([parameter.name for parameter in parameters], args, strict=False)) | (kwargs or {})
+            default = next(parameter.default_value for parameter in parameters if parameter.name == "async_op")
+            self.found.append((operator.name().removeprefix("c10d::"), given.get("async_op", default)))
+        return operator(*args, **(kwargs or {}))
+
+
+def replayed_synchronous():
+    """Collectives that wait at once, and the same run alone, as (operator, whether it was launched asynchronously)."""
+    tensor, gathered, part = torch.ones(4), torch.empty(8), torch.empty(2)
+    with _AsynchronousLaunches() as launches, recorded_communication() as communications:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        all_gather_single(gathered, tensor)
+        reduce_scatter_single(part, tensor)
+        dist.all_to_all_single(gathered, gathered.clone())
+        dist.all_gather(list(tensor.chunk(2)), part)
+        dist.barrier()
+    with _AsynchronousLaunches() as alone:
+        run_alone([communication.launcher() for communication in communications])
+    return launches.found, alone.found
+
+
+def done_when_launched():
+    """Whether a collective to which rank 1 comes late is done when its launch returns."""
+    tensor = torch.ones(4)
+    dist.barrier()
+    with communication_at_once():
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        work = dist.all_reduce(tensor, async_op=True)
+        done = work.is_completed()
+    work.wait()
+    return done
 
 
 class _ListedMarks:

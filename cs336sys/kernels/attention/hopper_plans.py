@@ -15,12 +15,11 @@ from cs336sys.kernels.attention.hopper_gluon import TensorDescriptor
 from cs336sys.kernels.attention.hopper_schedule import as_table, key_tiles, ordered_items, share_out
 from cs336sys.kernels.attention.hopper_settings import BACKWARD_KEY_ROWS
 from cs336sys.kernels.attention.launch_settings import BackwardPass, BackwardSettings, Problem, TileSettings, fused
+from cs336sys.kernels.attention.triton_launch import Descriptors, Launch
 from cs336sys.kernels.attention.triton_plans import (
     BACKWARD_L2_BYTES,
     FORWARD_L2_BYTES,
     BackwardPlan,
-    Descriptors,
-    Launch,
     Operand,
     make_problem,
     sequences_per_group,
@@ -63,17 +62,17 @@ class HopperForwardPlan:
     """The launch of the forward kernel.
 
     Attributes:
-        is_direct: as in :class:`~cs336sys.kernels.attention.triton_plans.ForwardPlan`.
+        is_direct, logsumexp_layout: as in :class:`~cs336sys.kernels.attention.triton_plans.ForwardPlan`.
     """
 
     is_direct = False
+    logsumexp_layout: tuple[torch.Size, tuple[int, ...]]
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
         operands = [Operand(tensor) for tensor in (query, key, value, out)]
         problem = make_problem(query, key, operands, is_causal, "ieee")
         settings = hopper_settings.hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
-        self._descriptors = [_tile_descriptors(operand, n) for operand, n in zip(operands, rows, strict=True)]
         item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
         costs = [
             1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, is_causal)[1]
@@ -103,6 +102,7 @@ class HopperForwardPlan:
                 settings.take_turns,
                 settings.consumer_registers,
             ),
+            [_tile_descriptors(operand, n) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
 
@@ -114,30 +114,11 @@ class HopperForwardPlan:
         out: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> None:
-        tensors = zip(self._descriptors, (query, key, value, out), strict=True)
-        self._launch(*(describe(tensor) for describe, tensor in tensors), logsumexp, self._schedule)
+        self._launch(query, key, value, out, logsumexp, self._schedule)
 
 
 class HopperBackwardPlan(BackwardPlan):
     """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
-
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        grad_out: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        is_causal: bool,
-        float32_precision: str,
-        deterministic: bool,
-    ):
-        self._device = query.device
-        super().__init__(
-            query, key, value, out, grad_out, grads, is_causal, float32_precision, deterministic=deterministic
-        )
-        self._result_descriptors = [_tile_descriptors(Operand(grad), WARPGROUP_ROWS) for grad in grads[1:]]
 
     def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
         num_stages = hopper_settings.hopper_backward_settings(problem).num_stages
@@ -171,6 +152,7 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.is_causal,
                 *settings.registers,
             ),
+            self._pass_descriptors(one.tile),
             **_OPTIONS,
         )
 
@@ -184,9 +166,9 @@ class HopperBackwardPlan(BackwardPlan):
             *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._operands),
             GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], _STATISTICS),
             GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], _SUM),
+            *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._grad_operands[1:]),
         ]
 
-    def _result_operands(self, grads: Sequence[torch.Tensor]) -> list[TensorDescriptor | torch.Tensor]:
+    def _result_tensors(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         # The kernel adds dQ to its sum.
-        results = [describe(grad) for describe, grad in zip(self._result_descriptors, grads[1:], strict=True)]
-        return [*results, self._schedule]
+        return *grads[1:], self._schedule

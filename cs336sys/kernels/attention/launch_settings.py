@@ -47,6 +47,14 @@ class TileSettings:
 
 
 @dataclass(frozen=True)
+class ForwardSettings:
+    """``key_parts``: programs that share the keys of one tile of queries; a second kernel combines what they find."""
+
+    tile: TileSettings
+    key_parts: int = 1
+
+
+@dataclass(frozen=True)
 class BackwardPass:
     """One launch of the backward kernel, over tiles of keys for dK and dV, tiles of queries for dQ, or both at once."""
 
@@ -57,15 +65,20 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class BackwardSettings:
-    """``fused``: the only pass is over keys and adds up dQ as well, in no fixed order."""
+    """All passes of a backward.
+
+    ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``query_parts``: how many programs
+    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused.
+    """
 
     passes: tuple[BackwardPass, ...]
     fused: bool = False
+    query_parts: int = 1
 
 
-def fused(tile: TileSettings) -> BackwardSettings:
+def fused(tile: TileSettings, query_parts: int = 1) -> BackwardSettings:
     """One pass over tiles of keys that computes dK, dV and dQ."""
-    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True)
+    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True, query_parts=query_parts)
 
 
 def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
@@ -78,6 +91,10 @@ def joint(tile: TileSettings) -> BackwardSettings:
     return BackwardSettings((BackwardPass(tile, keys=True, queries=True),))
 
 
+# The fewest keys that programs of the forward kernel share, and the most that share them.
+SHARED_KEYS = 1024
+MAX_KEY_PARTS = 8
+
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
 
@@ -86,8 +103,30 @@ _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=
 
 
 @functools.cache
-def forward_settings(problem: Problem) -> TileSettings:
-    """The forward kernel's settings."""
+def forward_settings(problem: Problem) -> ForwardSettings:
+    """The settings of the forward kernels."""
+    tile = _forward_tile(problem)
+    return ForwardSettings(tile, _key_parts(problem, tile))
+
+
+def _key_parts(problem: Problem, tile: TileSettings) -> int:
+    """As many as leave the multiprocessors four programs each, for half precision and long keys.
+
+    Forward with 1, 2, 4 and 8 parts: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
+    0.0200; 1x1x8192x128 0.0938, 0.0668, 0.0496, 0.0617; 1x1x16384x128 0.2224, 0.1442, 0.1539, 0.1792;
+    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516.
+    """
+    # With fewer keys the second launch costs the CPU more than the parts save the GPU.
+    if problem.capability is None or problem.dtype == torch.float32 or problem.num_keys < SHARED_KEYS:
+        return 1
+    num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
+    parts = 1
+    while parts < MAX_KEY_PARTS and 2 * parts * num_programs <= 4 * problem.num_multiprocessors:
+        parts *= 2
+    return parts
+
+
+def _forward_tile(problem: Problem) -> TileSettings:
     if problem.capability is None:
         return _INTERPRETER
     if problem.dtype == torch.float32:
@@ -155,11 +194,15 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         # The GPU takes 0.0387 to 0.0403 for 1x1x1024x64 in every form; this one has the fewest launches.
         return joint(by_pointers)
     if problem.head_dim <= 32 and not deterministic:
-        if few or not tma:
-            # Fused. 1x1x8192x16: 0.1184, split 0.1463. 1x1x1024x16: 0.0232, split 0.0270.
-            return fused(TileSettings(64, 32, num_warps=2, num_stages=2))
-        # Fused. 1x1x65536x16: 1.667, 128x64 with 8 warps 1.977.
-        return fused(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True))
+        if not tma:
+            # 1x1x8192x16: 0.0497.
+            return _fused_in_parts(problem, by_pointers, each=4)
+        # 1x1x8192x16: 0.046, not in parts 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
+        # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
+        # stages without the limit 2.470. 1x16x4096x32: 0.156, in two parts 0.170, joint 0.174.
+        limit = 128 if problem.head_dim > 16 else None
+        tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=limit)
+        return _fused_in_parts(problem, tile, each=6)
     if not tma:
         return joint(by_pointers)
     if few:
@@ -186,16 +229,31 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
 def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings:
     if problem.head_dim > 128:
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
-    tile = TileSettings(32, 32, num_warps=4, num_stages=1)
-    if not deterministic and problem.float32_precision != "ieee":
-        if problem.head_dim <= 32:
-            # Fused. 1x1x1024x16: 0.0763, split 0.0972. 1x1x8192x16: 0.6057, split 0.7940.
-            return fused(tile)
-        if problem.head_dim > 64 and _few_programs(problem, 64):
-            # 1x1x8192x128: 1.361, joint 1.776. 1x1x4096x128: 0.596, 0.858. 1x1x2048x128: 0.262, 0.340.
-            return fused(TileSettings(32, 16, num_warps=4, num_stages=1))
-    # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287, 8 warps 2.580.
-    return joint(tile)
+    # Earlier GPUs have not the shared memory, up to 112 KiB, of the tiles below.
+    if deterministic or problem.float32_precision == "ieee" or problem.capability < (9, 0):
+        # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
+        return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
+    if problem.head_dim <= 16:
+        return _fused_in_parts(problem, TileSettings(32, 64, num_warps=4, num_stages=1), each=4)
+    if problem.head_dim <= 32:
+        # 1x1x1024x32: 0.030, 32x32 not in parts 0.105. 1x1x8192x32: 0.344, 0.883. 1x16x4096x32: 1.311, 2.113.
+        return _fused_in_parts(problem, TileSettings(32, 64, num_warps=4, num_stages=2), each=8)
+    if problem.head_dim <= 64:
+        if _few_programs(problem, 64, each=4):
+            # 1x1x1024x64: 0.0352, joint 0.0840. 1x1x4096x64: 0.171, 0.414. 1x1x16384x64: 2.179, 3.070.
+            return _fused_in_parts(problem, TileSettings(32, 32, num_warps=4, num_stages=1), each=4)
+        # 1x16x4096x64: 2.148, 32x32 2.309, joint 3.165.
+        return fused(TileSettings(32, 64, num_warps=4, num_stages=1))
+    # 1x1x1024x128: 0.055, not in parts 0.139. 1x1x4096x128: 0.379, 0.593. 1x1x8192x128: 1.422 in two parts, 1.363.
+    # 1x1x16384x128: 5.354, joint 6.252.
+    return _fused_in_parts(problem, TileSettings(32, 16, num_warps=4, num_stages=1), each=3)
+
+
+def _fused_in_parts(problem: Problem, tile: TileSettings, each: int) -> BackwardSettings:
+    """The fused form, in so many parts that every multiprocessor gets ``each`` programs, if there are enough tiles."""
+    key_tiles = problem.num_sequences * -(-problem.num_keys // tile.key_rows)
+    query_tiles = -(-problem.num_queries // tile.query_rows)
+    return fused(tile, min(query_tiles, -(-each * problem.num_multiprocessors // key_tiles)))
 
 
 def _few_programs(problem: Problem, rows: int, each: int = 1) -> bool:

@@ -153,7 +153,8 @@ def _forward(
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
         out = torch.empty_like(query)
-        logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        # torch.empty takes 2.4 us where this takes 0.9.
+        logsumexp = torch.empty_strided(*plan.logsumexp_layout, dtype=torch.float32, device=query.device)
         plan(query, key, value, out, logsumexp)
         return out, logsumexp
     if plan is None:
@@ -172,6 +173,7 @@ def _forward(
     if plan is None:
         plan = _forward_plan(tensors, is_causal, float32_precision, kernels)
         plan.is_direct = _is_direct((query, key, value, out), tensors, [out], [query])
+        plan.logsumexp_layout = logsumexp.shape, logsumexp.stride()
         _remember(signature, plan)
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
@@ -384,4 +386,8 @@ def triton_attention(
             "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
             "take implementation 'reference' there"
         )
-    return FlashAttentionTriton.apply(query, key, value, is_causal, float32_precision, deterministic, kernels)
+    return _apply(query, key, value, is_causal, float32_precision, deterministic, kernels)
+
+
+# Function.apply without its share for torch.func, which takes 2 us and has nothing to do behind the refusal.
+_apply = super(torch.autograd.Function, FlashAttentionTriton).apply

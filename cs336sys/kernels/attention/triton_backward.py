@@ -5,6 +5,9 @@ for a pair of tiles, but the additions come in any order. *Split*: a second pass
 seven matrix products, deterministic. The two passes may share a launch. A kernel for D = rowsum(dO * O) comes before
 either; after the fused pass another one converts dQ.
 
+With few tiles of keys the fused pass gives each of them to several programs, of which each takes a part of the queries;
+they add up dK and dV as well in float32 buffers.
+
 The pass over the keys works on transposed tiles, S^T = K Q^T, because P^T and dS^T are then the left operands of dV and
 dK, which the tensor cores take from registers.
 """
@@ -29,35 +32,46 @@ def _load_statistic(row_statistics, row, first_query, padded_queries, QUERY_ROWS
 
 
 @triton.jit
-def _sum_pointers(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM: tl.constexpr):
-    """Pointers [ROWS, BLOCK_DIM] into grad_query_sum (sequences * padded_queries, BLOCK_DIM)."""
-    offsets = (sequence.to(tl.int64) * padded_queries + rows) * BLOCK_DIM
-    return grad_query_sum + offsets[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
+def _sum_pointers(sums, sequence, rows, padded_rows, BLOCK_DIM: tl.constexpr):
+    """Pointers [ROWS, BLOCK_DIM] into sums (sequences * padded_rows, BLOCK_DIM)."""
+    offsets = (sequence.to(tl.int64) * padded_rows + rows) * BLOCK_DIM
+    return sums + offsets[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_queries"])
+@triton.jit
+def _clear_sums(sums, sequence, rows, padded_rows, BLOCK_DIM: tl.constexpr):
+    pointers = _sum_pointers(sums, sequence, rows, padded_rows, BLOCK_DIM)
+    tl.store(pointers, tl.zeros(pointers.shape, tl.float32), mask=(rows < padded_rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries"])
 def prepare_kernel(
     out,
     grad_out,
     logsumexp,
     row_statistics,
     grad_query_sum,
+    grad_key_sum,
+    grad_value_sum,
     out_strides,
     grad_out_strides,
+    num_tiles,
     num_heads,
     num_queries,
     padded_queries,
+    padded_keys,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     FUSED: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
 ):
     """What the passes read for each query: in row_statistics two rows a sequence, logsumexp * log2(e) and D.
 
     Rows behind the last query, and those whose scores were all -inf, get the logsumexp +inf, so their weights
-    exp2(score - inf) are 0 and no later pass needs a mask for them. Fused: also clears the sum of dQ.
+    exp2(score - inf) are 0 and no later pass needs a mask for them. Fused: also clears the sum of dQ; with KEY_SUMS
+    those of dK and dV. A sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
     """
-    num_tiles = tl.cdiv(padded_queries, ROWS)
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * ROWS
     batch = sequence // num_heads
@@ -75,8 +89,10 @@ def prepare_kernel(
     tl.store(statistics, logsumexps, mask=rows < padded_queries)
     tl.store(statistics + padded_queries, delta, mask=rows < padded_queries)
     if FUSED:
-        sums = _sum_pointers(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM)
-        tl.store(sums, tl.zeros([ROWS, BLOCK_DIM], tl.float32), mask=(rows < padded_queries)[:, None])
+        _clear_sums(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM)
+    if KEY_SUMS:
+        _clear_sums(grad_key_sum, sequence, rows, padded_keys, BLOCK_DIM)
+        _clear_sums(grad_value_sum, sequence, rows, padded_keys, BLOCK_DIM)
 
 
 @triton.jit
@@ -102,6 +118,7 @@ def _grad_key_value(
     padded_queries,
     num_keys,
     sequences_per_group,
+    query_parts,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -110,10 +127,21 @@ def _grad_key_value(
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     FUSED: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of KEY_ROWS keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum."""
+    """dK and dV of KEY_ROWS keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum.
+
+    KEY_SUMS: query_parts programs share a tile of keys; each takes every query_parts-th tile of the queries, and adds
+    its shares of dK / scale and dV to grad_key and grad_value, which then are float32 sums as that of dQ.
+    """
+    part = 0
+    query_step = QUERY_ROWS
+    if KEY_SUMS:
+        part = program % query_parts
+        program //= query_parts
+        query_step = query_parts * QUERY_ROWS
     tile, sequence = tile_of_program(program, tl.cdiv(num_keys, KEY_ROWS), num_sequences, sequences_per_group, False)
     batch = sequence // num_heads
     head = sequence % num_heads
@@ -133,9 +161,9 @@ def _grad_key_value(
         # Rows behind the last key end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
         unmasked_query = num_queries
     for MASKED in tl.static_range(1, -1, -1):
-        begin = first_query if MASKED else unmasked_query
+        begin = (first_query if MASKED else unmasked_query) + part * QUERY_ROWS
         end = tl.minimum(unmasked_query, num_queries) if MASKED else num_queries
-        for start in tl.range(begin, end, QUERY_ROWS):
+        for start in tl.range(begin, end, query_step):
             query_tile = load_rows(
                 query, query_strides, batch, head, start, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
             )
@@ -167,13 +195,30 @@ def _grad_key_value(
                     sums = _sum_pointers(grad_query_sum, sequence, queries, padded_queries, BLOCK_DIM)
                     tl.atomic_add(sums, grad_query_tile, sem="relaxed")
 
-    grad_key_tile *= scale
-    store_rows(
-        grad_key, grad_key_strides, grad_key_tile, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM
-    )
-    store_rows(
-        grad_value, grad_value_strides, grad_value_tile, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM
-    )
+    if KEY_SUMS:
+        keys = first_key + tl.arange(0, KEY_ROWS)
+        padded_keys = tl.cdiv(num_keys, KEY_ROWS) * KEY_ROWS
+        sums = _sum_pointers(grad_key, sequence, keys, padded_keys, BLOCK_DIM)
+        tl.atomic_add(sums, grad_key_tile, sem="relaxed")
+        sums = _sum_pointers(grad_value, sequence, keys, padded_keys, BLOCK_DIM)
+        tl.atomic_add(sums, grad_value_tile, sem="relaxed")
+    else:
+        grad_key_tile *= scale
+        store_rows(
+            grad_key, grad_key_strides, grad_key_tile, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM
+        )
+        store_rows(
+            grad_value,
+            grad_value_strides,
+            grad_value_tile,
+            batch,
+            head,
+            first_key,
+            num_keys,
+            KEY_ROWS,
+            HEAD_DIM,
+            BLOCK_DIM,
+        )
 
 
 @triton.jit
@@ -258,7 +303,15 @@ def _grad_query(
 
 
 @triton.jit(
-    do_not_specialize=["num_heads", "num_sequences", "num_queries", "num_keys", "sequences_per_group", "key_programs"]
+    do_not_specialize=[
+        "num_heads",
+        "num_sequences",
+        "num_queries",
+        "num_keys",
+        "sequences_per_group",
+        "key_programs",
+        "query_parts",
+    ]
 )
 def backward_kernel(
     query,
@@ -284,6 +337,7 @@ def backward_kernel(
     num_keys,
     sequences_per_group,
     key_programs,
+    query_parts,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -294,6 +348,7 @@ def backward_kernel(
     KEY_PASS: tl.constexpr,
     QUERY_PASS: tl.constexpr,
     FUSED: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
@@ -322,6 +377,7 @@ def backward_kernel(
             padded_queries,
             num_keys,
             sequences_per_group,
+            query_parts,
             scale,
             scale_log2,
             HEAD_DIM,
@@ -330,6 +386,7 @@ def backward_kernel(
             KEY_ROWS,
             CAUSAL,
             FUSED,
+            KEY_SUMS,
             PRECISION,
             TMA,
         )
@@ -365,26 +422,96 @@ def backward_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_queries"])
-def convert_grad_query_kernel(
-    grad_query_sum,
-    grad_query,
-    grad_query_strides,
+@triton.jit
+def _convert_sums(
+    sums,
+    grad,
+    grad_strides,
+    sequence,
+    first_row,
     num_heads,
-    num_queries,
-    padded_queries,
+    num_rows,
+    padded_rows,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dQ = scale * grad_query_sum in the dtype of the query."""
-    num_tiles = tl.cdiv(num_queries, ROWS)
-    sequence = tl.program_id(0) // num_tiles
-    first_row = tl.program_id(0) % num_tiles * ROWS
+    """Rows of a gradient from first_row on: scale * sums, in the dtype of the gradient."""
     rows = first_row + tl.arange(0, ROWS)
-    sums = _sum_pointers(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM)
-    tile = tl.load(sums, mask=(rows < num_queries)[:, None]) * scale
+    pointers = _sum_pointers(sums, sequence, rows, padded_rows, BLOCK_DIM)
+    tile = tl.load(pointers, mask=(rows < num_rows)[:, None]) * scale
     batch = sequence // num_heads
     head = sequence % num_heads
-    store_rows(grad_query, grad_query_strides, tile, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM)
+    store_rows(grad, grad_strides, tile, batch, head, first_row, num_rows, ROWS, HEAD_DIM, BLOCK_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries", "num_keys"])
+def convert_grad_query_kernel(
+    grad_query_sum,
+    grad_key_sum,
+    grad_value_sum,
+    grad_query,
+    grad_key,
+    grad_value,
+    grad_query_strides,
+    grad_key_strides,
+    grad_value_strides,
+    num_tiles,
+    num_heads,
+    num_queries,
+    num_keys,
+    padded_queries,
+    padded_keys,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
+):
+    """dQ = scale * grad_query_sum; with KEY_SUMS also dK = scale * grad_key_sum and dV = grad_value_sum."""
+    sequence = tl.program_id(0) // num_tiles
+    first_row = tl.program_id(0) % num_tiles * ROWS
+    _convert_sums(
+        grad_query_sum,
+        grad_query,
+        grad_query_strides,
+        sequence,
+        first_row,
+        num_heads,
+        num_queries,
+        padded_queries,
+        scale,
+        HEAD_DIM,
+        BLOCK_DIM,
+        ROWS,
+    )
+    if KEY_SUMS:
+        _convert_sums(
+            grad_key_sum,
+            grad_key,
+            grad_key_strides,
+            sequence,
+            first_row,
+            num_heads,
+            num_keys,
+            padded_keys,
+            scale,
+            HEAD_DIM,
+            BLOCK_DIM,
+            ROWS,
+        )
+        _convert_sums(
+            grad_value_sum,
+            grad_value,
+            grad_value_strides,
+            sequence,
+            first_row,
+            num_heads,
+            num_keys,
+            padded_keys,
+            1.0,
+            HEAD_DIM,
+            BLOCK_DIM,
+            ROWS,
+        )

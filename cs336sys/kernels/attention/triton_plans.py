@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336sys.kernels.attention.launch_settings import (
     BackwardPass,
@@ -20,7 +19,8 @@ from cs336sys.kernels.attention.launch_settings import (
     forward_settings,
 )
 from cs336sys.kernels.attention.triton_backward import backward_kernel, convert_grad_query_kernel, prepare_kernel
-from cs336sys.kernels.attention.triton_forward import forward_kernel
+from cs336sys.kernels.attention.triton_forward import combine_kernel, forward_kernel
+from cs336sys.kernels.attention.triton_launch import Descriptors, Launch
 
 # What FlashAttention-3 lets the operands that concurrent programs stream fill of the L2 cache, 50 MB on H100 and H200.
 FORWARD_L2_BYTES = 32 * 2**20
@@ -29,35 +29,8 @@ BACKWARD_L2_BYTES = 40 * 2**20
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
 ELEMENTWISE_TILE = 4096
 
-
-class Launch:
-    """A kernel with its grid, its numbers and its compile-time constants; called with its tensors and descriptors.
-
-    From the second call on it bypasses Triton's binding of arguments, which takes longer than a small kernel runs. That
-    is right because whatever Triton specialises on is fixed in a plan: the numbers, dtypes and alignment.
-    """
-
-    def __init__(self, kernel, num_programs: int, numbers: Sequence, constants: Sequence, **options):
-        self._kernel = kernel
-        self._grid = (num_programs, 1, 1)
-        self._arguments = (*numbers, *constants)
-        self._options = options
-        self._compiled = None
-
-    def __call__(self, *operands: torch.Tensor | TensorDescriptor) -> None:
-        compiled = self._compiled
-        if compiled is None:
-            # The interpreter compiles nothing, returns None and is entered here every time.
-            self._compiled = self._kernel[self._grid](*operands, *self._arguments, **self._options)
-            return
-        driver = triton.runtime.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
-        # An address instead of a tensor saves a query to the CUDA driver.
-        addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in operands]
-        no_hooks = (None, None, None)
-        compiled.run(
-            *self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *addresses, *self._arguments
-        )
+# Of the kernel that combines what programs found in parts of the keys; 1x1x2048 leaves 128 programs.
+COMBINED_ROWS = 16
 
 
 class Operand:
@@ -75,28 +48,8 @@ class Operand:
         element_bytes = tensor.element_size()
         self.fits_tma = all(stride > 0 and stride * element_bytes % 16 == 0 for stride in self.row_strides)
 
-    def descriptors(self, rows: int, block_dim: int) -> "Descriptors":
+    def descriptors(self, rows: int, block_dim: int) -> Descriptors:
         return Descriptors(self.shape, self.strides, [1, 1, rows, block_dim])
-
-
-class Descriptors:
-    """TMA descriptors of one tensor after another, all with the same shape, strides, dtype and block.
-
-    Only the first descriptor checks these: that takes 3 us, and a backward pass has up to ten descriptors.
-    """
-
-    descriptor_class = TensorDescriptor
-
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int]):
-        self._layout = (shape, strides, block_shape)
-        self._checked: dict | None = None
-
-    def __call__(self, tensor: torch.Tensor) -> TensorDescriptor:
-        if self._checked is None:
-            self._checked = vars(self.descriptor_class(tensor, *self._layout)) | {"base": None}
-        descriptor = object.__new__(self.descriptor_class)
-        vars(descriptor).update(self._checked, base=tensor)
-        return descriptor
 
 
 def make_problem(
@@ -147,13 +100,15 @@ def _options(tile: TileSettings) -> dict:
 
 
 class ForwardPlan:
-    """The launch of the forward kernel.
+    """The launches of the forward kernels: one, and if programs share keys a second that combines what they find.
 
     Attributes:
         is_direct: tensors of this signature go to the kernel as they are, and the output has the query's strides.
+        logsumexp_layout: shape and strides of the logsumexp.
     """
 
     is_direct = False
+    logsumexp_layout: tuple[torch.Size, tuple[int, ...]]
 
     def __init__(
         self,
@@ -166,19 +121,34 @@ class ForwardPlan:
     ):
         operands = [Operand(tensor) for tensor in (query, key, value, out)]
         problem = make_problem(query, key, operands, is_causal, float32_precision)
-        tile = forward_settings(problem)
+        settings = forward_settings(problem)
+        tile, key_parts = settings.tile, settings.key_parts
         block_dim = _block_dim(problem)
-        self._descriptors = None
+        num_heads, out_strides = operands[0].shape[1], operands[3].row_strides
+        self._device, self._partial_size = query.device, 0
+        if key_parts > 1:
+            num_rows = problem.num_sequences * problem.num_queries
+            self._partial_size = key_parts * num_rows * (problem.head_dim + 1)
+            partial_strides = num_rows * problem.head_dim, problem.num_queries * problem.head_dim, problem.head_dim
+            self._combine = Launch(
+                combine_kernel,
+                problem.num_sequences * triton.cdiv(problem.num_queries, COMBINED_ROWS),
+                (partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
+                (problem.head_dim, block_dim, COMBINED_ROWS, key_parts),
+            )
+            out_strides = partial_strides
+        descriptors = []
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
-            self._descriptors = [one.descriptors(n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
+            descriptors = [one.descriptors(n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
         self._launch = Launch(
             forward_kernel,
-            problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
+            key_parts * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
             (
-                *(operand.row_strides for operand in operands),
-                operands[0].shape[1],
+                *(operand.row_strides for operand in operands[:3]),
+                out_strides,
+                num_heads,
                 problem.num_sequences,
                 problem.num_queries,
                 problem.num_keys,
@@ -191,9 +161,11 @@ class ForwardPlan:
                 tile.query_rows,
                 tile.key_rows,
                 is_causal,
+                key_parts,
                 _dot_precision(problem),
                 tile.use_tma,
             ),
+            descriptors,
             **_options(tile),
         )
 
@@ -205,10 +177,12 @@ class ForwardPlan:
         out: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> None:
-        operands = query, key, value
-        if self._descriptors is not None:
-            operands = [describe(tensor) for describe, tensor in zip(self._descriptors, operands, strict=True)]
-        self._launch(*operands, out, logsumexp)
+        if not self._partial_size:
+            self._launch(query, key, value, out, logsumexp)
+            return
+        partial = torch.empty_strided((self._partial_size,), (1,), dtype=torch.float32, device=self._device)
+        self._launch(query, key, value, partial, partial)
+        self._combine(partial, out, logsumexp)
 
 
 class BackwardPlan:
@@ -233,41 +207,54 @@ class BackwardPlan:
         float32_precision: str,
         deterministic: bool,
     ):
+        self._device = query.device
         self._operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
         self._problem = problem = make_problem(query, key, self._operands, is_causal, float32_precision)
         settings = self._settings(problem, deterministic)
         self.fused = settings.fused
+        self._query_parts = settings.query_parts
         self._block_dim = _block_dim(problem)
-        query_rows = max(backward_pass.tile.query_rows for backward_pass in settings.passes)
+        query_rows = max(one.tile.query_rows for one in settings.passes)
+        key_rows = settings.passes[0].tile.key_rows
         self._padded_queries = triton.cdiv(problem.num_queries, query_rows) * query_rows
-        self._grad_strides = tuple(Operand(grad).row_strides for grad in grads)
+        self._padded_keys = triton.cdiv(problem.num_keys, key_rows) * key_rows
+        self._grad_operands = [Operand(grad) for grad in grads]
+        self._grad_strides = [operand.row_strides for operand in self._grad_operands]
 
         num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
+        key_sums = settings.query_parts > 1
+        summed_keys = self._padded_keys if key_sums else 0
+        num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
         self._prepare = Launch(
             prepare_kernel,
-            problem.num_sequences * triton.cdiv(self._padded_queries, rows),
+            problem.num_sequences * num_tiles,
             (
                 Operand(out).row_strides,
                 self._operands[3].row_strides,
+                num_tiles,
                 num_heads,
                 problem.num_queries,
                 self._padded_queries,
+                self._padded_keys,
             ),
-            (problem.head_dim, self._block_dim, rows, self.fused),
+            (problem.head_dim, self._block_dim, rows, self.fused, key_sums),
         )
-        self._passes = [(self._pass_descriptors(one.tile), self._pass_launch(one)) for one in settings.passes]
+        self._passes = [self._pass_launch(one) for one in settings.passes]
         self._convert = Launch(
             convert_grad_query_kernel,
-            problem.num_sequences * triton.cdiv(problem.num_queries, rows),
+            problem.num_sequences * num_tiles,
             (
-                self._grad_strides[0],
+                *self._grad_strides,
+                num_tiles,
                 num_heads,
                 problem.num_queries,
+                problem.num_keys,
                 self._padded_queries,
+                self._padded_keys,
                 1.0 / math.sqrt(problem.head_dim),
             ),
-            (problem.head_dim, self._block_dim, rows),
+            (problem.head_dim, self._block_dim, rows, key_sums),
         )
 
     def _pass_launch(self, one: BackwardPass) -> Launch:
@@ -278,7 +265,8 @@ class BackwardPlan:
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes, BACKWARD_L2_BYTES
         else:
             streamed_bytes, l2_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes, FORWARD_L2_BYTES
-        key_programs = problem.num_sequences * triton.cdiv(problem.num_keys, tile.key_rows) if one.keys else 0
+        key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
+        key_programs = problem.num_sequences * key_tiles * self._query_parts if one.keys else 0
         query_programs = problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if one.queries else 0
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
@@ -294,6 +282,7 @@ class BackwardPlan:
                 problem.num_keys,
                 sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                 key_programs,
+                self._query_parts,
                 scale,
                 scale * math.log2(math.e),
             ),
@@ -306,9 +295,11 @@ class BackwardPlan:
                 one.keys,
                 one.queries,
                 self.fused,
+                self._query_parts > 1,
                 _dot_precision(problem),
                 tile.use_tma,
             ),
+            self._pass_descriptors(tile),
             **_options(tile),
         )
 
@@ -323,34 +314,37 @@ class BackwardPlan:
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         num_sequences = self._problem.num_sequences
-        statistics = logsumexp.new_empty((2 * num_sequences, self._padded_queries))
-        grad_query_sum = statistics  # stands in for what the split form does not touch
+        statistics = self._scratch(2 * num_sequences, self._padded_queries)
+        sums = [statistics] * 3  # stands in for what the form does not touch
         if self.fused:
-            grad_query_sum = logsumexp.new_empty((num_sequences * self._padded_queries, self._block_dim))
-        self._prepare(out, grad_out, logsumexp, statistics, grad_query_sum)
-        tensors = query, key, value, grad_out, statistics, grad_query_sum
-        for descriptors, launch in self._passes:
-            operands = list(tensors)
-            if descriptors is not None:
-                # The last of the tensors has a descriptor only if it is written.
-                operands[: len(descriptors)] = [
-                    describe(tensor) for describe, tensor in zip(descriptors, tensors, strict=False)
-                ]
-            launch(*operands, *self._result_operands(grads))
+            sums[0] = self._scratch(num_sequences * self._padded_queries, self._block_dim)
+        results = grads
+        if self._query_parts > 1:
+            sums[1:] = (self._scratch(num_sequences * self._padded_keys, self._block_dim) for _ in range(2))
+            results = grads[0], *sums[1:]
+        self._prepare(out, grad_out, logsumexp, statistics, *sums)
+        tensors = query, key, value, grad_out, statistics, sums[0], *self._result_tensors(results)
+        for launch in self._passes:
+            launch(*tensors)
         if self.fused:
-            self._convert(grad_query_sum, grads[0])
+            self._convert(*sums, *grads)
+
+    def _scratch(self, num_rows: int, num_columns: int) -> torch.Tensor:
+        # torch.empty takes 2.4 us where this takes 0.9.
+        strides = num_columns, 1
+        return torch.empty_strided((num_rows, num_columns), strides, dtype=torch.float32, device=self._device)
 
     def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
         return backward_settings(problem, deterministic)
 
-    def _result_operands(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | TensorDescriptor]:
+    def _result_tensors(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What a pass is given to write the gradients of query, key and value to."""
         return grads
 
-    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors] | None:
+    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
         """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused."""
         if not tile.use_tma:
-            return None
+            return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
         descriptors = [one.descriptors(n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
         padded_queries = self._padded_queries

@@ -38,7 +38,7 @@ _PATTERNS = (
         r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
     ),
     # This project's kernels, by the names of their functions.
-    (ATTENTION, r"^(forward|backward|reducer_backward|prepare|convert_grad_query)_kernel$"),
+    (ATTENTION, r"^(forward|backward|reducer_backward|prepare|convert_grad_query|combine)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
     (ATTENTION, r"softmax"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
