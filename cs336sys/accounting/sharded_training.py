@@ -27,6 +27,11 @@ MOMENTS = ("initialized", "before the optimizer", "after the optimizer", "peak")
 # Strategies of torch, by ours that share out the same.
 _COUNTERPARTS = {"torch-zero": "optimizer"}
 
+# What ShardedOptimizer communicates in one launch. Two H200, 12 blocks of 2.7b, bf16, compiled, ms a step at 100, 250
+# and 500 MB: whole parameters 51.9, 47.1, 46.9 (at 100 a weight of the feed-forward network is a bucket of its own,
+# which travels in one direction of the link); slices 46.5 and 39.2.
+OPTIMIZER_BUCKET_MB = 250.0
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -72,7 +77,7 @@ class ShardedStep:
     attention: str
     checkpointing: str = "none"
     prefetch: int = 1
-    bucket_mb: float = 100.0
+    bucket_mb: float = OPTIMIZER_BUCKET_MB
 
     @property
     def element_bytes(self) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from cs336sys.accounting.sharded_training import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.flat_shards import FlatShards
@@ -73,7 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         flat: bool = False,
         module: nn.Module | None = None,
-        bucket_size_mb: float | None = 100.0,
+        bucket_size_mb: float | None = OPTIMIZER_BUCKET_MB,
         master_dtype: torch.dtype | None = None,
         **options: Any,
     ):

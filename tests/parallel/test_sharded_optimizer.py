@@ -454,7 +454,7 @@ def test_wrong_arguments_are_refused(ranks):
         ("class", "AdamW with flat="),
         ("option", "lr=0.1 on rank 0, AdamW with flat="),
         ("mode", "AdamW with flat="),
-        ("bucket", "bucket_size_mb=100.0, master_dtype=None, lr=0.1 on rank 0, AdamW with flat="),
+        ("bucket", "bucket_size_mb=250.0, master_dtype=None, lr=0.1 on rank 0, AdamW with flat="),
     ],
 )
 def test_construction_that_differs_is_named_on_every_rank(ranks, mode, what, difference):
