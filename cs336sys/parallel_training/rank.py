@@ -17,7 +17,7 @@ from cs336sys.measure.timing import time_phases
 from cs336sys.parallel_training.communication import Communication, recorded_communication, run_alone
 from cs336sys.parallel_training.memory import build_recorded
 from cs336sys.parallel_training.step import ParallelStep, rank_device
-from cs336sys.parallel_training.timeline import Timeline, profile_step, write_trace
+from cs336sys.parallel_training.timeline import Timeline, finish_communication, profile_step, write_trace
 from cs336sys.parallel_training.verification import Difference, verify
 from cs336sys.results import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES, ParallelWorkload
@@ -122,12 +122,14 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         timeline = profile_step(step.phases, device)
     else:
         step()
+        finish_communication()
     if trace is not None:
         if dist.get_rank() == 0:
             step.mark(RecordFunctionMarks())
             write_trace(step.phases, device, trace)
         else:
             step()
+            finish_communication()
     gathers = _watched_gathers(step)
     if communications:
         # All memory of a fully sharded model's collectives may be more than a GPU has.

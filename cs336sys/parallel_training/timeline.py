@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from cs336sys.measure.timing import covered, elapsed_ms, mark
 
-# Events of a CPU that hand work to another thread, by how their names start.
-_OVERHEAD = ("c10d::", "record_param_comms")
+# Events of a CPU that hand work to another thread, and the end of :func:`finish_communication`, by how names start.
+_OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")
 
 # Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
 _COMMUNICATION = ("nccl", "gloo:")
@@ -43,6 +44,8 @@ class Timeline:
 def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device) -> Timeline | None:
     """Run one step under the profiler; on a GPU it watches the GPU alone, which does not slow the CPU's launches down.
 
+    Ranks that run the step without a profiler call :func:`finish_communication` after it.
+
     Returns:
         None when the profiler saw nothing (it cannot trace on this machine).
     """
@@ -56,6 +59,7 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device)
             run()
             marks.append(mark(on_gpu))
         _synchronize(device)
+        finish_communication()
     lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     for event in profiler.profiler.kineto_results.events():
@@ -69,7 +73,10 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device)
 
 
 def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, path: Path) -> None:
-    """Run one step under the profiler and write what CPU and GPU did as a Chrome trace, a ``.json.gz``."""
+    """Run one step under the profiler and write what CPU and GPU did as a Chrome trace, a ``.json.gz``.
+
+    Ranks that run the step without a profiler call :func:`finish_communication` after it.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -77,7 +84,18 @@ def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, 
         for run in phases.values():
             run()
         _synchronize(device)
+        finish_communication()
     profiler.export_chrome_trace(str(path))
+
+
+def finish_communication() -> None:
+    """Return when every collective that Gloo runs on this rank is done; all ranks call it together.
+
+    Before a profiler of the CPU ends: Gloo's threads write the end of a collective into the profiler's memory, be it
+    freed or not (torch 2.11 and 2.13: ranks died of SIGSEGV some time later). NCCL has no such threads.
+    """
+    if "nccl" not in dist.get_backend():
+        dist.barrier()
 
 
 def _timeline(compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]) -> Timeline:
