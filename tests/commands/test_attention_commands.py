@@ -47,7 +47,7 @@ def test_attn_measures_eager_and_compiled():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([*FLASH, "--implementations", "flash3"], "--implementations 'flash3': choose from triton, hopper, tiled,"),
+        ([*FLASH, "--implementations", "flash3"], "--implementations 'flash3': choose from auto, triton, hopper,"),
         ([*FLASH, "--baseline", "none"], "--baseline 'none': choose from"),
         ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
         ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),

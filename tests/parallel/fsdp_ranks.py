@@ -1116,7 +1116,7 @@ class recorded_bytes(TorchDispatchMode):
         if operator.namespace == "c10d":
             # Outputs come first; of what all ranks get they are the larger, of what each gets its part of the inputs.
             sizes = [bytes_of_argument(argument) for argument in args]
-            name = operator.name().removeprefix("c10d::").partition(".")[0]
+            name = operator.name().removeprefix("c10d::").lstrip("_").partition(".")[0]
             self.sent[name] = self.sent.get(name, 0) + max(sizes)
         return operator(*args, **(kwargs or {}))
 
