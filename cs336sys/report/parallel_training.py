@@ -36,7 +36,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             "ddp",
             title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
             (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
-            _step_rows(cells),
+            step_rows(cells, "naive", _COMPARED),
             notes=(*_step_notes(cells), *method_notes(cells)),
         )
     ]
@@ -67,11 +67,16 @@ _STEP_COLUMNS = (
 )
 
 
-def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    naive = {
-        _comparison(cell): cell.samples["step"].median
+def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
+
+    def comparison(cell: Cell) -> str:
+        return configuration_key(cell.configuration, ignore=compared)
+
+    baselines = {
+        comparison(cell): cell.samples["step"].median
         for cell in cells
-        if cell.configuration["strategy"] == "naive" and cell.status == "ok"
+        if cell.configuration["strategy"] == baseline and cell.status == "ok"
     }
     rows = []
     for cell in cells:
@@ -79,14 +84,10 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         row = cell.configuration | {"parameters": count_parameters(workload.training.size)}
         row |= cell.derived | {"status": cell.status}
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
-        if cell.status == "ok" and _comparison(cell) in naive:
-            row["speedup"] = naive[_comparison(cell)] / cell.samples["step"].median
+        if cell.status == "ok" and comparison(cell) in baselines:
+            row["speedup"] = baselines[comparison(cell)] / cell.samples["step"].median
         rows.append(row)
     return rows
-
-
-def _comparison(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=_COMPARED)
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
@@ -123,7 +124,7 @@ def _phase_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
         "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
         "one profiled step of rank 0",
     )
-    return Table("phases", "phases of the step", columns, _step_rows(cells), notes)
+    return Table("phases", "phases of the step", columns, step_rows(cells, "naive", _COMPARED), notes)
 
 
 def link_of(cell: Cell) -> AlphaBeta:
@@ -136,7 +137,7 @@ def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
     sweeps: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.status == "ok" and cell.configuration["strategy"] == "bucketed":
-            sweeps.setdefault(_comparison(cell), []).append(cell)
+            sweeps.setdefault(configuration_key(cell.configuration, ignore=_COMPARED), []).append(cell)
     return [sorted(sweep, key=lambda cell: cell.configuration["bucket_mb"]) for sweep in sweeps.values()]
 
 

@@ -13,10 +13,10 @@ from cs336sys.accounting.sharded_training import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel_training import PHASES, check_notes
+from cs336sys.report.parallel_training import PHASES, check_notes, step_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
-from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.results import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
 SHARDING_SETTING_COLUMNS = {
@@ -95,27 +95,12 @@ _STEP_COLUMNS = (
 
 
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    replicated = {
-        _comparison(cell): cell.samples["step"].median
-        for cell in cells
-        if cell.configuration["strategy"] == "none" and cell.status == "ok"
-    }
-    rows = []
-    for cell in cells:
-        workload = ParallelWorkload.from_configuration(cell.configuration)
-        row = cell.configuration | {"parameters": count_parameters(workload.training.size)}
-        row |= cell.derived | {"status": cell.status}
-        row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
+    rows = step_rows(cells, "none", _COMPARED)
+    for row, cell in zip(rows, cells, strict=True):
         if cell.status == "ok":
+            workload = ParallelWorkload.from_configuration(cell.configuration)
             row["predicted_sent_bytes"] = predicted_sent_bytes(sharded_step(workload))
-            if _comparison(cell) in replicated:
-                row["speedup"] = replicated[_comparison(cell)] / cell.samples["step"].median
-        rows.append(row)
     return rows
-
-
-def _comparison(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=_COMPARED)
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
