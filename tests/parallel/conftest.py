@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch
 
 from cs336sys.parallel import launch
 
@@ -26,9 +27,13 @@ def time_limit():
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread_a_rank():
+    """What tests compute without ranks, too: sums over threads are rounded otherwise, and results compared exactly."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
