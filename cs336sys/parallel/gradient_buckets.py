@@ -103,36 +103,71 @@ class GradientBucket:
 class FlatBucket(GradientBucket):
     """Gradients averaged as one tensor: each is copied into a flat buffer once and is a view of it from then on.
 
-    The copy is made as soon as autograd has finished a gradient, so never all exist twice, and none is copied back.
-    The buffer stays when ``zero_grad`` drops the views, and costs what torch's DDP spends on its buckets.
+    The copy is made as soon as autograd has finished a gradient, so never all exist twice, and none is copied back. The
+    buffer lives from the first gradient of a step until the views are dropped: it costs what torch's DDP spends on its
+    buckets, but not in a forward pass after ``zero_grad``.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
         super().__init__(parameters, gradient_dtype)
-        offsets, end = [], 0
+        self._offsets: dict[nn.Parameter, int] = {}
+        self._gaps: list[slice] = []
+        self._size = 0
         for parameter in parameters.values():
-            offsets.append(end)
-            end += math.ceil(parameter.numel() / _ALIGNMENT) * _ALIGNMENT
-        sample = next(iter(parameters.values()))
-        self._buffer = torch.zeros(end, dtype=sample.dtype, device=sample.device)
-        self._views = {
-            parameter: self._buffer.as_strided(parameter.shape, self._strides[parameter], offset)
-            for parameter, offset in zip(parameters.values(), offsets, strict=True)
-        }
+            self._offsets[parameter] = self._size
+            end = self._size + parameter.numel()
+            self._size = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
+            self._gaps += [slice(end, self._size)] if end < self._size else []
+        # Of this step, between its first gradient and finish().
+        self._buffer: Tensor | None = None
 
     def collect(self, name: str, parameter: nn.Parameter) -> None:
         super().collect(name, parameter)
-        view = self._views[parameter]
-        if parameter.grad is not view:
-            parameter.grad = view.copy_(parameter.grad)
+        gradient = parameter.grad
+        if self._buffer is None:
+            # Gradients that were set to zero instead of dropped lie in the last step's.
+            self._buffer = self._buffer_under(parameter, gradient)
+        if self._buffer is None:
+            self._buffer = self._new_buffer(gradient)
+        view = self._view(parameter)
+        if gradient.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(gradient)
+
+    def finish(self, present_anywhere: list[bool]) -> None:
+        super().finish(present_anywhere)
+        self._buffer = None
 
     def _memory(self) -> list[Tensor]:
+        missing = []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                self._substitutes[parameter] = self._views[parameter].zero_()
+                missing.append(parameter)
             else:
                 self.collect(name, parameter)
+        if self._buffer is None:
+            self._buffer = self._new_buffer(missing[0])
+        for parameter in missing:
+            self._substitutes[parameter] = self._view(parameter).zero_()
         return [self._buffer]
+
+    def _new_buffer(self, sample: Tensor) -> Tensor:
+        buffer = torch.empty(self._size, dtype=sample.dtype, device=sample.device)
+        for gap in self._gaps:
+            # Who looks for NaN in what is sent finds none.
+            buffer[gap].zero_()
+        return buffer
+
+    def _buffer_under(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """The buffer that a gradient is a view of, if it is one."""
+        is_view = (
+            gradient.untyped_storage().nbytes() == self._size * gradient.element_size()
+            and gradient.storage_offset() == self._offsets[parameter]
+            and gradient.stride() == self._strides[parameter]
+        )
+        return gradient.detach().as_strided((self._size,), (1,), 0) if is_view else None
+
+    def _view(self, parameter: nn.Parameter) -> Tensor:
+        return self._buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
 
 
 def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -57,6 +57,8 @@ def join_process_group(
         torch.cuda.set_device(device)
         # Else a rank that waited too long sleeps another minute, for a flight recorder to be written, before it aborts.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        # Else ranks connect in their first collective, and one that waits there for another is seen by no watchdog.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         options._timeout = timeout
     dist.init_process_group(

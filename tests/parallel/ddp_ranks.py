@@ -5,6 +5,7 @@ import copy
 import gc
 import random
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -241,6 +242,17 @@ def gradient_memory():
             together.append(len({parameter.grad.untyped_storage().data_ptr() for parameter in trained}) == 1)
         results[mode] = stayed, together
     return results
+
+
+def flat_buffer_is_dropped():
+    """Whether the flat buffer is there after the synchronization, and whether it is after zero_grad."""
+    wrapped = FlatDDP(network(0))
+    wrapped(batch(0)[0]).sum().backward()
+    finish(wrapped)
+    buffer = weakref.ref(next(parameter.grad._base for parameter in wrapped.parameters() if parameter.requires_grad))
+    before = buffer() is not None
+    wrapped.zero_grad()
+    return before, buffer() is not None
 
 
 class PartlyUsed(nn.Module):

@@ -112,6 +112,10 @@ def test_gradients_are_averaged_where_they_are(ranks):
         assert together == [mode == "flat"] * 3, mode
 
 
+def test_flat_buffer_leaves_its_memory_to_the_next_forward_pass(ranks):
+    assert ranks(2).run(ddp_ranks.flat_buffer_is_dropped) == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_one(ranks, world_size):
     whole = sum(12.0 * (rank + 1) for rank in range(world_size)) / world_size
