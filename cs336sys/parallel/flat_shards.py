@@ -27,7 +27,7 @@ from cs336sys.parallel.collectives import (
 )
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, is_synchronized
-from cs336sys.parallel.parameter_exchange import ExchangeBucket, ParameterExchange
+from cs336sys.parallel.parameter_exchange import ExchangeBucket, ParameterExchange, move_into
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class ScatteredBucket(GradientBucket):
             if piece.is_packed:
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
                 for index, start in piece.starts.items():
-                    parameter = members[index]
-                    view = memory.as_strided(parameter.shape, self._strides[parameter], start)
-                    parameter.data = view.copy_(parameter.detach())
+                    move_into(memory, start, members[index])
             else:
                 memory = memory_view(members[next(iter(piece.starts))]).view(-1)
             self.pieces.append(memory)

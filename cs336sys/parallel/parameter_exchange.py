@@ -5,7 +5,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cs336sys.parallel.collectives import Broadcasts, SliceGather
 
@@ -82,6 +82,12 @@ class ParameterExchange:
             buckets[:] = [bucket for bucket in self._buckets if not parameters.isdisjoint(bucket.parameters)]
         awaited_later = {parameter for parameters, _ in self._awaited for parameter in parameters}
         self._awaited_at_once = [bucket for bucket in self._buckets if not bucket.parameters <= awaited_later]
+
+
+def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
+    """Let a parameter that is dense in memory lie in ``memory``, (n,), from element ``start`` on, in the same order."""
+    view = memory.as_strided(parameter.shape, parameter.stride(), start)
+    parameter.data = view.copy_(parameter.detach())
 
 
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:

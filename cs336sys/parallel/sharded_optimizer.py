@@ -49,7 +49,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     - The result is that of ``optimizer_cls`` on one process. By default for every class that treats each parameter by
       itself; with ``flat=True`` for those that treat each element by itself, which is tried out at construction.
-    - Construction, and adding a group, overwrite the parameters by rank 0's.
+    - Construction, and adding a group, overwrite the parameters by rank 0's, and move them in memory: by default those
+      that travel together side by side, with ``flat=True`` those that do not divide into aligned slices.
     - Every rank must make the same calls: :meth:`step`, :meth:`add_param_group`, :meth:`clip_grad_norm_`,
       :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of groups (learning rates) must
       be the same on every rank.
@@ -64,7 +65,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - Backward passes take the gradients away: ``grad`` of a parameter is None after them. Clip by
       :meth:`clip_grad_norm_`. ``torch.amp.GradScaler`` cannot work.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
-    - Parameters keep their memory, but for those that do not divide into aligned slices, which construction moves.
     """
 
     def __init__(

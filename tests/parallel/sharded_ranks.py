@@ -989,6 +989,55 @@ def communicated(mode, overlap):
     return counts
 
 
+def mixed_parameters():
+    """Parameters of several dtypes and orders in memory; of 3 and of 65 elements, and one with gaps between them."""
+    torch.manual_seed(0)
+    tensors = {
+        "square": torch.randn(64, 64),
+        "vector": torch.randn(64),
+        "odd": torch.randn(3),
+        "transposed": torch.randn(64, 6).t(),
+        "half": torch.randn(64, 2).bfloat16(),
+        "half vector": torch.randn(128).bfloat16(),
+        "complex": torch.randn(8, 8, dtype=torch.complex64),
+        "complex transposed": torch.randn(16, 4, dtype=torch.complex64).t(),
+        "every other": torch.randn(6, 128)[:, ::2],
+        "another square": torch.randn(64, 64),
+        "nearly": torch.randn(65),
+        "wide": torch.randn(2, 32),
+        "image": torch.randn(4, 2, 4, 4).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.randn(()),
+    }
+    return {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+
+def moved_together():
+    """What one launch for all of :func:`mixed_parameters` sends, by sender; which parameters were moved; and how they
+    are after a step of 1 along themselves, and in memory."""
+    parameters = mixed_parameters()
+    before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    strides = {name: parameter.stride() for name, parameter in parameters.items()}
+    optimizer = ShardedOptimizer(parameters.items(), torch.optim.SGD, lr=1.0, bucket_size_mb=None)
+    sent = []
+
+    def note(operation, start, *args):
+        start(*args)
+        for tensor, source in zip(operation._tensors, operation._sources, strict=True):
+            sent.append((source, str(tensor.dtype), tensor.numel()))
+
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach() * 0.5
+    with on_start(note):
+        optimizer.step()
+    return (
+        sent,
+        {name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]},
+        {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        {name: parameter.stride() for name, parameter in parameters.items()} == strides,
+        [parameter.storage_offset() * parameter.element_size() % 128 for parameter in parameters.values()],
+    )
+
+
 class Permuted(nn.Module):
     """Parameters that are not contiguous: transposed, channels last, and every other column of a larger tensor."""
 

@@ -9,7 +9,7 @@ import torch
 from sharded_ranks import CLASSES, MODES
 from torch import nn
 
-from cs336sys.accounting.sharding import flat_optimizer_state, sharded_optimizer_state
+from cs336sys.accounting.sharding import flat_optimizer_state, greedy_partition, sharded_optimizer_state
 from cs336sys.errors import UsageError
 from cs336sys.parallel import launch
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
@@ -578,6 +578,27 @@ def test_each_byte_is_communicated_once_each_way(ranks):
         for counts in ranks(2).run(sharded_ranks.communicated, "flat", overlap):
             once = len(padded), 4 * sum(padded)
             assert counts == {"MeanScatter": once, "SliceGather": once}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_whole_parameters_of_a_rank_travel_as_one(ranks, world_size):
+    """Alone stay those that are no multiple of 64 elements or have gaps, and the only one of a rank and dtype."""
+    parameters = sharded_ranks.mixed_parameters()
+    owners = greedy_partition([parameter.nbytes for parameter in parameters.values()], [0] * world_size)
+    alone, together = [], {}
+    for (name, parameter), owner in zip(parameters.items(), owners, strict=True):
+        if name in ("odd", "nearly", "scalar", "every other"):
+            alone.append((owner, str(parameter.dtype), parameter.numel()))
+        else:
+            together.setdefault((owner, str(parameter.dtype)), {})[name] = parameter.numel()
+    expected_moves = {name for members in together.values() if len(members) > 1 for name in members}
+    expected = sorted([*alone, *((*key, sum(members.values())) for key, members in together.items())])
+    for sent, moved, after, same_strides, offsets in ranks(world_size).run(sharded_ranks.moved_together):
+        assert sorted(sent) == expected
+        assert moved == expected_moves
+        assert_same(after, {name: parameter.detach() * 0.5 for name, parameter in parameters.items()})
+        assert same_strides
+        assert not any(offsets)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
