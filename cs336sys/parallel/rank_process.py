@@ -55,7 +55,8 @@ def join_process_group(
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        # Else a rank that waited too long sleeps another minute, for a flight recorder to be written, before it aborts.
+        # A rank that waited too long sleeps four times this before it aborts, for a flight recorder's sake: a minute.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # Else ranks connect in their first collective, and one that waits there for another is seen by no watchdog.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")

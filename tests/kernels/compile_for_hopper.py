@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cs336sys.kernels.attention import hopper_plans, triton_plans
+from cs336sys.kernels.attention import hopper, hopper_plans, triton_plans
 from cs336sys.kernels.attention.triton import _backward_plan, _forward_plan
 
 CAPABILITY = (9, 0)
@@ -33,14 +33,20 @@ TRITON_CONFIGURATIONS = {
     "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
     "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
     "one short head": ((1, 1, 1024, 64), torch.float16, True),
+    "one short head, head dim 128": ((1, 1, 1024, 128), torch.bfloat16, True),
     "float32": ((1, 16, 8192, 64), torch.float32, True),
     "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
 }
 HOPPER_CONFIGURATIONS = {
+    "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
+    "hopper, head dim 32": ((1, 16, 16384, 32), torch.bfloat16, True),
+    "hopper, head dim 32 full": ((1, 16, 16384, 32), torch.float16, False),
     "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
     "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
     "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
+    "hopper, head dim 256": ((1, 16, 16384, 256), torch.bfloat16, True),
+    "hopper, head dim 256 full": ((1, 16, 16384, 256), torch.float16, False),
 }
 
 
@@ -132,6 +138,8 @@ def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dty
     if hasattr(forward, "_combine"):
         forward._combine = described(forward._combine, "combine")
     forward(query, key, value, out, logsumexp)
+    if kernels == "hopper" and query.shape[-1] not in hopper.BACKWARD_HEAD_DIMS:
+        return report
     backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
     names = {1: ["backward"], 2: ["grad_key_value", "grad_query"]}[len(backward._passes)]
     backward._passes = [described(launch, name) for name, launch in zip(names, backward._passes, strict=True)]

@@ -23,6 +23,13 @@ def poisoned_empty(monkeypatch):
 
         return allocate_nan
 
-    allocators = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
+    compiled_code = torch._C._dynamo.guards
+    allocators = (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (compiled_code, "_empty_strided_cuda"),
+    )
     for owner, name in allocators:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

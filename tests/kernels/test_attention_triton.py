@@ -34,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
 TOLERANCES = {torch.float32: 2e-5 if ON_GPU else 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-BACKWARD_FORMS = pytest.mark.parametrize("backward_form", ["fused", "fused in parts", "split", "joint"], indirect=True)
+BACKWARD_FORMS = pytest.mark.parametrize(
+    "backward_form", ["fused", "fused in parts", "split", "joint", "unprepared"], indirect=True
+)
 
 
 @pytest.fixture
@@ -50,6 +52,7 @@ FORMS = {
     "fused in parts": lambda tile: fused(tile, query_parts=3),
     "split": lambda tile: split(tile, tile),
     "joint": joint,
+    "unprepared": lambda tile: joint(tile, prepared=False),
 }
 
 
@@ -298,6 +301,27 @@ def test_scores_so_low_that_their_sum_overflows_backward(device):
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_unprepared_passes_compute_what_the_prepared_ones_read(head_dim, is_causal, device, monkeypatch):
+    """To the last bit, with a row without a finite score and lengths of no whole tiles."""
+    dtype = torch.float16 if ON_GPU else torch.float32
+    query, key, value = random_inputs((2, 3), 150, 141, head_dim, dtype, device)
+    query.data[0, 1, 7, 3] = math.inf
+    key.data[0, 1, :, 3] = -1.0
+    gradients = []
+    for form in ("joint", "unprepared"):
+        tile = TileSettings(64, 64, num_warps=4, num_stages=2)
+        monkeypatch.setattr(triton_plans, "backward_settings", lambda *_, form=form, tile=tile: FORMS[form](tile))
+        triton_attention._plans.clear()
+        out = FlashAttentionTriton.apply(query, key, value, is_causal)
+        grad_out = torch.randn(out.shape, dtype=dtype, generator=torch.Generator(device).manual_seed(1), device=device)
+        gradients.append(torch.autograd.grad(out, (query, key, value), grad_out))
+    for prepared, unprepared in zip(*gradients, strict=True):
+        torch.testing.assert_close(unprepared, prepared, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 16), (0, 3, 16), (0, 2, 5, 16)])
 def test_nothing_to_compute(shape, device):
     query = torch.randn(shape, device=device, requires_grad=True)
@@ -384,12 +408,21 @@ def test_settings_keep_their_promises():
             settings = backward_settings(problem, deterministic)
             assert not (settings.fused and deterministic)
             assert settings.query_parts == 1 or settings.fused
+            assert settings.prepared or not settings.fused  # somebody has to clear the sum
             assert sum(one.keys for one in settings.passes) == 1
             assert sum(one.queries for one in settings.passes) == (0 if settings.fused else 1)
             tiles += [one.tile for one in settings.passes]
         for tile in tiles:
             assert problem.tma_allowed or not tile.use_tma
             assert all(rows >= 16 and rows & (rows - 1) == 0 for rows in (tile.query_rows, tile.key_rows))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_short_sequences_need_one_launch(head_dim):
+    for num_sequences, length, launches in ((1, 1024, 1), (16, 128, 1), (1, 2048, 2)):
+        shape = num_sequences, length, length
+        settings = backward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True)
+        assert len(settings.passes) + settings.prepared == launches, (num_sequences, length)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])

@@ -143,6 +143,19 @@ def test_activation_checkpointing(use_reentrant, inputs):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_tensors_kept_elsewhere_may_come_back_with_other_strides(device):
+    """As ``torch.autograd.graph.save_on_cpu`` gives them; and of one forward plan, so only their strides differ."""
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(2, n, 3, 32, device=device).transpose(1, 2).requires_grad_() for n in (40, 50, 50))
+    expected = value_and_gradients(triton_attention, inputs)
+    for length in (40, 50):
+        unpack = lambda tensor, length=length: tensor.contiguous() if tensor.shape[-2] == length else tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            actual = value_and_gradients(triton_attention, inputs)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("entry", [flash_attention, FlashAttentionTriton.apply], ids=["function", "class"])
 def test_flops_are_counted(entry, is_causal, inputs):

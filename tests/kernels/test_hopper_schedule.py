@@ -120,7 +120,9 @@ class Barriers:
         return (self._states[kind, *where][0] - 1) % 2 == parity
 
 
-def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False):
+def simulate(
+    consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False, own_out_tiles=True
+):
     """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
     barriers = Barriers(ready=1, free=consumers, query_ready=1, query_free=1, turn=1)
     arrive, passes = barriers.arrive, barriers.passes
@@ -209,11 +211,18 @@ def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_
                 if i:
                     assert ring["value", (use + i - 1) % stages] == value
                     arrive("free", "value", (use + i - 1) % stages)
-            arrive("query_free", me)
+            if own_out_tiles or not end:
+                arrive("query_free", me)
             if end:
                 value = yield from read("value", use + end - 1)
                 reads[me, sequence, first_query].append(("value", *value))
                 arrive("free", "value", (use + end - 1) % stages)
+                if not own_out_tiles:
+                    ring["query", me] = "output"
+                    yield
+                    # Still there when it is stored.
+                    assert ring["query", me] == "output"
+                    arrive("query_free", me)
             first_use += item_end
 
     return producer, consumer, reads
@@ -221,14 +230,24 @@ def simulate(consumers, stages, key_rows, num_queries, num_keys, is_causal, num_
 
 @CAUSAL
 @pytest.mark.parametrize("take_turns", [False, True], ids=["free", "turns"])
-@pytest.mark.parametrize(("consumers", "stages", "key_rows"), [(2, 2, 128), (3, 2, 128), (3, 3, 64)])
+@pytest.mark.parametrize(
+    ("consumers", "stages", "key_rows", "own_out_tiles"),
+    [(2, 2, 128, True), (3, 2, 128, True), (3, 3, 64, True), (2, 2, 64, False)],
+)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (500, 700), (700, 300), (65, 1000)])
 def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
-    num_queries, num_keys, consumers, stages, key_rows, take_turns, is_causal
+    num_queries, num_keys, consumers, stages, key_rows, own_out_tiles, take_turns, is_causal
 ):
     for seed in range(8):
         producer, consumer, reads = simulate(
-            consumers, stages, key_rows, num_queries, num_keys, is_causal, take_turns=take_turns
+            consumers,
+            stages,
+            key_rows,
+            num_queries,
+            num_keys,
+            is_causal,
+            take_turns=take_turns,
+            own_out_tiles=own_out_tiles,
         )
         _run_in_random_order([producer(), *(consumer(me) for me in range(consumers))], seed)
         for (me, sequence, first_query), read in reads.items():

@@ -23,7 +23,6 @@ def _tiled_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
-    *,
     float32_precision: str | None,
     deterministic: bool,
 ) -> torch.Tensor:
@@ -36,7 +35,6 @@ def _reference_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
-    *,
     float32_precision: str | None,
     deterministic: bool,
 ) -> torch.Tensor:
@@ -57,12 +55,11 @@ def _hopper_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
-    *,
     float32_precision: str | None,
     deterministic: bool,
 ) -> torch.Tensor:
     _refuse_precision("hopper", float32_precision)
-    return triton_attention(query, key, value, is_causal, deterministic=deterministic, kernels="hopper")
+    return triton_attention(query, key, value, is_causal, None, deterministic, "hopper")
 
 
 def _fastest_attention(
@@ -70,17 +67,15 @@ def _fastest_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
-    *,
     float32_precision: str | None,
     deterministic: bool,
 ) -> torch.Tensor:
-    options = {"float32_precision": float32_precision, "deterministic": deterministic}
     if query.is_cuda:
-        return triton_attention(query, key, value, is_causal, **options, kernels="auto")
-    return _tiled_attention(query, key, value, is_causal, **options)
+        return triton_attention(query, key, value, is_causal, float32_precision, deterministic, "auto")
+    return _tiled_attention(query, key, value, is_causal, float32_precision, deterministic)
 
 
-# Each is called as (query, key, value, is_causal, float32_precision=..., deterministic=...) and says itself, by a
+# Each is called as (query, key, value, is_causal, float32_precision, deterministic) and says itself, by a
 # CapabilityError, what it lacks on this machine.
 IMPLEMENTATIONS = {
     "triton": triton_attention,
@@ -115,9 +110,10 @@ def flash_attention(
             ``torch.nn.functional.scaled_dot_product_attention``: with S_q > S_k the queries from S_k on see all keys,
             with S_q < S_k no query sees the keys from S_q on.
         implementation: "triton" (CUDA, or a CPU in Triton's interpreter), "hopper" (warp-specialised for H100 and H200:
-            float16 and bfloat16, D 64 and 128), "tiled" (FlashAttention-2 in PyTorch), "reference" (plain attention,
-            memory S_q x S_k) or "auto": "tiled" except for CUDA tensors, for them in either pass "hopper" where it can
-            run and was measured to be faster, else "triton".
+            float16 and bfloat16, D 16, 32, 64, 128 and 256, the backward of 256 being that of "triton"), "tiled"
+            (FlashAttention-2 in PyTorch), "reference" (plain attention, memory S_q x S_k) or "auto": "tiled" except for
+            CUDA tensors, for them in either pass "hopper" where it can run and was measured to be faster, else
+            "triton".
         float32_precision: matrix products of float32 inputs in "triton": "tf32x3" (the default; three TF32 products,
             about float32), "ieee" (no tensor cores) or "tf32" (10 bits of mantissa).
         deterministic: gradients equal from run to run to the last bit, as also under
@@ -137,11 +133,11 @@ def flash_attention(
     if attend is None:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
         raise UsageError(f"attention implementation {implementation!r} does not exist: choose one of {names}")
-    device_type = query.device.type
+    device_type = "cuda" if query.is_cuda else query.device.type  # the latter takes 0.2 us
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = (_autocast(tensor, dtype) for tensor in (query, key, value))
-    return attend(query, key, value, is_causal, float32_precision=float32_precision, deterministic=deterministic)
+    return attend(query, key, value, is_causal, float32_precision, deterministic)
 
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,9 @@ import importlib.util
 
 import torch
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+# The backward keeps dK and dV in registers: with 256 they would take all. Plain Triton's backward runs there.
+BACKWARD_HEAD_DIMS = HEAD_DIMS[:-1]
 DTYPES = (torch.float16, torch.bfloat16)
 OLDEST_TRITON = (3, 6)
 
@@ -24,7 +26,8 @@ def why_unavailable(query: torch.Tensor) -> str | None:
     if query.dtype not in DTYPES:
         return f"implementation 'hopper' takes float16 and bfloat16, got {query.dtype}"
     if query.shape[-1] not in HEAD_DIMS:
-        return f"implementation 'hopper' takes head dimension 64 or 128, got {query.shape[-1]}"
+        choices = f"{', '.join(map(str, HEAD_DIMS[:-1]))} or {HEAD_DIMS[-1]}"
+        return f"implementation 'hopper' takes head dimension {choices}, got {query.shape[-1]}"
     num_sequences = query.shape[:-2].numel()
     if num_sequences * (query.shape[-2] + 256) >= 2**31:
         return f"implementation 'hopper' addresses fewer than 2^31 rows, got {num_sequences} x {query.shape[-2]}"

@@ -8,7 +8,7 @@ operands of dV and dK, which the tensor cores take from registers. Each warpgrou
 
 and puts dS^T into shared memory. When both have, each multiplies dS K for all 128 keys and its half of the head
 dimension, and a TMA reduction adds that to the float32 sum of dQ: dQ leaves the multiprocessor once for 128 keys, not
-once for 64. With head dimension 64 there are registers for another division of labour: hopper_backward_reducer.
+once for 64. Up to head dimension 64 there are registers for another division of labour: hopper_backward_reducer.
 
 Barriers work as in hopper_forward. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
 barrier of the other direction: a warpgroup announces tile i - 1 only after its dQ of tile i - 2 is complete, and nobody

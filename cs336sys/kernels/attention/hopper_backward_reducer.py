@@ -1,7 +1,7 @@
-"""FlashAttention backward for Hopper in Gluon with a warpgroup of its own for dQ: for head dimension 64.
+"""FlashAttention backward for Hopper in Gluon with a warpgroup of its own for dQ: up to head dimension 64.
 
 As in :mod:`hopper_backward` a program takes 128 keys, 64 for each of two warpgroups, and streams tiles of 64 queries.
-With head dimension 64 there are registers for more: K and V are left operands that stay in registers, S^T of the next
+Up to head dimension 64 there are registers for more: K and V are left operands that stay in registers, S^T of the next
 tile is computed beside dK of this one, and a third warpgroup, the reducer, makes dQ:
 
     consumer    dP^T = V dO^T    P^T = exp2(S^T - L)    dV += P^T dO    dS^T = P^T (dP^T - D) to shared memory
@@ -208,14 +208,15 @@ def reducer_backward_kernel(
     """
     gl.static_assert(STAGES >= 2, "the scores of a tile are computed while the tile before it is in use")
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
     value_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
     query_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
     grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
     # Two buffers of two warpgroups' tiles.
-    grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout)
-    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    grad_scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], grad_scores_layout)
+    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], gl.float32)
     grad_query_tile = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM], grad_query_layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)

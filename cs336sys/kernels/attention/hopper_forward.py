@@ -33,6 +33,8 @@ from cs336sys.kernels.attention.hopper_gluon import store_wait, thread_barrier, 
 LN_2 = gl.constexpr(0.6931471805599453)
 # The rows of one warpgroup's matrix instruction.
 CONSUMER_ROWS = gl.constexpr(64)
+# With a larger head dimension shared memory has no room for tiles of the output: they take those of the queries.
+LARGEST_WITH_OUT_TILES = gl.constexpr(128)
 FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 _key_tiles = gluon.jit(hopper_schedule.key_tiles)
@@ -221,7 +223,9 @@ def _attend(
         mbarrier.arrive(value_free.index(value_slot), count=1)
         left = gl.convert_layout(weights.to(dtype), weights_layout)
         out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
-    mbarrier.arrive(query_free.index(CONSUMER), count=1)
+    OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
+    if OWN_OUT_TILES:
+        mbarrier.arrive(query_free.index(CONSUMER), count=1)
     last_use = first_use + end - 1
     slot = last_use % STAGES
     mbarrier.wait(value_ready.index(slot), (last_use // STAGES) & 1)
@@ -233,7 +237,7 @@ def _attend(
     # Scores that are all -inf leave a sum of 0: such a row is 0 / 1, and its logsumexp -inf.
     inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     out_sum = out_sum * gl.convert_layout(inverse, gl.SliceLayout(1, out_layout))[:, None]
-    # The store of the item before must have read the tile that this one overwrites.
+    # The store of the item before must have read the tile that this one overwrites, the products the queries.
     store_wait(0)
     thread_barrier()
     out_tiles.index(CONSUMER).store(out_sum.to(dtype))
@@ -244,6 +248,10 @@ def _attend(
     natural_logsumexp = (row_max + gl.log2(row_sum)) * LN_2
     logsumexps = logsumexp + sequence.to(gl.int64) * num_queries + queries
     gl.store(logsumexps, natural_logsumexp, mask=queries < num_queries)
+    if not OWN_OUT_TILES:
+        store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(query_free.index(CONSUMER), count=1)
 
 
 @gluon.jit
@@ -338,11 +346,13 @@ def forward_kernel(
     """
     gl.static_assert(STAGES >= 2, "a consumer holds a tile of keys while it waits for the values before it")
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, HEAD_DIM], dtype)
     query_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
     key_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
     value_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
+    out_tiles = query_tiles
+    if HEAD_DIM <= LARGEST_WITH_OUT_TILES:
+        out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     query_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
     query_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon import language as gl
 
 from cs336sys.kernels.attention import hopper_settings
 from cs336sys.kernels.attention.hopper_backward import backward_kernel
@@ -21,6 +21,7 @@ from cs336sys.kernels.attention.triton_plans import (
     FORWARD_L2_BYTES,
     BackwardPlan,
     Operand,
+    Plan,
     make_problem,
     sequences_per_group,
 )
@@ -30,43 +31,35 @@ WARPGROUP_ROWS = 64
 # A program of the backward kernel streams tiles of these many queries.
 BACKWARD_QUERY_ROWS = 64
 
-# How tiles lie in shared memory: 16-bit operands of four dimensions, swizzled by 128 bytes as the tensor cores read
-# them; float32 sums of dQ, swizzled against bank conflicts; statistics of one row as they are.
-_TILE = NVMMASharedLayout(128, 16, 4)
-_SUM = NVMMASharedLayout(128, 32, 2)
-_STATISTICS = NVMMASharedLayout(0, 32, 2)
+_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 # The four warps of the first consumer; those of the other partitions come on top.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class GluonDescriptors(Descriptors):
-    """TMA descriptors that also know how their tile lies in shared memory."""
+    """TMA descriptors that also know how their tile lies in shared memory: swizzled by the bytes of a row, at most 128.
+
+    So the tensor cores read 16-bit operands, and float32 sums of dQ have no bank conflicts; one row lies as it is.
+    """
 
     descriptor_class = TensorDescriptor
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], layout: NVMMASharedLayout):
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], dtype: torch.dtype):
         super().__init__(shape, strides, block_shape)
-        self._layout = (*self._layout, layout)
+        self._layout = (*self._layout, gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype]))
 
 
-def _tile_descriptors(operand: Operand, rows: int) -> GluonDescriptors:
-    return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], _TILE)
+def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonDescriptors:
+    return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], dtype)
 
 
 def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.Tensor:
     return torch.tensor(as_table(shares), dtype=torch.int32, device=device)
 
 
-class HopperForwardPlan:
-    """The launch of the forward kernel.
-
-    Attributes:
-        is_direct, logsumexp_layout: as in :class:`~cs336sys.kernels.attention.triton_plans.ForwardPlan`.
-    """
-
-    is_direct = False
-    logsumexp_layout: tuple[torch.Size, tuple[int, ...]]
+class HopperForwardPlan(Plan):
+    """The launch of the forward kernel."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
         operands = [Operand(tensor) for tensor in (query, key, value, out)]
@@ -102,7 +95,7 @@ class HopperForwardPlan:
                 settings.take_turns,
                 settings.consumer_registers,
             ),
-            [_tile_descriptors(operand, n) for operand, n in zip(operands, rows, strict=True)],
+            [_tile_descriptors(operand, n, query.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
 
@@ -162,11 +155,12 @@ class HopperBackwardPlan(BackwardPlan):
         # The reducer adds whole tiles of dQ, each of two consumers without one half a tile.
         sum_columns = head_dim if hopper_settings.hopper_backward_settings(self._problem).reducer else head_dim // 2
         statistics = (2 * self._problem.num_sequences, self._padded_queries)
+        dtype = self._problem.dtype
         return [
-            *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._operands),
-            GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], _STATISTICS),
-            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], _SUM),
-            *(_tile_descriptors(operand, WARPGROUP_ROWS) for operand in self._grad_operands[1:]),
+            *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._operands),
+            GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], torch.float32),
+            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], torch.float32),
+            *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:]),
         ]
 
     def _result_tensors(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

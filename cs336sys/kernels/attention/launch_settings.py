@@ -68,12 +68,14 @@ class BackwardSettings:
     """All passes of a backward.
 
     ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``query_parts``: how many programs
-    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused.
+    share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused. ``prepared``: a launch before
+    the passes computes D = rowsum(dO * O), always if fused; else the passes do, for which they also read the output.
     """
 
     passes: tuple[BackwardPass, ...]
     fused: bool = False
     query_parts: int = 1
+    prepared: bool = True
 
 
 def fused(tile: TileSettings, query_parts: int = 1) -> BackwardSettings:
@@ -86,9 +88,9 @@ def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
     return BackwardSettings((BackwardPass(key_value, keys=True), BackwardPass(query, queries=True)))
 
 
-def joint(tile: TileSettings) -> BackwardSettings:
+def joint(tile: TileSettings, prepared: bool = True) -> BackwardSettings:
     """The two passes of the split form side by side in one launch."""
-    return BackwardSettings((BackwardPass(tile, keys=True, queries=True),))
+    return BackwardSettings((BackwardPass(tile, keys=True, queries=True),), prepared=prepared)
 
 
 # The fewest keys that programs of the forward kernel share, and the most that share them.
@@ -191,8 +193,14 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, each=2)
     if _is_short(problem):
-        # The GPU takes 0.0387 to 0.0403 for 1x1x1024x64 in every form; this one has the fewest launches.
-        return joint(by_pointers)
+        if problem.head_dim > 64 and not _few_programs(problem, 64):
+            # 1x16x1024x128: 0.053, not prepared 0.086 and more.
+            return joint(by_pointers)
+        # Not prepared, it is a single launch. 1x1x256x64: 0.035, prepared 0.050; 1x1x512x64: 0.037, 0.051;
+        # 1x16x512x128: 0.040, 0.059. 64x64 with 8 warps takes 1.17 times as long with head dimension 64, 1.04 with 128,
+        # where 4 warps would spill. From 2048 on D computed anew for every tile costs more than the launch saves.
+        stages = 2 if problem.head_dim <= 64 else 1
+        return joint(TileSettings(32, 64, num_warps=4, num_stages=stages), prepared=False)
     if problem.head_dim <= 32 and not deterministic:
         if not tma:
             # 1x1x8192x16: 0.0497.

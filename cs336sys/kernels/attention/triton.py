@@ -13,7 +13,7 @@ from cs336sys.kernels.attention import hopper
 from cs336sys.kernels.attention.hopper_settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.launch_settings import Problem
 from cs336sys.kernels.attention.triton_forward import forward_kernel
-from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan, Operand, make_problem
+from cs336sys.kernels.attention.triton_plans import BackwardPlan, ForwardPlan, Operand, Plan, make_problem
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
 
@@ -21,16 +21,13 @@ FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
 # Plain Triton, the warp-specialised ones of hopper_forward and hopper_backward, or of both what was measured faster.
 KERNELS = ("auto", "triton", "hopper")
 
+# Where the functions are that torch.compile's code allocates with.
+_compiled_code = torch._C._dynamo.guards
+
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 MAX_PLANS = 1024
-_plans: dict[tuple, ForwardPlan | BackwardPlan] = {}
-
-
-def _remember(signature: tuple, plan: ForwardPlan | BackwardPlan) -> None:
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    _plans[signature] = plan
+_plans: dict[tuple, Plan] = {}
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str, kernels: str) -> None:
@@ -99,15 +96,16 @@ def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_prec
 
 def _backward_plan(
     tensors: Sequence[torch.Tensor],
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: Sequence[torch.Tensor],
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
     kernels: str,
 ) -> BackwardPlan:
     plan_class = BackwardPlan
-    # The Hopper kernel adds up dQ in no fixed order.
-    if not deterministic and _takes_hopper(kernels, (*tensors, *grads), is_causal, hopper_backward_is_faster):
+    # The Hopper kernels add up dQ in no fixed order, and there is one for some head dimensions only.
+    may_take_hopper = not deterministic and tensors[0].shape[-1] in hopper.BACKWARD_HEAD_DIMS
+    if may_take_hopper and _takes_hopper(kernels, (*tensors, *grads), is_causal, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper_plans import HopperBackwardPlan as plan_class
     return plan_class(*tensors, grads, is_causal, float32_precision, deterministic)
 
@@ -121,18 +119,18 @@ def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _is_direct(
-    given: Sequence[torch.Tensor],
-    used: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-    like: Sequence[torch.Tensor],
-) -> bool:
-    """Whether the kernels take tensors of a signature as given, and ``torch.empty_like`` makes the results."""
-    return (
-        given[0].is_cuda
-        and all(tensor is other for tensor, other in zip(given, used, strict=True))
-        and all(result.stride() == tensor.stride() for result, tensor in zip(results, like, strict=True))
-    )
+def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, results: Sequence[torch.Tensor]) -> None:
+    """``given``: tensors of the signature, inputs and results; ``used``: what the kernels take of them; or copies."""
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[signature] = plan
+    plan.is_direct = given[0].is_cuda and all(one is other for one, other in zip(given, used, strict=True))
+    plan.result_layouts = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
+
+
+def _empty_results(plan: Plan) -> list[torch.Tensor]:
+    """What a direct plan writes, on the current GPU; torch.empty_like takes twice as long."""
+    return [_compiled_code._empty_strided_cuda(*layout) for layout in plan.result_layouts]
 
 
 def _forward(
@@ -141,43 +139,39 @@ def _forward(
     value: torch.Tensor,
     is_causal: bool,
     float32_precision: str,
-    kernels: str = "triton",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32."""
+    kernels: str,
+) -> tuple[torch.Tensor, torch.Tensor, Plan | None]:
+    """Output (..., S_q, D) in the inputs' dtype, natural logsumexp (..., S_q) in float32, and the plan if any."""
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
-        key.shape, key.stride(), key.dtype, key.device, key.data_ptr() % 16,
-        value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16,
+        key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
+        value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16,
         is_causal, float32_precision, kernels,
     )  # fmt: skip
     plan = _plans.get(signature)
-    if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
-        out = torch.empty_like(query)
-        # torch.empty takes 2.4 us where this takes 0.9.
-        logsumexp = torch.empty_strided(*plan.logsumexp_layout, dtype=torch.float32, device=query.device)
+    if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
+        out, logsumexp = _empty_results(plan)
         plan(query, key, value, out, logsumexp)
-        return out, logsumexp
-    if plan is None:
-        _check(query, key, value, float32_precision, kernels)
+        return out, logsumexp, plan
+    _check(query, key, value, float32_precision, kernels)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
-        out, logsumexp = _forward(query.float(), key.float(), value.float(), is_causal, float32_precision)
-        return out.to(torch.bfloat16), logsumexp
+        inputs = (tensor.float() for tensor in (query, key, value))
+        out, logsumexp, _ = _forward(*inputs, is_causal, float32_precision, kernels)
+        return out.to(torch.bfloat16), logsumexp, None
     out = _empty_result(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
-        return out, logsumexp
+        return out, logsumexp, None
     tensors = *(_kernel_view(tensor, kernels) for tensor in (query, key, value)), out
     if out.dim() > 4:
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
     if plan is None:
         plan = _forward_plan(tensors, is_causal, float32_precision, kernels)
-        plan.is_direct = _is_direct((query, key, value, out), tensors, [out], [query])
-        plan.logsumexp_layout = logsumexp.shape, logsumexp.stride()
-        _remember(signature, plan)
+        _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
-    return out, logsumexp
+    return out, logsumexp, plan
 
 
 def _backward(
@@ -190,39 +184,38 @@ def _backward(
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
-    kernels: str = "triton",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kernels: str,
+    forward_plan: Plan | None,
+) -> Sequence[torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    # Query, key and value were checked by forward; the output and the logsumexp are its own.
+    # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
+    # others: whatever keeps tensors for backward may give copies back.
     signature = (
-        query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
-        key.shape, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
-        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16,
-        is_causal, float32_precision, deterministic, kernels,
+        forward_plan or (query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels),
+        query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
+        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16, deterministic,
     )  # fmt: skip
     plan = _plans.get(signature)
-    if plan is not None and plan.is_direct and query.get_device() == torch.cuda.current_device():
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
+        grads = _empty_results(plan)
         plan(query, key, value, out, logsumexp.contiguous(), grad_out, grads)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
         tensors = (tensor.float() for tensor in (query, key, value, out, logsumexp, grad_out))
-        grads = _backward(*tensors, is_causal, float32_precision, deterministic)
-        return tuple(grad.to(torch.bfloat16) for grad in grads)
-    grads = tuple(_empty_result(tensor) for tensor in (query, key, value))
+        grads = _backward(*tensors, is_causal, float32_precision, deterministic, kernels, None)
+        return [grad.to(torch.bfloat16) for grad in grads]
+    grads = [_empty_result(tensor) for tensor in (query, key, value)]
     if query.numel() == 0:
-        return tuple(grad.zero_() for grad in grads)
-    given = query, key, value, out, grad_out
-    tensors = tuple(_kernel_view(tensor, kernels) for tensor in given)
-    logsumexp = logsumexp.contiguous()
-    kernel_grads = grads if query.dim() <= 4 else tuple(grad.view(-1, *grad.shape[-3:]) for grad in grads)
+        return [grad.zero_() for grad in grads]
+    tensors = [_kernel_view(tensor, kernels) for tensor in (query, key, value, out, grad_out)]
+    kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
         plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels)
-        plan.is_direct = _is_direct(given, tensors, grads, given[:3])
-        _remember(signature, plan)
+        given = query, key, value, out, grad_out, *grads
+        _remember(signature, plan, given, (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
-        plan(*tensors[:4], logsumexp, tensors[4], kernel_grads)
+        plan(*tensors[:4], logsumexp.contiguous(), tensors[4], kernel_grads)
     return grads
 
 
@@ -236,7 +229,7 @@ def _forward_operator(
     deterministic: bool,
     kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(query, key, value, is_causal, float32_precision, kernels)
+    return _forward(query, key, value, is_causal, float32_precision, kernels)[:2]
 
 
 @torch.library.custom_op("cs336sys::flash_attention_backward", mutates_args=())
@@ -252,7 +245,8 @@ def _backward_operator(
     deterministic: bool,
     kernels: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _backward(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic, kernels)
+    options = is_causal, float32_precision, deterministic, kernels
+    return tuple(_backward(query, key, value, out, logsumexp, grad_out, *options, forward_plan=None))
 
 
 @_forward_operator.register_fake
@@ -328,8 +322,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
         kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
-            D 64 or 128; a deterministic backward is plain Triton's) or "auto" (for either pass what was measured to be
-            faster).
+            D 16, 32, 64, 128 or 256; a deterministic backward, and that of D 256, is plain Triton's) or "auto" (for
+            either pass what was measured to be faster).
 
     Returns:
         (..., S_q, D), in the inputs' dtype. A query whose scores are all -inf gives zeros.
@@ -352,19 +346,24 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: bool = False,
         kernels: str = "triton",
     ) -> torch.Tensor:
+        options = is_causal, float32_precision, deterministic, kernels
         if _needs_operators(query):
-            out, logsumexp = _forward_operator(query, key, value, is_causal, float32_precision, deterministic, kernels)
+            out, logsumexp = _forward_operator(query, key, value, *options)
+            plan = None
         else:
-            out, logsumexp = _forward(query, key, value, is_causal, float32_precision, kernels)
+            out, logsumexp, plan = _forward(query, key, value, is_causal, float32_precision, kernels)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = is_causal, float32_precision, deterministic, kernels
+        ctx.options = *options, plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        differentiate = _backward_operator if _needs_operators(grad_out) else _backward
-        return *differentiate(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
+        if _needs_operators(grad_out):
+            grads = _backward_operator(*ctx.saved_tensors, grad_out, *ctx.options[:-1])
+        else:
+            grads = _backward(*ctx.saved_tensors, grad_out, *ctx.options)
+        return *grads, None, None, None, None
 
 
 def triton_attention(
@@ -372,7 +371,6 @@ def triton_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool = False,
-    *,
     float32_precision: str | None = None,
     deterministic: bool = False,
     kernels: str = "triton",

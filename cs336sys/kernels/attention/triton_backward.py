@@ -3,7 +3,8 @@
 *Fused*: a pass over tiles of keys computes dK and dV and adds its share of dQ to a float32 buffer: five matrix products
 for a pair of tiles, but the additions come in any order. *Split*: a second pass, over tiles of queries, computes dQ:
 seven matrix products, deterministic. The two passes may share a launch. A kernel for D = rowsum(dO * O) comes before
-either; after the fused pass another one converts dQ.
+either; after the fused pass another one converts dQ. Where launching takes longest the split form goes without the
+first: its passes compute D themselves, each as often as it reads a query.
 
 With few tiles of keys the fused pass gives each of them to several programs, of which each takes a part of the queries;
 they add up dK and dV as well in float32 buffers.
@@ -29,6 +30,36 @@ def _load_statistic(row_statistics, row, first_query, padded_queries, QUERY_ROWS
         base = row_statistics + row.to(tl.int64) * padded_queries
         statistic = tl.load(base + first_query + tl.arange(0, QUERY_ROWS))
     return statistic
+
+
+@triton.jit
+def _base2_logsumexps(logsumexp, sequence, rows, num_queries):
+    """logsumexp * log2(e) of some queries, from logsumexp (sequences, num_queries).
+
+    Rows behind the last query, and those whose scores were all -inf, get +inf, so their weights exp2(score - inf) are 0
+    and no pass needs a mask for them.
+    """
+    pointers = logsumexp + sequence.to(tl.int64) * num_queries + rows
+    logsumexps = tl.load(pointers, mask=rows < num_queries, other=float("-inf"))
+    return tl.where(logsumexps == float("-inf"), float("inf"), logsumexps * LOG2_E)
+
+
+@triton.jit
+def _output_products(
+    out,
+    out_strides,
+    grad_out_tile,
+    batch,
+    head,
+    first_row,
+    num_queries,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """D = rowsum(dO * O) of ROWS queries."""
+    out_tile = load_rows(out, out_strides, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False)
+    return tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
 
 
 @triton.jit
@@ -68,23 +99,21 @@ def prepare_kernel(
 ):
     """What the passes read for each query: in row_statistics two rows a sequence, logsumexp * log2(e) and D.
 
-    Rows behind the last query, and those whose scores were all -inf, get the logsumexp +inf, so their weights
-    exp2(score - inf) are 0 and no later pass needs a mask for them. Fused: also clears the sum of dQ; with KEY_SUMS
-    those of dK and dV. A sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
+    Fused: also clears the sum of dQ; with KEY_SUMS those of dK and dV. A sequence has num_tiles programs, enough for
+    its queries and for the keys to be cleared.
     """
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * ROWS
     batch = sequence // num_heads
     head = sequence % num_heads
-    out_tile = load_rows(out, out_strides, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False)
     grad_out_tile = load_rows(
         grad_out, grad_out_strides, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False
     )
-    delta = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
+    delta = _output_products(
+        out, out_strides, grad_out_tile, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM
+    )
     rows = first_row + tl.arange(0, ROWS)
-    logsumexps = logsumexp + sequence.to(tl.int64) * num_queries + rows
-    logsumexps = tl.load(logsumexps, mask=rows < num_queries, other=float("-inf"))
-    logsumexps = tl.where(logsumexps == float("-inf"), float("inf"), logsumexps * LOG2_E)
+    logsumexps = _base2_logsumexps(logsumexp, sequence, rows, num_queries)
     statistics = row_statistics + sequence.to(tl.int64) * 2 * padded_queries + rows
     tl.store(statistics, logsumexps, mask=rows < padded_queries)
     tl.store(statistics + padded_queries, delta, mask=rows < padded_queries)
@@ -106,12 +135,14 @@ def _grad_key_value(
     grad_query_sum,
     grad_key,
     grad_value,
+    out,
     query_strides,
     key_strides,
     value_strides,
     grad_out_strides,
     grad_key_strides,
     grad_value_strides,
+    out_strides,
     num_heads,
     num_sequences,
     num_queries,
@@ -126,6 +157,7 @@ def _grad_key_value(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    PREPARED: tl.constexpr,
     FUSED: tl.constexpr,
     KEY_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -168,7 +200,11 @@ def _grad_key_value(
                 query, query_strides, batch, head, start, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
             )
             scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)  # S^T [KEY_ROWS, QUERY_ROWS]
-            logsumexps = _load_statistic(row_statistics, 2 * sequence, start, padded_queries, QUERY_ROWS, TMA)
+            if PREPARED:
+                logsumexps = _load_statistic(row_statistics, 2 * sequence, start, padded_queries, QUERY_ROWS, TMA)
+            else:
+                queries = start + tl.arange(0, QUERY_ROWS)
+                logsumexps = _base2_logsumexps(row_statistics, sequence, queries, num_queries)
             weights = tl.math.exp2(scores * scale_log2 - logsumexps[None, :])  # P^T
             if MASKED:
                 keys = first_key + tl.arange(0, KEY_ROWS)
@@ -183,7 +219,12 @@ def _grad_key_value(
                 weights.to(grad_out_tile.dtype), grad_out_tile, grad_value_tile, input_precision=PRECISION
             )
             grad_weights = tl.dot(value_tile, tl.trans(grad_out_tile), input_precision=PRECISION)  # dP^T
-            delta = _load_statistic(row_statistics, 2 * sequence + 1, start, padded_queries, QUERY_ROWS, TMA)
+            if PREPARED:
+                delta = _load_statistic(row_statistics, 2 * sequence + 1, start, padded_queries, QUERY_ROWS, TMA)
+            else:
+                delta = _output_products(
+                    out, out_strides, grad_out_tile, batch, head, start, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM
+                )
             grad_scores = (weights * (grad_weights - delta[None, :])).to(query_tile.dtype)  # dS^T
             grad_key_tile = tl.dot(grad_scores, query_tile, grad_key_tile, input_precision=PRECISION)
             if FUSED:
@@ -230,11 +271,13 @@ def _grad_query(
     grad_out,
     row_statistics,
     grad_query,
+    out,
     query_strides,
     key_strides,
     value_strides,
     grad_out_strides,
     grad_query_strides,
+    out_strides,
     num_heads,
     num_sequences,
     num_queries,
@@ -248,6 +291,7 @@ def _grad_query(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    PREPARED: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
@@ -263,8 +307,15 @@ def _grad_query(
     grad_out_tile = load_rows(
         grad_out, grad_out_strides, batch, head, first_query, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
     )
-    logsumexps = _load_statistic(row_statistics, 2 * sequence, first_query, padded_queries, QUERY_ROWS, TMA)
-    delta = _load_statistic(row_statistics, 2 * sequence + 1, first_query, padded_queries, QUERY_ROWS, TMA)
+    if PREPARED:
+        logsumexps = _load_statistic(row_statistics, 2 * sequence, first_query, padded_queries, QUERY_ROWS, TMA)
+        delta = _load_statistic(row_statistics, 2 * sequence + 1, first_query, padded_queries, QUERY_ROWS, TMA)
+    else:
+        queries = first_query + tl.arange(0, QUERY_ROWS)
+        logsumexps = _base2_logsumexps(row_statistics, sequence, queries, num_queries)
+        delta = _output_products(
+            out, out_strides, grad_out_tile, batch, head, first_query, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM
+        )
     grad_query_tile = tl.zeros([QUERY_ROWS, BLOCK_DIM], tl.float32)
 
     whole_keys, end_key = visible_keys(first_query, num_keys, QUERY_ROWS, KEY_ROWS, CAUSAL)
@@ -323,6 +374,7 @@ def backward_kernel(
     grad_query,
     grad_key,
     grad_value,
+    out,
     query_strides,
     key_strides,
     value_strides,
@@ -330,6 +382,7 @@ def backward_kernel(
     grad_query_strides,
     grad_key_strides,
     grad_value_strides,
+    out_strides,
     num_heads,
     num_sequences,
     num_queries,
@@ -347,12 +400,16 @@ def backward_kernel(
     CAUSAL: tl.constexpr,
     KEY_PASS: tl.constexpr,
     QUERY_PASS: tl.constexpr,
+    PREPARED: tl.constexpr,
     FUSED: tl.constexpr,
     KEY_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One pass or both: the first key_programs programs take tiles of keys, the others tiles of queries."""
+    """One pass or both: the first key_programs programs take tiles of keys, the others tiles of queries.
+
+    PREPARED: row_statistics is what prepare_kernel wrote, and out is not touched. Else it is the logsumexp of forward.
+    """
     program = tl.program_id(0)
     if KEY_PASS and program < key_programs:
         _grad_key_value(
@@ -365,12 +422,14 @@ def backward_kernel(
             grad_query_sum,
             grad_key,
             grad_value,
+            out,
             query_strides,
             key_strides,
             value_strides,
             grad_out_strides,
             grad_key_strides,
             grad_value_strides,
+            out_strides,
             num_heads,
             num_sequences,
             num_queries,
@@ -385,6 +444,7 @@ def backward_kernel(
             QUERY_ROWS,
             KEY_ROWS,
             CAUSAL,
+            PREPARED,
             FUSED,
             KEY_SUMS,
             PRECISION,
@@ -399,11 +459,13 @@ def backward_kernel(
             grad_out,
             row_statistics,
             grad_query,
+            out,
             query_strides,
             key_strides,
             value_strides,
             grad_out_strides,
             grad_query_strides,
+            out_strides,
             num_heads,
             num_sequences,
             num_queries,
@@ -417,6 +479,7 @@ def backward_kernel(
             QUERY_ROWS,
             KEY_ROWS,
             CAUSAL,
+            PREPARED,
             PRECISION,
             TMA,
         )

@@ -89,7 +89,7 @@ class Launch:
                 else:
                     operands += descriptors(tensor)
         else:
-            operands = [tensor.data_ptr() for tensor in tensors]
+            operands = map(torch.Tensor.data_ptr, tensors)
         stream = self._current_stream(self._device)
         self._start(*self._grid, stream, *self._handle, *operands, *self._arguments)
 

@@ -99,16 +99,20 @@ def _options(tile: TileSettings) -> dict:
     return options
 
 
-class ForwardPlan:
-    """The launches of the forward kernels: one, and if programs share keys a second that combines what they find.
+class Plan:
+    """What all plans are.
 
     Attributes:
-        is_direct: tensors of this signature go to the kernel as they are, and the output has the query's strides.
-        logsumexp_layout: shape and strides of the logsumexp.
+        is_direct: tensors of this signature are on a GPU and go to the kernels as they are.
+        result_layouts: shape, strides and dtype of each result.
     """
 
-    is_direct = False
-    logsumexp_layout: tuple[torch.Size, tuple[int, ...]]
+    is_direct: bool
+    result_layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+
+
+class ForwardPlan(Plan):
+    """The launches of the forward kernels: one, and if programs share keys a second that combines what they find."""
 
     def __init__(
         self,
@@ -185,15 +189,8 @@ class ForwardPlan:
         self._combine(partial, out, logsumexp)
 
 
-class BackwardPlan:
-    """The launches of the backward kernels: prepare, one or two passes, and in the fused form convert.
-
-    Attributes:
-        is_direct: tensors of this signature are given to the kernels as they are, and each gradient has the strides of
-            its tensor.
-    """
-
-    is_direct = False
+class BackwardPlan(Plan):
+    """The launches of the backward kernels: prepare if need be, one or two passes, and in the fused form convert."""
 
     def __init__(
         self,
@@ -202,16 +199,18 @@ class BackwardPlan:
         value: torch.Tensor,
         out: torch.Tensor,
         grad_out: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Sequence[torch.Tensor],
         is_causal: bool,
         float32_precision: str,
         deterministic: bool,
     ):
         self._device = query.device
         self._operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
+        self._out_strides = Operand(out).row_strides
         self._problem = problem = make_problem(query, key, self._operands, is_causal, float32_precision)
         settings = self._settings(problem, deterministic)
         self.fused = settings.fused
+        self._prepared = settings.prepared
         self._query_parts = settings.query_parts
         self._block_dim = _block_dim(problem)
         query_rows = max(one.tile.query_rows for one in settings.passes)
@@ -230,7 +229,7 @@ class BackwardPlan:
             prepare_kernel,
             problem.num_sequences * num_tiles,
             (
-                Operand(out).row_strides,
+                self._out_strides,
                 self._operands[3].row_strides,
                 num_tiles,
                 num_heads,
@@ -275,6 +274,7 @@ class BackwardPlan:
             (
                 *(operand.row_strides for operand in self._operands),
                 *self._grad_strides,
+                self._out_strides,
                 self._operands[0].shape[1],
                 problem.num_sequences,
                 problem.num_queries,
@@ -294,6 +294,7 @@ class BackwardPlan:
                 problem.is_causal,
                 one.keys,
                 one.queries,
+                self._prepared,
                 self.fused,
                 self._query_parts > 1,
                 _dot_precision(problem),
@@ -311,8 +312,13 @@ class BackwardPlan:
         out: torch.Tensor,
         logsumexp: torch.Tensor,
         grad_out: torch.Tensor,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Sequence[torch.Tensor],
     ) -> None:
+        if not self._prepared:
+            for launch in self._passes:
+                # The logsumexp also stands in for the sum of dQ, which is not touched.
+                launch(query, key, value, grad_out, logsumexp, logsumexp, *grads, out)
+            return
         num_sequences = self._problem.num_sequences
         statistics = self._scratch(2 * num_sequences, self._padded_queries)
         sums = [statistics] * 3  # stands in for what the form does not touch
@@ -338,15 +344,20 @@ class BackwardPlan:
         return backward_settings(problem, deterministic)
 
     def _result_tensors(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What a pass is given to write the gradients of query, key and value to."""
-        return grads
+        """What a prepared pass is given to write the gradients of query, key and value to, and all behind it."""
+        return *grads, grads[0]  # stands in for the output
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
-        """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused."""
+        """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused.
+
+        Passes that are not prepared have no statistics and read the logsumexp and the output by address.
+        """
         if not tile.use_tma:
             return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
         descriptors = [one.descriptors(n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
+        if not self._prepared:
+            return descriptors
         padded_queries = self._padded_queries
         statistics = (2 * self._problem.num_sequences, padded_queries)
         descriptors.append(Descriptors(statistics, (padded_queries, 1), [1, tile.query_rows]))
