@@ -112,18 +112,19 @@ def forward_settings(problem: Problem) -> ForwardSettings:
 
 
 def _key_parts(problem: Problem, tile: TileSettings) -> int:
-    """As many as leave the multiprocessors four programs each, for half precision and long keys.
+    """As many as leave the multiprocessors four programs each, below 2048 keys one; for half precision and long keys.
 
     Forward with 1, 2, 4 and 8 parts: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
     0.0200; 1x1x8192x128 0.0938, 0.0668, 0.0496, 0.0617; 1x1x16384x128 0.2224, 0.1442, 0.1539, 0.1792;
-    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516.
+    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516. In two parts, 1x16x1024x64 takes 0.0223, else 0.0200.
     """
     # With fewer keys the second launch costs the CPU more than the parts save the GPU.
     if problem.capability is None or problem.dtype == torch.float32 or problem.num_keys < SHARED_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
+    each = 4 if problem.num_keys >= 2 * SHARED_KEYS else 1
     parts = 1
-    while parts < MAX_KEY_PARTS and 2 * parts * num_programs <= 4 * problem.num_multiprocessors:
+    while parts < MAX_KEY_PARTS and 2 * parts * num_programs <= each * problem.num_multiprocessors:
         parts *= 2
     return parts
 
@@ -141,12 +142,13 @@ def _forward_tile(problem: Problem) -> TileSettings:
     if problem.head_dim <= 32:
         # 1x1x65536x16: 0.904; by tma 0.969. 1x1x1024x16: 0.0135, where 16 to 64 rows are all alike.
         return TileSettings(64, 64, num_warps=4, num_stages=3)
-    if not tma or _is_short(problem):
-        # 1x1x1024x64: 0.0169, by tma 0.0161; 1x1x1024x128: 0.0205, by tma 0.0180: less than making descriptors costs.
+    if not tma or (_is_short(problem) and problem.head_dim <= 64):
+        # 1x1x512x64: 0.0116, by tma 0.0119; 1x16x512x64: 0.0124, 0.0127.
         return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
     if _few_programs(problem, 128, each=2):
         # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955. 1x1x8192x128: 0.0931, by ptr 0.1155, 64x128 0.1143.
         # 1x1x32768x128: 0.544, 128x64 0.990. 1x4x8192x128: 0.146, 0.268. But 1x1x65536x64: 1.407, 64x128 1.189.
+        # 1x1x512x128: 0.0131, by ptr with two stages 0.0170; 1x16x512x128: 0.0150, 0.0189.
         return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
     if problem.head_dim <= 64:
         if problem.num_keys <= 512:
