@@ -15,7 +15,6 @@ import triton.testing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import plain_attention
@@ -146,8 +145,8 @@ def reference_results(workload: AttentionWorkload, device: torch.device) -> dict
 
 def relative_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
     """``||x - reference|| / ||reference||`` of the output and of each gradient."""
-    # The implementation decides neither inputs nor reference.
-    workload = replace(workload, implementation="")
+    # Implementation and round decide neither inputs nor reference.
+    workload = replace(workload, implementation="", round=None)
     inputs = random_inputs(workload, device)
     out = attention(*inputs.differentiable)
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
@@ -180,12 +179,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
         samples = _time(attention, inputs, workload, device)
-    shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
-    forward_flops = attention_flops(*shape, causal=workload.causal, backward=False)
-    all_flops = attention_flops(*shape, causal=workload.causal, backward=True)
-    flops = {"forward": forward_flops, "backward": all_flops - forward_flops, "end_to_end": all_flops}
-    derived |= {f"{name}_tflops": count / samples[name].median / 1e9 for name, count in flops.items()}
-    return Outcome("ok", samples, derived)
+    return Outcome("ok", samples, derived | workload.tflops(samples))
 
 
 def _checked(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:

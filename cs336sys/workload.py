@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.accounting.flops import attention_flops
 from cs336sys.accounting.strategies import STRATEGIES as OWN_SHARDING_STRATEGIES
 from cs336sys.errors import UsageError
+from cs336sys.results import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
 
 PHASES = {
@@ -300,6 +302,7 @@ class AttentionWorkload:
             scores in memory and ``compiled`` the same under torch.compile.
         causal: a query sees the keys up to its own position.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+        round: which of several measurements of the same, counted from 1; None where there is only one.
     """
 
     implementation: str
@@ -313,7 +316,19 @@ class AttentionWorkload:
     seed: int = 0
     warmup_ms: float = 25.0
     repetition_ms: float = 100.0
+    round: int | None = None
 
     def configuration(self) -> dict[str, Any]:
-        """All fields: a cell's configuration in the results."""
-        return asdict(self)
+        """All fields, but no round where there is only one: a cell's configuration in the results."""
+        configuration = asdict(self)
+        if self.round is None:
+            del configuration["round"]
+        return configuration
+
+    def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
+        """``forward_tflops`` and so on: FLOPs of each part (:func:`attention_flops`) over the median of its times."""
+        shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
+        forward = attention_flops(*shape, causal=self.causal, backward=False)
+        both = attention_flops(*shape, causal=self.causal, backward=True)
+        flops = {"forward": forward, "backward": both - forward, "end_to_end": both}
+        return {f"{part}_tflops": count / samples[part].median / 1e9 for part, count in flops.items()}

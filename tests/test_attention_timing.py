@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,6 +79,14 @@ def test_flash_cell_is_checked_and_timed(name):
     for part, flops in expected.items():
         seconds = outcome.samples[part].median / 1e3
         assert outcome.derived[f"{part}_tflops"] == pytest.approx(flops / seconds / 1e12)
+
+
+def test_rounds_share_one_reference():
+    reference_results.cache_clear()
+    for number in (1, 2):
+        configuration = replace(workload(), round=number).configuration() | {"repetition_ms": 1}
+        assert measure_flash(configuration, lambda stage: None).status == "ok"
+    assert reference_results.cache_info().misses == 1
 
 
 def test_wrong_implementation_gets_no_time(monkeypatch):

@@ -52,6 +52,7 @@ def flash(
     baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
     repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.")] = 100.0,
+    rounds: Annotated[int, typer.Option(help="Times to go through a shape's implementations, samples pooled.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -66,8 +67,10 @@ def flash(
     cs336sys flash --grid board --baseline sdpa-flash
 
     cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementations triton,sdpa-cudnn,flex --plot flash.png
+
+    cs336sys flash --context 512 --implementations triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
     """
-    from cs336sys.report.attention import flash_tables
+    from cs336sys.report.attention import flash_tables, pool_rounds
     from cs336sys.report.plots import check_plot, plot_flash
     from cs336sys.report.tables import check_output, emit
 
@@ -87,6 +90,7 @@ def flash(
     check_choice(device, "--device", DEVICES)
     split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
     split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
+    split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
     check_plot(plot)
     configurations = [
@@ -98,8 +102,10 @@ def flash(
             seed=seed,
             warmup_ms=warmup_ms,
             repetition_ms=repetition_ms,
+            round=number,
         ).configuration()
         for values in product(*axes.values())
+        for number in (range(1, rounds + 1) if rounds > 1 else [None])
         for implementation in chosen
     ]
     sweep = run_sweep(
@@ -110,7 +116,8 @@ def flash(
         resume=resume,
         cell_timeout=cell_timeout,
     )
+    cells = pool_rounds(sweep.cells)
     if plot is not None:
-        plot_flash(sweep.cells, plot)
-    emit(flash_tables(sweep.cells, sweep.run, baseline), format=format, output=output)
+        plot_flash(cells, plot)
+    emit(flash_tables(cells, sweep.run, baseline), format=format, output=output)
     sweep.exit()

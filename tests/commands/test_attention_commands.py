@@ -1,15 +1,18 @@
 """``flash`` and ``attn`` as a user runs them, on the CPU."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.cli import app
-from cs336sys.report.attention import attn_tables, flash_tables
+from cs336sys.measure.cells import Worker
+from cs336sys.report.attention import attn_tables, flash_tables, pool_rounds
 from cs336sys.report.plots import plot_flash
-from cs336sys.results import Cell, Samples
+from cs336sys.results import Cell, Samples, read_results
 
 FLASH = ["flash", "--device", "cpu", "--context", "32", "--heads", "2", "--head-dim", "16", "--dtype", "fp32"]
 ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--d-model", "8", "--context", "16", "--steps", "2"]
@@ -37,6 +40,55 @@ def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch):
+    path = tmp_path / "flash.jsonl"
+    arguments = ("--implementations", "tiled,eager", "--context", "64", "--repetition-ms", "1", "--rounds", "2")
+    arguments = (*FLASH, *arguments, "--save", str(path), "--format", "json")
+    measured = []
+
+    def measure(worker, configuration, **options):
+        if len(measured) == stop:
+            raise KeyboardInterrupt
+        measured.append(tuple(configuration[name] for name in ("context", "round", "implementation")))
+        return real_measure(worker, configuration, **options)
+
+    real_measure, stop = Worker.measure, 3
+    monkeypatch.setattr(Worker, "measure", measure)
+    interrupted = invoke(*arguments)
+    assert interrupted.exit_code == 130
+    table = json.loads(interrupted.stdout)["tables"][0]
+    assert [(row["implementation"], row["rounds"]) for row in table["rows"]] == [("tiled", 2), ("eager", 1)]
+    assert table["rows"][0]["end_to_end_speedup"] is not None
+
+    stop, drawn = None, []
+    monkeypatch.setattr("cs336sys.report.plots.plot_flash", lambda cells, path: drawn.extend(cells))
+    table = tables(invoke(*arguments, "--resume", "--plot", str(tmp_path / "flash.png")))["flash"]
+    assert measured == [
+        (context, number, name) for context in (32, 64) for number in (1, 2) for name in ("tiled", "eager")
+    ]
+    assert "causal True, rounds 2" in table["title"]
+    cells = read_results(path).cells
+    assert len(cells) == 8
+    assert drawn == pool_rounds(cells)
+    assert [row["forward_ms"] for row in table["rows"]] == [
+        pytest.approx(cell.samples["forward"].median) for cell in pool_rounds(cells)
+    ]
+
+
+def test_one_round_is_neither_saved_nor_shown(tmp_path):
+    path = tmp_path / "flash.jsonl"
+    arguments = ("--implementations", "eager", "--repetition-ms", "1", "--save", str(path), "--format", "json")
+    title = tables(invoke(*FLASH, *arguments))["flash"]["title"]
+    assert title.startswith("flash: batch 1, heads 2, context 32, head dim 16, dtype fp32, causal True, ")
+    assert "rounds" not in title
+    (cell,) = read_results(path).cells
+    assert set(cell.configuration) == {
+        *("implementation", "batch_size", "heads", "context", "head_dim", "dtype", "causal", "device", "seed"),
+        *("warmup_ms", "repetition_ms"),
+    }
+    assert pool_rounds([cell]) == [cell]
+
+
 def test_attn_measures_eager_and_compiled():
     rows = tables(invoke(*ATTN, "--format", "json"))["attn"]["rows"]
     assert [(row["implementation"], row["status"]) for row in rows] == [("eager", "ok"), ("compiled", "ok")]
@@ -52,6 +104,7 @@ def test_attn_measures_eager_and_compiled():
         ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
         ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
         ([*FLASH, "--repetition-ms", "0"], "--repetition-ms '0.0': must be between 1 and inf"),
+        ([*FLASH, "--rounds", "0"], "--rounds '0': must be at least 1"),
         ([*FLASH, "--context", "0"], "--context '0': must be at least 1"),
         ([*FLASH, "--dtype", "fp8"], "--dtype 'fp8': choose from fp32, bf16, fp16"),
         ([*FLASH, "--device", "tpu"], "--device 'tpu': choose from auto, cuda, cpu"),
@@ -121,6 +174,55 @@ def test_speedups_are_of_medians_and_only_against_a_measured_baseline():
     assert [row.get("forward_speedup") for row in rows] == [4.0, 1.0, None, None]
     assert [row.get("forward_ms") for row in rows] == [1.0, 4.0, 2.0, None]
     assert rows[3]["out_error"] == "5.0e-01"
+
+
+def in_rounds(*cells):
+    return [
+        replace(cell, configuration=cell.configuration | {"round": number})
+        for number, cell in enumerate(cells, start=1)
+    ]
+
+
+def test_rounds_are_pooled_and_speedups_are_of_pooled_medians():
+    ours = in_rounds(flash_cell("triton", 1.0), flash_cell("triton", 2.0), flash_cell("triton", 3.0))
+    theirs = in_rounds(flash_cell("eager", 8.0), flash_cell("eager", 9.0), flash_cell("eager", 12.0))
+    cells = [cell for both in zip(ours, theirs, strict=True) for cell in both]
+    cells[0] = replace(cells[0], derived=cells[0].derived | {"out_error": 3e-3, "peak_gib": 0.5})
+    cells[2] = replace(cells[2], derived=cells[2].derived | {"dq_error": 2e-3, "peak_gib": 0.7})
+    pooled = pool_rounds(cells)
+    assert [cell.configuration["implementation"] for cell in pooled] == ["triton", "eager"]
+    assert pooled[0].samples["forward"] == Samples(
+        "ms", "triton do_bench", (1.0, 1.0, 9.0, 2.0, 2.0, 18.0, 3.0, 3.0, 27.0)
+    )
+    (table,) = flash_tables(pooled, None, "eager")
+    assert table.title == "flash: batch 1, heads 16, context 1024, head dim 64, dtype bf16, causal True, rounds 3"
+    triton = table.rows[0]
+    assert (triton["forward_ms"], triton["forward_speedup"], triton["status"]) == (3.0, 4.0, "ok")
+    # Sorted, the end-to-end samples are 3, 3, 6, 6, 9, 9, 27, 54, 81.
+    assert (triton["end_to_end_p20_ms"], triton["end_to_end_p80_ms"]) == pytest.approx((4.8, 37.8))
+    # 4 B H S^2 D / 2 in 3 ms.
+    assert triton["forward_tflops"] == pytest.approx(2 * 16 * 1024**2 * 64 / 3e-3 / 1e12)
+    assert (triton["out_error"], triton["dq_error"], triton["peak_gib"]) == ("3.0e-03", "2.0e-03", 0.7)
+
+
+def test_warmup_samples_stay_apart_when_rounds_are_pooled():
+    cell = flash_cell("eager", 1.0)
+    samples = {part: replace(series, warmup=(7.0,)) for part, series in cell.samples.items()}
+    (pooled,) = pool_rounds(in_rounds(*[replace(cell, samples=samples)] * 2))
+    assert pooled.samples["backward"].warmup == (7.0, 7.0)
+    assert len(pooled.samples["backward"].measured) == 6
+
+
+def test_row_is_ok_only_if_every_round_is():
+    timeout = replace(flash_cell("triton", 1.0, status="timeout"), derived={}, reason="not done after 5 s")
+    not_a_number = flash_cell("triton", 1.0, status="wrong")
+    not_a_number = replace(not_a_number, derived={"out_error": math.nan}, reason="out by nan")
+    rounds = in_rounds(flash_cell("triton", 1.0), not_a_number, timeout, flash_cell("triton", 1.0))
+    (table,) = flash_tables(pool_rounds(rounds), None, "triton")
+    (row,) = table.rows
+    assert (row["status"], row["out_error"]) == ("wrong", "nan")
+    assert not any(name.endswith(("_ms", "_tflops", "_speedup")) for name in row)
+    assert table.notes[1:] == ("triton wrong: out by nan",)
 
 
 def test_plot_survives_a_sweep_without_a_measured_cell(tmp_path):
