@@ -118,12 +118,12 @@ def test_compile_keeps_one_graph(backend, entry, inputs):
 
 def test_operators_keep_the_rules_of_pytorch(inputs):
     """Schema, fake results of the same shapes and strides, and a registered backward, by torch's own checks."""
-    arguments = (*inputs, True, "tf32x3", True)
+    arguments = (*inputs, True, "tf32x3", True, "triton")
     torch.library.opcheck(torch.ops.cs336sys.flash_attention_forward, arguments)
     transposed = tuple(tensor.detach().transpose(1, 2) for tensor in inputs)
     torch.library.opcheck(
         torch.ops.cs336sys.flash_attention_forward,
-        (*(tensor.contiguous().transpose(1, 2) for tensor in transposed), True, "tf32x3", True),
+        (*(tensor.contiguous().transpose(1, 2) for tensor in transposed), True, "tf32x3", True, "triton"),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -219,45 +219,58 @@ def _backward(
     return grads
 
 
-@torch.library.custom_op("cs336sys::flash_attention_forward", mutates_args=())
-def _forward_operator(
+# torch.library.custom_op would do the same and take 7.5 us a call in place of 2.1.
+_operators = torch.library.Library("cs336sys", "DEF")
+_OPTIONS = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+
+
+def _define(name: str, arguments: str, results: str, function: Callable, fake: Callable) -> Callable:
+    """An operator on any device, and what it returns without computing, for compilers."""
+    _operators.define(f"{name}({arguments}, {_OPTIONS}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    _operators.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cs336sys::{name}", fake, lib=_operators)
+    return getattr(torch.ops.cs336sys, name)
+
+
+def _compute_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
     float32_precision: str,
     deterministic: bool,
-    kernels: str = "triton",
+    kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _forward(query, key, value, is_causal, float32_precision, kernels)[:2]
 
 
-@torch.library.custom_op("cs336sys::flash_attention_backward", mutates_args=())
-def _backward_operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str = "triton",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = is_causal, float32_precision, deterministic, kernels
-    return tuple(_backward(query, key, value, out, logsumexp, grad_out, *options, forward_plan=None))
+def _compute_backward(*arguments: torch.Tensor | bool | str) -> tuple[torch.Tensor, ...]:
+    return tuple(_backward(*arguments, forward_plan=None))
 
 
-@_forward_operator.register_fake
-def _(query, key, value, is_causal, float32_precision, deterministic, kernels="triton"):
+def _fake_forward(query, key, value, *options):
     check_attention_inputs(query, key, value)
     return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
 
-@_backward_operator.register_fake
-def _(query, key, value, out, logsumexp, grad_out, is_causal, float32_precision, deterministic, kernels="triton"):
+def _fake_backward(query, key, value, *others):
     return _empty_result(query), _empty_result(key), _empty_result(value)
+
+
+_forward_operator = _define(
+    "flash_attention_forward",
+    "Tensor query, Tensor key, Tensor value",
+    "Tensor, Tensor",
+    _compute_forward,
+    _fake_forward,
+)
+_backward_operator = _define(
+    "flash_attention_backward",
+    "Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out",
+    "Tensor, Tensor, Tensor",
+    _compute_backward,
+    _fake_backward,
+)
 
 
 def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -269,7 +282,9 @@ def _differentiate(ctx: FunctionCtx, grad_out: torch.Tensor, grad_logsumexp: tor
     return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
 
 
-_forward_operator.register_autograd(_differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd(
+    "cs336sys::flash_attention_forward", _differentiate, setup_context=_save_for_backward, lib=_operators
+)
 
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_forward)
