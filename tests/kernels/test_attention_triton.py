@@ -425,6 +425,12 @@ def test_short_sequences_need_one_launch(head_dim):
         assert len(settings.passes) + settings.prepared == launches, (num_sequences, length)
 
 
+@pytest.mark.parametrize(("head_dim", "prepared"), [(64, False), (128, True)])
+def test_many_short_sequences_compute_d_once_where_that_takes_long(head_dim, prepared):
+    problem = Problem(head_dim, torch.bfloat16, "tf32x3", True, 16, 1024, 1024, (9, 0), 132, True)
+    assert backward_settings(problem, False).prepared == prepared
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_keys_are_shared_only_by_few_programs(head_dim):
     def key_parts(num_sequences, length):
@@ -433,7 +439,7 @@ def test_keys_are_shared_only_by_few_programs(head_dim):
 
     assert key_parts(1, 512) == 1  # a second launch would take longer than it saves
     assert key_parts(1, 1024) > key_parts(1, 8192) > 1
-    assert key_parts(16, 2048) == key_parts(1, 65536) == 1
+    assert key_parts(16, 1024) == key_parts(16, 2048) == key_parts(1, 65536) == 1
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
