@@ -5,11 +5,13 @@ https://github.com/stanford-cs336/assignment2-systems, 2025 and 2026.
 """
 
 import atexit
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from cs336sys.parallel.ddp import BucketedDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
@@ -30,10 +32,47 @@ def get_flashattention_autograd_function_pytorch() -> type:
 
 
 def get_flashattention_autograd_function_triton() -> type:
-    """FlashAttention-2 in Triton kernels, as a ``torch.autograd.Function``."""
+    """FlashAttention-2 in Triton kernels, as a ``torch.autograd.Function``.
+
+    The environment variable CS336SYS_TRITON_ENGINE chooses between "triton" (the default) and "hopper", the
+    warp-specialised kernels for H100 and H200.
+
+    Raises:
+        ValueError: the variable names another engine.
+    """
     from cs336sys.kernels.attention import FlashAttentionTriton
 
-    return FlashAttentionTriton
+    engines = {"triton": FlashAttentionTriton, "hopper": FlashAttentionHopper}
+    engine = os.environ.get("CS336SYS_TRITON_ENGINE") or "triton"
+    if engine not in engines:
+        raise ValueError(f"CS336SYS_TRITON_ENGINE={engine!r} does not exist: choose one of {', '.join(engines)}")
+    return engines[engine]
+
+
+class FlashAttentionHopper(torch.autograd.Function):
+    """``FlashAttentionHopper.apply(query, key, value, is_causal=False)``: float32 (..., S, D) by the Hopper kernels.
+
+    The course's tests give float32 and expect it back, within 1e-2; the kernels take 16 bits only. So everything is
+    cast to float16, which rounds less than bfloat16, on the way in, and back on the way out.
+    """
+
+    kernels = "hopper"
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False
+    ) -> torch.Tensor:
+        from cs336sys.kernels.attention import FlashAttentionTriton
+
+        options = is_causal, "tf32x3", False, FlashAttentionHopper.kernels
+        return FlashAttentionTriton.forward(ctx, query.half(), key.half(), value.half(), *options).float()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from cs336sys.kernels.attention import FlashAttentionTriton
+
+        dq, dk, dv, *_ = FlashAttentionTriton.backward(ctx, grad_out.half())
+        return dq.float(), dk.float(), dv.float(), None
 
 
 def get_ddp(module: torch.nn.Module) -> torch.nn.Module:

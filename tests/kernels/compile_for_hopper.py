@@ -118,10 +118,23 @@ def compile_and_describe(launch: triton_plans.Launch, *tensors) -> dict:
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         launch(*tensors)
-    compiled = launch._compiled
+    compiled = launch.compiled
     if compiled.hash not in descriptions:
         descriptions[compiled.hash] = describe(compiled, log.getvalue())
     return descriptions[compiled.hash]
+
+
+def compile_steps(plan: triton_plans.Plan, names: list[str | None], report: dict, *tensors: torch.Tensor) -> None:
+    """Runs a plan, and describes under its name in ``report`` what it compiles for each of its steps that has one."""
+
+    def described(launch, name):
+        return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
+
+    plan.steps = [
+        (described(launch, name) if name else launch, slots)
+        for name, (launch, slots) in zip(names, plan.steps, strict=True)
+    ]
+    plan(*tensors)
 
 
 def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
@@ -131,19 +144,16 @@ def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dty
     forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels)
     report = {}
 
-    def described(launch, name):
-        return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
-
-    forward._launch = described(forward._launch, "forward")
-    if hasattr(forward, "_combine"):
-        forward._combine = described(forward._combine, "combine")
-    forward(query, key, value, out, logsumexp)
+    forward_names = ["forward", "combine"][: len(forward.steps)]
+    compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
     if kernels == "hopper" and query.shape[-1] not in hopper.BACKWARD_HEAD_DIMS:
         return report
     backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
-    names = {1: ["backward"], 2: ["grad_key_value", "grad_query"]}[len(backward._passes)]
-    backward._passes = [described(launch, name) for name, launch in zip(names, backward._passes, strict=True)]
-    backward(query, key, value, out, logsumexp, grad_out, grads)
+    passes = [launch._kernel for launch, _ in backward.steps]
+    others = triton_plans.prepare_kernel, triton_plans.convert_grad_query_kernel
+    names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
+    step_names = [None if one in others else next(names) for one in passes]
+    compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)
     return report
 
 

@@ -46,8 +46,8 @@ def test_implementations_agree_with_pytorch(implementation, is_causal, inputs):
 
 
 def test_auto_follows_the_device(inputs, device):
-    name = type(flash_attention(*inputs).grad_fn).__name__
-    assert name == {"cuda": "FlashAttentionTritonBackward", "cpu": "FlashAttentionTorchBackward"}[device.type]
+    out = flash_attention(*inputs)
+    assert {"cuda": "FlashAttentionTriton", "cpu": "FlashAttentionTorch"}[device.type] in out.grad_fn.name()
 
 
 def test_unknown_implementation_is_refused_with_the_choices(inputs):

@@ -1,14 +1,12 @@
-"""Launches from the second one on: what the launcher is given, and that descriptors are remembered by address."""
+"""Launches from the second one on: what the launcher is given."""
 
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
-from cs336sys.kernels.attention import flash_attention, triton_launch
+from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.triton_launch import Descriptors, Launch
 
 
@@ -62,36 +60,6 @@ def test_first_tensors_are_given_as_descriptors():
     assert address == plain.data_ptr()
 
 
-def test_descriptors_are_encoded_once_for_an_address(monkeypatch):
-    monkeypatch.setattr(triton_launch, "MAX_ENCODED", 2)
-    descriptors, encoded = Descriptors((32, 64), (64, 1), [16, 64]), []
-
-    def encode(descriptor):
-        encoded.append(descriptor.base.data_ptr())
-        return [f"map of {encoded[-1]}", 32, 64]
-
-    descriptors.encode_by(encode)
-    tensors = [torch.empty(32, 64) for _ in range(3)]
-    first, second, third = (tensor.data_ptr() for tensor in tensors)
-    for tensor in (tensors[0], tensors[1], tensors[0], tensors[1]):
-        assert descriptors(tensor) == [f"map of {tensor.data_ptr()}", 32, 64]
-    assert encoded == [first, second]
-    for tensor in (tensors[2], tensors[0]):  # the third finds no room, and then there is some again
-        assert descriptors(tensor) == [f"map of {tensor.data_ptr()}", 32, 64]
-    assert encoded == [first, second, third, first]
-
-
-def test_descriptors_do_not_keep_tensors():
-    descriptors = Descriptors((32, 64), (64, 1), [16, 64])
-    descriptors.encode_by(lambda descriptor: [descriptor.base.data_ptr()])
-    tensor = torch.empty(32, 64)
-    descriptors(tensor)
-    reference = weakref.ref(tensor)
-    del tensor
-    gc.collect()
-    assert reference() is None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
 def test_gpu_every_call_reads_and_writes_its_own_tensors(implementation):
@@ -109,18 +77,3 @@ def test_gpu_every_call_reads_and_writes_its_own_tensors(implementation):
         actual = out, *torch.autograd.grad(out, inputs, grad_out)
         for one, other in zip(actual, (expected, *torch.autograd.grad(expected, inputs, grad_out)), strict=True):
             assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
-
-
-@pytest.mark.gpu
-def test_gpu_triton_3_6_is_launched_without_encoding_again():
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip(f"triton {triton.__version__} is launched by its own function")
-    from cs336sys.kernels.attention.triton import _plans
-
-    query = torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16)
-    _plans.clear()
-    for _ in range(2):
-        flash_attention(query, query, query, True, implementation="triton")
-    (plan,) = _plans.values()
-    encoded = [descriptors._encoded for descriptors in plan._launch._descriptors]
-    assert all(query.data_ptr() in addresses for addresses in encoded)

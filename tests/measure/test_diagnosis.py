@@ -419,9 +419,59 @@ def test_no_compiler(tmp_path, monkeypatch):
     check = software.check_compiler()
     assert check.verdict == "warn"
     assert check.found.startswith("C none, C++ none, ")
+    assert check.mend == "--compile and Triton need it: `apt-get install build-essential`."
     put_tool(tmp_path, "clang", {})
     put_tool(tmp_path, "g++", {})
     assert software.check_compiler().found.startswith("C clang, C++ g++, ")
+
+
+@pytest.fixture
+def only_a_c_compiler(tmp_path, monkeypatch):
+    """A machine with gcc and Python's headers, and the folder that is its PATH."""
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    put_tool(tmp_path, "gcc", {})
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(software.sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+def test_no_cpp_compiler_is_a_warning_that_says_what_it_costs(only_a_c_compiler):
+    assert software.check_compiler() == Check(
+        "C compiler",
+        "C gcc, C++ none, Python.h there",
+        "warn",
+        "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more time: "
+        "`apt-get install g++`, or set CXX.",
+    )
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++"])
+def test_either_cpp_compiler_will_do(only_a_c_compiler, name):
+    put_tool(only_a_c_compiler, name, {})
+    assert software.check_compiler() == Check("C compiler", f"C gcc, C++ {name}, Python.h there")
+
+
+def test_cxx_goes_before_what_is_on_path(only_a_c_compiler, monkeypatch):
+    put_tool(only_a_c_compiler, "g++", {})
+    put_tool(only_a_c_compiler, "g++-13", {})
+    monkeypatch.setenv("CXX", "g++-13")
+    assert software.check_compiler() == Check("C compiler", "C gcc, C++ g++-13, Python.h there")
+    monkeypatch.setenv("CXX", "")
+    assert software.check_compiler() == Check("C compiler", "C gcc, C++ g++, Python.h there")
+
+
+@pytest.mark.parametrize("variable", ["CC", "CXX"])
+def test_a_variable_that_names_no_compiler(only_a_c_compiler, monkeypatch, variable):
+    put_tool(only_a_c_compiler, "g++", {})
+    monkeypatch.setenv(variable, "/nowhere/g++")
+    assert software.check_compiler() == Check(
+        "C compiler",
+        f"{variable}=/nowhere/g++: no such program",
+        "warn",
+        f"Neither Triton nor --compile tries another: `unset {variable}`.",
+    )
 
 
 def test_no_scipy(monkeypatch):

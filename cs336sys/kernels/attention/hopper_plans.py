@@ -20,6 +20,7 @@ from cs336sys.kernels.attention.triton_plans import (
     BACKWARD_L2_BYTES,
     FORWARD_L2_BYTES,
     BackwardPlan,
+    ForwardPlan,
     Operand,
     Plan,
     make_problem,
@@ -61,7 +62,10 @@ def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.T
 class HopperForwardPlan(Plan):
     """The launch of the forward kernel."""
 
+    given = ForwardPlan.given
+
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
+        super().__init__(query.device)
         operands = [Operand(tensor) for tensor in (query, key, value, out)]
         problem = make_problem(query, key, operands, is_causal, "ieee")
         settings = hopper_settings.hopper_forward_settings(problem)
@@ -77,8 +81,8 @@ class HopperForwardPlan(Plan):
         num_programs = len(costs) * problem.num_sequences
         if settings.persistent:
             num_programs = min(num_programs, problem.num_multiprocessors)
-        self._schedule = _table(share_out(items, costs, num_programs), query.device)
-        self._launch = Launch(
+        schedule = self._own("schedule", _table(share_out(items, costs, num_programs), query.device))
+        launch = Launch(
             forward_kernel,
             num_programs,
             (
@@ -98,16 +102,7 @@ class HopperForwardPlan(Plan):
             [_tile_descriptors(operand, n, query.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-    ) -> None:
-        self._launch(query, key, value, out, logsumexp, self._schedule)
+        self._then(launch, *self.given, schedule)
 
 
 class HopperBackwardPlan(BackwardPlan):
@@ -126,7 +121,7 @@ class HopperBackwardPlan(BackwardPlan):
         # The first keys have the most queries under a causal mask.
         items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
         num_programs = num_tiles * problem.num_sequences
-        self._schedule = _table(share_out(items, [1] * num_tiles, num_programs), self._device)
+        self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             reducer_backward_kernel if settings.reducer else backward_kernel,
@@ -163,6 +158,6 @@ class HopperBackwardPlan(BackwardPlan):
             *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:]),
         ]
 
-    def _result_tensors(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _results_of_pass(self, grads: Sequence[str]) -> Sequence[str]:
         # The kernel adds dQ to its sum.
-        return *grads[1:], self._schedule
+        return *grads[1:], "schedule"

@@ -1,7 +1,9 @@
 """FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 import triton
@@ -9,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import hopper
+from cs336sys.kernels.attention import hopper, native_call
 from cs336sys.kernels.attention.hopper_settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.launch_settings import Problem
 from cs336sys.kernels.attention.triton_forward import forward_kernel
@@ -28,6 +30,12 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
+
+# What decides, beside the tensors, how attention is computed: the C++ knows it by its number.
+OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
+_option_numbers = {options: number for number, options in enumerate(OPTIONS)}
+# The module of native_call, from the first plan on that it can be given.
+_native: ModuleType | None = None
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str, kernels: str) -> None:
@@ -128,20 +136,37 @@ def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, res
     plan.result_layouts = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
 
 
+def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: tuple) -> None:
+    """Gives the C++ a direct plan that has run, for tensors such as these; ``add``: its function that takes it."""
+    global _native
+    if _native is None:
+        _native = native_call.load(_backward_for_native)
+    native_plan = native_call.translate(_native, plan) if _native is not None else None
+    if native_plan is not None:
+        getattr(_native, add)(tensors, _option_numbers[options], native_plan)
+
+
+def _backward_for_native(*arguments: torch.Tensor | int) -> Sequence[torch.Tensor]:
+    """What the C++ calls where it has no plan, as :func:`native_call.load` says."""
+    *tensors, number = arguments
+    backward = _backward_operator if _needs_operators(tensors[-1]) else _backward
+    return backward(*tensors, *OPTIONS[number])
+
+
 def _empty_results(plan: Plan) -> list[torch.Tensor]:
     """What a direct plan writes, on the current GPU; torch.empty_like takes twice as long."""
     return [_compiled_code._empty_strided_cuda(*layout) for layout in plan.result_layouts]
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str,
-    kernels: str,
-) -> tuple[torch.Tensor, torch.Tensor, Plan | None]:
-    """Output (..., S_q, D) in the inputs' dtype, natural logsumexp (..., S_q) in float32, and the plan if any."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: bool | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
+    if _native is not None and options in _option_numbers:
+        results = _native.forward([query, key, value], _option_numbers[options])
+        if results is not None:
+            return results
+    is_causal, float32_precision, _, kernels = options
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
@@ -152,17 +177,16 @@ def _forward(
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         out, logsumexp = _empty_results(plan)
         plan(query, key, value, out, logsumexp)
-        return out, logsumexp, plan
+        return out, logsumexp
     _check(query, key, value, float32_precision, kernels)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
-        inputs = (tensor.float() for tensor in (query, key, value))
-        out, logsumexp, _ = _forward(*inputs, is_causal, float32_precision, kernels)
-        return out.to(torch.bfloat16), logsumexp, None
+        out, logsumexp = _forward(query.float(), key.float(), value.float(), *options)
+        return out.to(torch.bfloat16), logsumexp
     out = _empty_result(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     if out.numel() == 0:
-        return out, logsumexp, None
+        return out, logsumexp
     tensors = *(_kernel_view(tensor, kernels) for tensor in (query, key, value)), out
     if out.dim() > 4:
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
@@ -171,7 +195,9 @@ def _forward(
         _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
-    return out, logsumexp, plan
+        if plan.is_direct:
+            _tell_native("add_forward", plan, [query, key, value], options)
+    return out, logsumexp
 
 
 def _backward(
@@ -181,29 +207,30 @@ def _backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str,
-    forward_plan: Plan | None,
+    *options: bool | str,
 ) -> Sequence[torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides."""
+    given = [query, key, value, out, logsumexp, grad_out]
+    if _native is not None:
+        grads = _native.backward(given, _option_numbers[options])
+        if grads is not None:
+            return grads
+    is_causal, float32_precision, deterministic, kernels = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
     # others: whatever keeps tensors for backward may give copies back.
     signature = (
-        forward_plan or (query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels),
+        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels,
         query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
         out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16, deterministic,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         grads = _empty_results(plan)
-        plan(query, key, value, out, logsumexp.contiguous(), grad_out, grads)
+        plan(query, key, value, out, logsumexp.contiguous(), grad_out, *grads)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
-        tensors = (tensor.float() for tensor in (query, key, value, out, logsumexp, grad_out))
-        grads = _backward(*tensors, is_causal, float32_precision, deterministic, kernels, None)
+        grads = _backward(*(tensor.float() for tensor in given), *options)
         return [grad.to(torch.bfloat16) for grad in grads]
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
     if query.numel() == 0:
@@ -212,10 +239,12 @@ def _backward(
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
         plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels)
-        given = query, key, value, out, grad_out, *grads
-        _remember(signature, plan, given, (*tensors, *kernel_grads), grads)
+        all_given = query, key, value, out, grad_out, *grads
+        _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
-        plan(*tensors[:4], logsumexp.contiguous(), tensors[4], kernel_grads)
+        plan(*tensors[:4], logsumexp.contiguous(), tensors[4], *kernel_grads)
+        if plan.is_direct and logsumexp.is_contiguous():
+            _tell_native("add_backward", plan, given, options)
     return grads
 
 
@@ -241,11 +270,11 @@ def _compute_forward(
     deterministic: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(query, key, value, is_causal, float32_precision, kernels)[:2]
+    return tuple(_forward(query, key, value, is_causal, float32_precision, deterministic, kernels))
 
 
 def _compute_backward(*arguments: torch.Tensor | bool | str) -> tuple[torch.Tensor, ...]:
-    return tuple(_backward(*arguments, forward_plan=None))
+    return tuple(_backward(*arguments))
 
 
 def _fake_forward(query, key, value, *options):
@@ -361,23 +390,17 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: bool = False,
         kernels: str = "triton",
     ) -> torch.Tensor:
-        options = is_causal, float32_precision, deterministic, kernels
-        if _needs_operators(query):
-            out, logsumexp = _forward_operator(query, key, value, *options)
-            plan = None
-        else:
-            out, logsumexp, plan = _forward(query, key, value, is_causal, float32_precision, kernels)
+        ctx.options = is_causal, float32_precision, deterministic, kernels
+        forward = _forward_operator if _needs_operators(query) else _forward
+        out, logsumexp = forward(query, key, value, *ctx.options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = *options, plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if _needs_operators(grad_out):
-            grads = _backward_operator(*ctx.saved_tensors, grad_out, *ctx.options[:-1])
-        else:
-            grads = _backward(*ctx.saved_tensors, grad_out, *ctx.options)
+        backward = _backward_operator if _needs_operators(grad_out) else _backward
+        grads = backward(*ctx.saved_tensors, grad_out, *ctx.options)
         return *grads, None, None, None, None
 
 
@@ -399,7 +422,12 @@ def triton_attention(
             "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
             "take implementation 'reference' there"
         )
-    return _apply(query, key, value, is_causal, float32_precision, deterministic, kernels)
+    options = is_causal, float32_precision, deterministic, kernels
+    if _native is not None and options in _option_numbers:
+        out = _native.attend(query, key, value, _option_numbers[options])
+        if out is not None:
+            return out
+    return _apply(query, key, value, *options)
 
 
 # Function.apply without its share for torch.func, which takes 2 us and has nothing to do behind the refusal.

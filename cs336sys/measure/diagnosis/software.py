@@ -90,14 +90,28 @@ def probe_triton(device: str) -> str:
 
 
 def check_compiler() -> Check:
-    """Triton compiles its launchers with a C compiler and Python's headers; torch.compile on a CPU needs C++."""
+    """Triton compiles its launchers with a C compiler and Python's headers.
+
+    C++ serves torch.compile on a CPU and the attention kernels, whose calls on a GPU go through Python without it.
+    """
+    for variable in ("CC", "CXX"):
+        chosen = os.environ.get(variable)
+        if chosen and shutil.which(chosen) is None:
+            mend = f"Neither Triton nor --compile tries another: `unset {variable}`."
+            return Check("C compiler", f"{variable}={chosen}: no such program", "warn", mend)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     found = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
-    if c is None or cpp is None:
+    if c is None:
         return Check("C compiler", found, "warn", "--compile and Triton need it: `apt-get install build-essential`.")
     if not headers:
         return Check("C compiler", found, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
+    if cpp is None:
+        mend = (
+            "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more "
+            "time: `apt-get install g++`, or set CXX."
+        )
+        return Check("C compiler", found, "warn", mend)
     return Check("C compiler", found)
 
 

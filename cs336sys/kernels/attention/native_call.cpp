@@ -1,0 +1,362 @@
+// From a call to its launches without Python: what native_call.py describes, executed; with the node of autograd.
+//
+// At short sequences the kernels take less time than Python takes to start them, and torch's own attention has no
+// Python on its way. Tiles, grids and compiled kernels are chosen in Python at the first call of a signature; a call of
+// a signature that is not known here yet is answered with None, and Python does it.
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+namespace cs336sys {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// cuLaunchKernel and cuTensorMapEncodeTiled of the CUDA driver, whose headers the build does without.
+using LaunchKernel = int (*)(
+    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
+    unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+using EncodeTensorMap = int (*)(
+    void* map, int dtype, uint32_t rank, void* address, const uint64_t* shape, const uint64_t* stride_bytes,
+    const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int fill);
+LaunchKernel launch_kernel = nullptr;
+EncodeTensorMap encode_tensor_map = nullptr;
+
+void check_driver(int error, const char* call) {
+  TORCH_CHECK(error == 0, call, " failed with error ", error, " of the CUDA driver");
+}
+
+struct alignas(128) TensorMap {
+  std::array<char, 128> bytes;
+};
+
+// A TMA descriptor of the tensor in a slot. What the GPU is given depends on the address alone, and the allocator gives
+// the same ones again and again, so they are remembered.
+class Descriptor {
+ public:
+  Descriptor(
+      size_t slot, int dtype, int swizzle, uint64_t element_bytes, const std::vector<uint32_t>& box,
+      const std::vector<uint64_t>& shape, const std::vector<uint64_t>& strides)
+      : slot(slot), dtype_(dtype), swizzle_(swizzle), box_(box.rbegin(), box.rend()),
+        shape_(shape.rbegin(), shape.rend()) {
+    // The driver counts dimensions from the innermost, whose elements lie side by side.
+    for (auto stride = strides.rbegin() + 1; stride != strides.rend(); ++stride) {
+      stride_bytes_.push_back(*stride * element_bytes);
+    }
+  }
+
+  void* map_of(void* address) {
+    if (maps_.size() >= kMaxMaps && maps_.count(address) == 0) maps_.clear();
+    auto& map = maps_[address];
+    if (map == nullptr) {
+      map = std::make_unique<TensorMap>();
+      constexpr int kNoInterleave = 0, kPromoteTo128Bytes = 2, kFillZeros = 0;
+      const std::vector<uint32_t> element_strides(box_.size(), 1);
+      const int error = encode_tensor_map(
+          map.get(), dtype_, box_.size(), address, shape_.data(), stride_bytes_.data(), box_.data(),
+          element_strides.data(), kNoInterleave, swizzle_, kPromoteTo128Bytes, kFillZeros);
+      if (error != 0) maps_.clear();
+      check_driver(error, "cuTensorMapEncodeTiled");
+    }
+    return map.get();
+  }
+
+  const size_t slot;
+
+ private:
+  // More tensors of one kind than a model has layers.
+  static constexpr size_t kMaxMaps = 256;
+  int dtype_, swizzle_;
+  std::vector<uint32_t> box_;
+  std::vector<uint64_t> shape_, stride_bytes_;
+  std::unordered_map<void*, std::unique_ptr<TensorMap>> maps_;
+};
+
+// What a kernel is given for one parameter: the address of the tensor in a slot, a number's bytes, or a descriptor.
+using Parameter = std::variant<size_t, std::string, std::shared_ptr<Descriptor>>;
+
+class Launch {
+ public:
+  Launch(uintptr_t function, unsigned grid, unsigned threads, unsigned shared_bytes, std::vector<Parameter> parameters)
+      : function_(reinterpret_cast<void*>(function)), grid_(grid), threads_(threads), shared_bytes_(shared_bytes),
+        parameters_(std::move(parameters)), values_(parameters_.size()) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (auto* number = std::get_if<std::string>(&parameters_[i])) values_[i] = number->data();
+    }
+  }
+  Launch(const Launch&) = delete;
+
+  void run(void** addresses, void* stream) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (const auto* slot = std::get_if<size_t>(&parameters_[i])) {
+        values_[i] = &addresses[*slot];
+      } else if (auto* descriptor = std::get_if<std::shared_ptr<Descriptor>>(&parameters_[i])) {
+        values_[i] = (*descriptor)->map_of(addresses[(*descriptor)->slot]);
+      }
+    }
+    check_driver(
+        launch_kernel(function_, grid_, 1, 1, threads_, 1, 1, shared_bytes_, stream, values_.data(), nullptr),
+        "cuLaunchKernel");
+  }
+
+ private:
+  void* function_;
+  unsigned grid_, threads_, shared_bytes_;
+  std::vector<Parameter> parameters_;
+  std::vector<void*> values_;  // where the value of each parameter lies
+};
+
+struct Layout {
+  std::vector<int64_t> shape, strides;
+  at::ScalarType dtype;
+};
+
+// A constant, or a scratch tensor, which lives for one run.
+using Own = std::variant<Tensor, Layout>;
+
+// Launches over slots: the tensors it is run with, its results, then its own.
+class Plan {
+ public:
+  Plan(std::vector<Layout> results, std::vector<Own> own, std::vector<std::shared_ptr<Launch>> launches)
+      : results_(std::move(results)), own_(std::move(own)), launches_(std::move(launches)) {}
+
+  Tensors run(at::ArrayRef<Tensor> given) {
+    const auto device = given[0].device();
+    Tensors results, scratch;
+    std::vector<void*> addresses;
+    results.reserve(results_.size());
+    addresses.reserve(given.size() + results_.size() + own_.size());
+    for (const auto& tensor : given) addresses.push_back(tensor.data_ptr());
+    for (const auto& layout : results_) {
+      results.push_back(allocate(layout, device));
+      addresses.push_back(results.back().data_ptr());
+    }
+    for (const auto& one : own_) {
+      if (const auto* layout = std::get_if<Layout>(&one)) {
+        scratch.push_back(allocate(*layout, device));
+        addresses.push_back(scratch.back().data_ptr());
+      } else {
+        addresses.push_back(std::get<Tensor>(one).data_ptr());
+      }
+    }
+    void* stream = nullptr;
+    if (device.is_cuda()) {
+      const c10::impl::VirtualGuardImpl guard(device.type());
+      stream = guard.getStreamNativeHandle(guard.getStream(device));
+    }
+    const std::lock_guard lock(mutex_);
+    for (const auto& launch : launches_) launch->run(addresses.data(), stream);
+    return results;
+  }
+
+ private:
+  static Tensor allocate(const Layout& layout, at::Device device) {
+    return at::empty_strided(layout.shape, layout.strides, at::TensorOptions(device).dtype(layout.dtype));
+  }
+
+  std::vector<Layout> results_;
+  std::vector<Own> own_;
+  std::vector<std::shared_ptr<Launch>> launches_;
+  std::mutex mutex_;  // a launch keeps its parameters' values; autograd's thread may run beside the main one
+};
+
+// Everything that a plan depends on.
+using Signature = std::vector<int64_t>;
+
+struct SignatureHash {
+  size_t operator()(const Signature& signature) const {
+    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a number at a time
+    for (const int64_t number : signature) hash = (hash ^ static_cast<uint64_t>(number)) * 0x100000001b3;
+    return hash ^ (hash >> 32);
+  }
+};
+
+Signature sign(int64_t options, at::ArrayRef<Tensor> tensors) {
+  Signature signature;
+  signature.reserve(1 + 11 * tensors.size());
+  signature.push_back(options);
+  for (const auto& tensor : tensors) {
+    signature.push_back(tensor.dim());
+    signature.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    signature.push_back(tensor.device().index());
+    for (const int64_t size : tensor.sizes()) signature.push_back(size);
+    for (const int64_t stride : tensor.strides()) signature.push_back(stride);
+  }
+  return signature;
+}
+
+class Plans {
+ public:
+  void add(const Signature& signature, std::shared_ptr<Plan> plan) {
+    const std::lock_guard lock(mutex_);
+    if (plans_.size() >= kMaxPlans) plans_.clear();
+    plans_[signature] = std::move(plan);
+  }
+
+  std::shared_ptr<Plan> find(const Signature& signature) {
+    const std::lock_guard lock(mutex_);
+    const auto found = plans_.find(signature);
+    return found == plans_.end() ? nullptr : found->second;
+  }
+
+ private:
+  static constexpr size_t kMaxPlans = 1024;
+  std::mutex mutex_;
+  std::unordered_map<Signature, std::shared_ptr<Plan>, SignatureHash> plans_;
+};
+
+// Never destroyed: at exit their constants may outlive the CUDA context.
+Plans& forward_plans = *new Plans;
+Plans& backward_plans = *new Plans;
+
+// Whether kernels may read the tensors as they lie: nothing else wants to see the call, and plans are made for the
+// current device and for addresses that 16 divides.
+bool readable(at::ArrayRef<Tensor> tensors) {
+  const c10::impl::VirtualGuardImpl guard(tensors[0].device().type());
+  if (guard.getDevice() != tensors[0].device()) return false;
+  for (const auto& tensor : tensors) {
+    if (at::isTensorSubclassLike(tensor) || tensor.is_conj() || tensor.is_neg()) return false;
+    if (tensor.layout() != at::kStrided || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0) return false;
+  }
+  return true;
+}
+
+std::shared_ptr<Plan> find_forward(const Tensors& inputs, int64_t options) {
+  return readable(inputs) ? forward_plans.find(sign(options, inputs)) : nullptr;
+}
+
+// Deterministic algorithms may be switched on between forward and backward.
+Signature sign_backward(const Tensors& tensors, int64_t options) {
+  auto signature = sign(options, tensors);
+  signature.push_back(at::globalContext().deterministicAlgorithms());
+  return signature;
+}
+
+// The tensors: query, key, value, output, logsumexp and the output's gradient.
+std::optional<Tensors> run_backward(const Tensors& tensors, int64_t options) {
+  if (!readable(tensors)) return std::nullopt;
+  const auto plan = backward_plans.find(sign_backward(tensors, options));
+  if (plan == nullptr) return std::nullopt;
+  return plan->run(tensors);
+}
+
+PyObject* python_backward = nullptr;
+
+// The gradients as Python computes them, which also makes the plan.
+Tensors call_python_backward(const Tensors& tensors, int64_t options) {
+  const py::gil_scoped_acquire gil;
+  auto arguments = py::reinterpret_steal<py::object>(PyTuple_New(tensors.size() + 1));
+  for (size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(arguments.ptr(), i, THPVariable_Wrap(tensors[i]));
+  PyTuple_SET_ITEM(arguments.ptr(), tensors.size(), PyLong_FromLongLong(options));
+  const auto gradients = py::reinterpret_steal<py::object>(PyObject_CallObject(python_backward, arguments.ptr()));
+  if (!gradients) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return gradients.cast<Tensors>();
+}
+
+struct FlashAttentionTriton : torch::autograd::Function<FlashAttentionTriton> {
+  static Tensor forward(
+      torch::autograd::AutogradContext* context, const Tensor& query, const Tensor& key, const Tensor& value,
+      int64_t options, const std::shared_ptr<Plan>& plan) {
+    auto results = plan->run({query, key, value});
+    context->save_for_backward({query, key, value, results[0], results[1]});
+    context->saved_data["options"] = options;
+    return std::move(results[0]);
+  }
+
+  static Tensors backward(torch::autograd::AutogradContext* context, Tensors grad_outputs) {
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(),
+        "FlashAttentionTriton is differentiable once: it has no second derivative, so create_graph=True is refused");
+    auto tensors = context->get_saved_variables();
+    tensors.push_back(std::move(grad_outputs[0]));
+    const int64_t options = context->saved_data["options"].toInt();
+    auto gradients = run_backward(tensors, options);
+    if (!gradients) gradients = call_python_backward(tensors, options);
+    gradients->resize(5);  // none for the options and the plan
+    return std::move(*gradients);
+  }
+};
+
+std::optional<Tensor> attend(py::handle query, py::handle key, py::handle value, int64_t options) {
+  Tensors inputs;
+  inputs.reserve(3);
+  for (const auto handle : {query, key, value}) {
+    if (!THPVariable_CheckExact(handle.ptr())) return std::nullopt;
+    inputs.push_back(THPVariable_Unpack(handle.ptr()));
+  }
+  const py::gil_scoped_release no_gil;
+  const auto plan = find_forward(inputs, options);
+  if (plan == nullptr) return std::nullopt;
+  const bool differentiable = at::GradMode::is_enabled() &&
+      (inputs[0].requires_grad() || inputs[1].requires_grad() || inputs[2].requires_grad());
+  if (!differentiable) return std::move(plan->run(inputs)[0]);
+  return FlashAttentionTriton::apply(inputs[0], inputs[1], inputs[2], options, plan);
+}
+
+std::optional<Tensors> run_forward(const Tensors& inputs, int64_t options) {
+  const auto plan = find_forward(inputs, options);
+  if (plan == nullptr) return std::nullopt;
+  return plan->run(inputs);
+}
+
+std::vector<Parameter> parameters_of(const py::list& list) {
+  std::vector<Parameter> parameters;
+  for (const auto one : list) {
+    if (py::isinstance<py::bytes>(one)) {
+      parameters.emplace_back(one.cast<std::string>());
+    } else if (py::isinstance<py::int_>(one)) {
+      parameters.emplace_back(one.cast<size_t>());
+    } else {
+      parameters.emplace_back(one.cast<std::shared_ptr<Descriptor>>());
+    }
+  }
+  return parameters;
+}
+
+}  // namespace cs336sys
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace cs336sys;
+
+  py::class_<Descriptor, std::shared_ptr<Descriptor>>(module, "Descriptor", py::module_local())
+      .def(py::init<size_t, int, int, uint64_t, std::vector<uint32_t>, std::vector<uint64_t>, std::vector<uint64_t>>());
+  py::class_<Layout>(module, "Layout", py::module_local())
+      .def(py::init<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>());
+  py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch", py::module_local())
+      .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned shared_bytes, const py::list& all) {
+        return std::make_shared<Launch>(function, grid, threads, shared_bytes, parameters_of(all));
+      }));
+  py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan", py::module_local())
+      .def(py::init<std::vector<Layout>, std::vector<Own>, std::vector<std::shared_ptr<Launch>>>());
+
+  module.def("use_driver", [](uintptr_t launch, uintptr_t encode) {
+    launch_kernel = reinterpret_cast<LaunchKernel>(launch);
+    encode_tensor_map = reinterpret_cast<EncodeTensorMap>(encode);
+  });
+  module.def("use_python_backward", [](py::object function) { python_backward = function.release().ptr(); });
+  module.def("add_forward", [](const Tensors& inputs, int64_t options, std::shared_ptr<Plan> plan) {
+    forward_plans.add(sign(options, inputs), std::move(plan));
+  });
+  module.def("add_backward", [](const Tensors& tensors, int64_t options, std::shared_ptr<Plan> plan) {
+    backward_plans.add(sign_backward(tensors, options), std::move(plan));
+  });
+  module.def("attend", torch::wrap_pybind_function(attend));
+  module.def("forward", torch::wrap_pybind_function_no_gil(run_forward));
+  module.def("backward", torch::wrap_pybind_function_no_gil(run_backward));
+}
