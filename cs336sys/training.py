@@ -13,8 +13,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from torch import Tensor, nn
 
-from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
+from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention
@@ -211,11 +210,6 @@ def set_matmul_precision(workload: Workload) -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
-def step_flops(workload: Workload) -> float:
-    """Model FLOPs of one step of the workload's mode: the optimizer's are negligible and not counted."""
-    return model_flops(workload.size, backward=workload.mode != "forward")
-
-
 def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure one cell of ``bench``: runs in the worker process.
 
@@ -238,21 +232,17 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         progress=progress,
     )
     wall = samples["wall"]
-    seconds = samples["step"].mean / 1e3
-    flops = step_flops(workload)
+    peak = None
+    if device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(device), workload.precision, workload.tf32)
     derived: dict[str, Any] = {
         "parameters": count_parameters(workload.size),
         "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
         "peak_gib": peak_memory_gib(device),
-        "tokens_per_s": workload.tokens / seconds,
-        "tflops": flops / seconds / 1e12,
-        "mfu_percent": None,
+        **workload.rates(samples["step"], peak),
         "gpu_busy_ms": None,
     }
     if device.type == "cuda":
         progress("profiling one step")
         derived["gpu_busy_ms"] = gpu_busy_ms(step)
-        peak = peak_tflops(torch.cuda.get_device_name(device), workload.precision, workload.tf32)
-        utilization = model_flops_utilization(flops, seconds, peak)
-        derived["mfu_percent"] = None if utilization is None else 100 * utilization
     return Outcome("ok", samples, derived)

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
-from cs336sys.accounting.flops import attention_flops
+from cs336sys.accounting.flops import attention_flops, model_flops
+from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.strategies import STRATEGIES as OWN_SHARDING_STRATEGIES
 from cs336sys.errors import UsageError
 from cs336sys.results import Samples
@@ -78,6 +79,21 @@ class Workload:
         return self.size.batch_size * self.size.context
 
     @property
+    def flops(self) -> int:
+        """Model FLOPs a step, of the mode's phases: the optimizer's are negligible and not counted."""
+        return model_flops(self.size, backward=self.mode != "forward")
+
+    def rates(self, step: Samples, peak_tflops: float | None) -> dict[str, float | None]:
+        """``tokens_per_s``, ``tflops`` and ``mfu_percent`` of the mean step (ms); no MFU where no peak is known."""
+        seconds = step.mean / 1e3
+        utilization = model_flops_utilization(self.flops, seconds, peak_tflops)
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "tflops": self.flops / seconds / 1e12,
+            "mfu_percent": None if utilization is None else 100 * utilization,
+        }
+
+    @property
     def name(self) -> str:
         """A file name without its ending, different for workloads that differ in more than device, steps and seed."""
         size = self.size
@@ -95,9 +111,10 @@ class Workload:
 
     @classmethod
     def from_configuration(cls, configuration: Mapping[str, Any]) -> "Workload":
-        """The inverse of :meth:`configuration`."""
+        """The inverse of :meth:`configuration`; a round, or the number of rounds, is no part of the workload."""
         own = {field.name for field in fields(cls)} - {"size"}
-        shape = {name: value for name, value in configuration.items() if name not in own and name != "size"}
+        others = {*own, "size", "round", "rounds"}
+        shape = {name: value for name, value in configuration.items() if name not in others}
         size = ModelSize(name=configuration["size"], **shape)
         return cls(size=size, **{name: configuration[name] for name in own})
 

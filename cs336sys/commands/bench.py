@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import workloads as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, split_list
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, between, split_list
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 
 
@@ -27,6 +27,7 @@ def bench(
     optimizer: options.OptimizerOption = ["course"],
     warmup: options.WarmupOption = ["5"],
     steps: options.StepsOption = 10,
+    rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.")] = 1,
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
@@ -48,8 +49,10 @@ def bench(
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
 
     cs336sys bench --size small --warmup 0,1,2,5
+
+    cs336sys bench --size small --attention sdpa,flash --rounds 5
     """
-    from cs336sys.report.bench import bench_tables, plan_table
+    from cs336sys.report.bench import bench_tables, plan_table, pool_rounds
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(
@@ -76,18 +79,25 @@ def bench(
         synchronize=synchronize,
     )
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
+    split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
     if dry_run:
         emit([plan_table(workloads)], format=format, output=output)
         return
+    configurations = [workload.configuration() for workload in workloads]
+    if rounds > 1:
+        # A round goes through all of them, so that what is compared is measured side by side.
+        configurations = [
+            configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
+        ]
     sweep = run_sweep(
         "bench",
         "cs336sys.training:measure_training",
-        [workload.configuration() for workload in workloads],
+        configurations,
         save=save,
         resume=resume,
         cell_timeout=cell_timeout,
         fresh_worker=len({workload.warmup for workload in workloads}) > 1,
     )
-    emit(bench_tables(sweep.cells, sweep.run, shown_percentiles), format=format, output=output)
+    emit(bench_tables(pool_rounds(sweep.cells), sweep.run, shown_percentiles), format=format, output=output)
     sweep.exit()

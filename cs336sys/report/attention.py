@@ -1,14 +1,12 @@
 """The tables of ``flash`` and ``attn``, built from their cells; columns and formulas are in ``docs/columns.md``."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.machine import machine_words
+from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
@@ -20,44 +18,25 @@ _SHAPE_COLUMNS = {
     "head_dim": Column("head_dim", "head dim"),
     "dtype": Column("dtype", "dtype"),
     "causal": Column("causal", "causal"),
-    "rounds": Column("rounds", "rounds"),
+    "rounds": ROUNDS_COLUMN,
 }
 _PARTS = ("forward", "backward", "end_to_end")
 
 
 def pool_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """One cell of ``flash`` for those that differ in nothing but ``round``, which the number of ``rounds`` replaces.
+    """The cells of ``flash`` with their rounds pooled (:func:`pool_cells`).
 
-    Samples are pooled, TFLOP/s are of their medians, errors and peak the largest. Unless all rounds are ``ok``, status
-    and reason are those of the first that is not. Cells of a sweep without rounds stay as they are.
+    TFLOP/s are of the medians of all samples, errors and peak the largest.
     """
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(configuration_key(cell.configuration, ignore=("round",)), []).append(cell)
-    return [_pooled(rounds) if "round" in rounds[0].configuration else rounds[0] for rounds in groups.values()]
+    return pool_cells(cells, _derived_of_rounds)
 
 
-def _pooled(rounds: Sequence[Cell]) -> Cell:
-    shown = next((cell for cell in rounds if cell.status != "ok"), rounds[0])
-    configuration = {name: value for name, value in shown.configuration.items() if name != "round"}
-    derived: dict[str, Any] = {}
-    for name in dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops")):
-        known = [cell.derived[name] for cell in rounds if cell.derived.get(name) is not None]
-        # NaN, which max neither finds nor passes over, is the worst of errors.
-        derived[name] = max(known, key=lambda value: (math.isnan(value), value), default=None)
-    samples: dict[str, Samples] = {}
-    if shown.status == "ok":
-        samples = {part: _joined([cell.samples[part] for cell in rounds]) for part in _PARTS}
-        derived |= AttentionWorkload(**configuration).tflops(samples)
-    return replace(shown, configuration=configuration | {"rounds": len(rounds)}, samples=samples, derived=derived)
-
-
-def _joined(series: Sequence[Samples]) -> Samples:
-    return replace(
-        series[0],
-        measured=tuple(chain.from_iterable(samples.measured for samples in series)),
-        warmup=tuple(chain.from_iterable(samples.warmup for samples in series)),
-    )
+def _derived_of_rounds(
+    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
+) -> dict[str, Any]:
+    names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
+    derived = {name: largest_known(rounds, name) for name in names}
+    return derived | AttentionWorkload(**configuration).tflops(samples) if samples else derived
 
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:

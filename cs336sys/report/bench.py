@@ -1,13 +1,15 @@
 """The tables of ``bench``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.memory import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
-from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import PHASES, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
@@ -19,11 +21,44 @@ _ALWAYS_SHOWN = ("context", "precision", "compile")
 _SPEEDUP_AXES = ("precision", "compile", "attention", "optimizer")
 
 
+def pool_rounds(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of ``bench`` with their rounds pooled (:func:`pool_cells`).
+
+    Tokens/s, TFLOP/s and MFU are of the mean of all steps, the peak the largest, the GPU's busy time the median, and
+    what is left (the time until the first step is done) the first round's.
+    """
+    return pool_cells(cells, _derived_of_rounds)
+
+
+def _derived_of_rounds(
+    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
+) -> dict[str, Any]:
+    if not samples:
+        return {}
+    first = rounds[0].derived
+    # The GPU's peak is not saved, but what was made of it is.
+    mfu_percent = first["mfu_percent"]
+    peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
+    busy_ms = known_values(rounds, "gpu_busy_ms")
+    return (
+        first
+        | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops)
+        | {
+            "peak_gib": largest_known(rounds, "peak_gib"),
+            "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
+        }
+    )
+
+
 def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = ()) -> list[Table]:
     """The step times, and a table of speed-ups when the sweep offers something to compare."""
-    settings = shown_settings(cells, SETTING_COLUMNS, _ALWAYS_SHOWN)
-    tables = [_times(cells, run, settings, percentiles)]
-    speedups = _speedups(cells, settings)
+    settings = SETTING_COLUMNS
+    if any("rounds" in cell.configuration for cell in cells):
+        settings = settings | {"rounds": ROUNDS_COLUMN}
+    shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
+    heading = title("bench", cells, run, settings, shown)
+    tables = [_times(cells, heading, shown, percentiles)]
+    speedups = _speedups(cells, shown)
     return [*tables, speedups] if speedups else tables
 
 
@@ -58,7 +93,7 @@ def plan_table(workloads: Sequence[Workload], command: str = "bench") -> Table:
     return Table("plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note,))
 
 
-def _times(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
+def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
     phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES[cell.configuration["mode"]]))
     columns = [
         *SIZE_COLUMNS,
@@ -81,8 +116,10 @@ def _times(cells: Sequence[Cell], run: Run | None, settings: dict[str, Column], 
         Column("status", "status"),
     ]
     rows = [_row(cell, percentiles) for cell in cells]
-    heading = title("bench", cells, run, SETTING_COLUMNS, settings)
-    return Table("bench", heading, tuple(columns), rows, notes=method_notes(cells))
+    notes = method_notes(cells)
+    if any("rounds" in cell.configuration for cell in cells):
+        notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
+    return Table("bench", heading, tuple(columns), rows, notes=notes)
 
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
@@ -107,13 +144,15 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     measured = [cell for cell in cells if cell.status == "ok"]
     if not axes or len(measured) < 2:
         return None
+    # An interrupted sweep went through some configurations once more than through others.
+    ignored = (*axes, "rounds")
     baselines: dict[str, Cell] = {}
     for cell in cells:
-        baselines.setdefault(configuration_key(cell.configuration, ignore=tuple(axes)), cell)
+        baselines.setdefault(configuration_key(cell.configuration, ignore=ignored), cell)
     series = list(dict.fromkeys(name for cell in measured for name in cell.samples if name != "wall"))
     rows = []
     for cell in measured:
-        baseline = baselines[configuration_key(cell.configuration, ignore=tuple(axes))]
+        baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
         if baseline is cell or baseline.status != "ok":
             continue
         row = dict(cell.configuration) | {"over": ", ".join(str(baseline.configuration[name]) for name in axes)}

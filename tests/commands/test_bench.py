@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.measure.cells import Worker
 from cs336sys.results import read_results
 
 TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
@@ -98,13 +100,91 @@ def test_warmup_study_shows_the_first_step_of_a_fresh_process():
     assert rows[0]["first_measured_ms"] > rows[1]["first_measured_ms"]
 
 
+def in_order(path):
+    return [
+        (cell.configuration["warmup"], cell.configuration["attention"], cell.configuration.get("round"))
+        for cell in read_results(path).cells
+    ]
+
+
+def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_missing(tmp_path):
+    path = tmp_path / "r.jsonl"
+    arguments = ("--warmup", "1", "--attention", "reference,sdpa", "--rounds", "2", "--format", "json")
+    arguments = (*arguments, "--save", str(path))
+    found = tables(invoke(*arguments))
+    assert in_order(path) == [(1, "reference", 1), (1, "sdpa", 1), (1, "reference", 2), (1, "sdpa", 2)]
+    assert ", rounds 2, " in found["bench"]["title"]
+    measured = {
+        name: [
+            sample
+            for cell in read_results(path).cells
+            if cell.configuration["attention"] == name
+            for sample in cell.samples["step"].measured
+        ]
+        for name in ("reference", "sdpa")
+    }
+    rows = {row["attention"]: row for row in found["bench"]["rows"]}
+    assert [row["attention"] for row in found["bench"]["rows"]] == ["reference", "sdpa"]
+    for name, samples in measured.items():
+        assert len(samples) == 4
+        assert rows[name]["status"] == "ok"
+        assert rows[name]["step_ms_mean"] == pytest.approx(statistics.fmean(samples))
+        assert rows[name]["step_ms_median"] == pytest.approx(statistics.median(samples))
+        assert rows[name]["tokens_per_s"] == pytest.approx(32e3 / statistics.fmean(samples))
+    (speedup,) = found["speedup"]["rows"]
+    medians = {name: statistics.median(samples) for name, samples in measured.items()}
+    assert (speedup["attention"], speedup["over"]) == ("sdpa", "reference")
+    assert speedup["step_speedup"] == pytest.approx(medians["reference"] / medians["sdpa"])
+
+    lines = path.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "cell", "cell", "cell", "cell"]
+    path.write_text("".join(lines[:2] + lines[3:]))
+    again = tables(invoke(*arguments, "--resume"))
+    assert in_order(path) == [(1, "reference", 1), (1, "reference", 2), (1, "sdpa", 2), (1, "sdpa", 1)]
+    assert again["bench"]["rows"][0] == found["bench"]["rows"][0]
+    assert again["bench"]["rows"][1]["step_ms_mean"] != found["bench"]["rows"][1]["step_ms_mean"]
+    assert again["bench"]["title"] == found["bench"]["title"]
+
+
+def test_every_round_of_a_warmup_study_is_a_fresh_process(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    arguments = ("--warmup", "0,2", "--mode", "forward", "--rounds", "2", "--save", str(path), "--format", "json")
+    started = []
+    start = Worker._start
+    monkeypatch.setattr(Worker, "_start", lambda worker: (started.append(worker), start(worker)))
+    rows = tables(invoke(*arguments))["bench"]["rows"]
+    assert len(started) == 4
+    assert in_order(path) == [(0, "reference", 1), (2, "reference", 1), (0, "reference", 2), (2, "reference", 2)]
+    first_round = [cell.samples["step"].measured[0] for cell in read_results(path).cells[:2]]
+    assert [row["warmup"] for row in rows] == [0, 2]
+    assert [row["first_measured_ms"] for row in rows] == first_round
+
+
+def test_one_round_is_neither_saved_nor_shown(tmp_path):
+    path = tmp_path / "r.jsonl"
+    arguments = ("--warmup", "0", "--mode", "forward", "--rounds", "1", "--save", str(path), "--format", "json")
+    table = tables(invoke(*arguments))["bench"]
+    assert "round" not in table["title"]
+    (cell,) = read_results(path).cells
+    assert not {"round", "rounds"} & set(cell.configuration)
+
+
+def test_compare_pairs_a_round_with_the_same_round(tmp_path):
+    path = tmp_path / "r.jsonl"
+    invoke("--warmup", "0", "--mode", "forward", "--rounds", "2", "--save", str(path))
+    result = CliRunner().invoke(app, ["compare", str(path), str(path), "--format", "json"])
+    rows = tables(result)["step_ms"]["rows"]
+    assert [(row["round"], row["ratio"]) for row in rows] == [(1, 1.0), (2, 1.0)]
+
+
 def test_percentiles_on_request():
     row = tables(invoke("--steps", "3", "--percentiles", "0,50,100", "--format", "json"))["bench"]["rows"][0]
     assert row["step_ms_p0"] <= row["step_ms_p50"] == row["step_ms_median"] <= row["step_ms_p100"]
 
 
 def test_dry_run_predicts_memory_and_measures_nothing():
-    arguments = ("--size", "small,10b", "--context", "128,512", "--bf16", "--dry-run", "--format", "json")
+    arguments = ("--size", "small,10b", "--context", "128,512", "--bf16", "--rounds", "3", "--dry-run")
+    arguments = (*arguments, "--format", "json")
     rows = tables(invoke(*arguments, tiny=False))["plan"]["rows"]
     assert [(row["size"], row["context"]) for row in rows] == [
         ("small", 128),
@@ -129,6 +209,7 @@ def test_dry_run_predicts_memory_and_measures_nothing():
         (["--batch-size", "four"], 2, "--batch-size 'four': not a number"),
         (["--num-layers", "0"], 2, "--num-layers 0: must be at least 1"),
         (["--steps", "0"], 2, "--steps 0: must be at least 1"),
+        (["--rounds", "0"], 2, "--rounds '0': must be at least 1"),
         (["--warmup", "-1"], 2, "--warmup '-1': must be at least 0"),
         (["--num-heads", "3"], 2, "3 heads do not divide d_model 128: choose a divisor of it"),
         (["--num-heads", "128"], 2, "head dimension 1: rotary embeddings need an even one"),
