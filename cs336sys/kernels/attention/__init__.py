@@ -142,5 +142,5 @@ def flash_attention(
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Autocast lowers every floating dtype but float64.
-    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if castable else tensor
+    is_castable = tensor.dtype != dtype and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_castable else tensor

@@ -15,6 +15,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
 #include <variant>
 #include <vector>
@@ -35,7 +37,8 @@ LaunchKernel launch_kernel = nullptr;
 EncodeTensorMap encode_tensor_map = nullptr;
 
 void check_driver(int error, const char* call) {
-  TORCH_CHECK(error == 0, call, " failed with error ", error, " of the CUDA driver");
+  if (error == 0) return;
+  throw std::runtime_error(std::string(call) + " failed with error " + std::to_string(error) + " of the CUDA driver");
 }
 
 struct alignas(128) TensorMap {

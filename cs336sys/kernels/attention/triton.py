@@ -33,6 +33,7 @@ _plans: dict[tuple, Plan] = {}
 
 # What decides, beside the tensors, how attention is computed: the C++ knows it by its number.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
+UNKNOWN_OPTIONS = -1
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
 # The module of native_call, from the first plan on that it can be given.
 _native: ModuleType | None = None
@@ -162,8 +163,8 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: bool | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
-    if _native is not None and options in _option_numbers:
-        results = _native.forward([query, key, value], _option_numbers[options])
+    if _native is not None:
+        results = _native.forward([query, key, value], _option_numbers.get(options, UNKNOWN_OPTIONS))
         if results is not None:
             return results
     is_causal, float32_precision, _, kernels = options
@@ -423,8 +424,8 @@ def triton_attention(
             "take implementation 'reference' there"
         )
     options = is_causal, float32_precision, deterministic, kernels
-    if _native is not None and options in _option_numbers:
-        out = _native.attend(query, key, value, _option_numbers[options])
+    if _native is not None:
+        out = _native.attend(query, key, value, _option_numbers.get(options, UNKNOWN_OPTIONS))
         if out is not None:
             return out
     return _apply(query, key, value, *options)
