@@ -48,8 +48,8 @@ def test_matrix_products_run_on_tensor_cores(compiled):
         assert kernel["tensor_core"] > 0, name
 
 
-# Bytes of registers that go to memory. dK and dV of 64 keys take 128 registers of a thread with head dimension 256; some
-# of the rest spill, and yet the pass takes 0.73 times as long as with 32 queries a tile, where nothing does.
+# Bytes of registers that go to memory. With head dimension 256 dK and dV of 64 keys take 128 registers a thread. Some
+# of the others spill, and yet the pass takes 0.73 times as long as with 32 queries a tile, where none does.
 SPILLED = {("head dim 256", "grad_key_value"): 116 if triton.__version__.startswith("3.6.") else 260}
 
 

@@ -42,9 +42,9 @@ BACKWARD_FORMS = pytest.mark.parametrize(
 @pytest.fixture
 def fresh_plans():
     """Plans hold launch settings, which some tests replace."""
-    triton_attention._plans.clear()
+    triton_attention.forget_plans()
     yield
-    triton_attention._plans.clear()
+    triton_attention.forget_plans()
 
 
 FORMS = {
@@ -62,6 +62,9 @@ def backward_form(request, monkeypatch):
 
     def settings(problem, deterministic):
         tile = backward_settings(problem, deterministic).passes[0].tile
+        if problem.head_dim > 128 and "fused" in request.param:
+            # The sum of dQ needs shared memory too.
+            tile = replace(tile, query_rows=min(32, tile.query_rows))
         return FORMS[request.param](tile)
 
     monkeypatch.setattr(triton_plans, "backward_settings", settings)
@@ -314,7 +317,7 @@ def test_unprepared_passes_compute_what_the_prepared_ones_read(head_dim, is_caus
     for form in ("joint", "unprepared"):
         tile = TileSettings(64, 64, num_warps=4, num_stages=2)
         monkeypatch.setattr(triton_plans, "backward_settings", lambda *_, form=form, tile=tile: FORMS[form](tile))
-        triton_attention._plans.clear()
+        triton_attention.forget_plans()
         out = FlashAttentionTriton.apply(query, key, value, is_causal)
         grad_out = torch.randn(out.shape, dtype=dtype, generator=torch.Generator(device).manual_seed(1), device=device)
         gradients.append(torch.autograd.grad(out, (query, key, value), grad_out))
@@ -371,7 +374,7 @@ def test_deterministic_is_never_fused(device):
     assert _last_backward_is_fused()
     FlashAttentionTriton.apply(*inputs, False, "tf32x3", True).sum().backward()
     assert not _last_backward_is_fused()
-    triton_attention._plans.clear()
+    triton_attention.forget_plans()
     torch.use_deterministic_algorithms(True)
     try:
         FlashAttentionTriton.apply(*inputs).sum().backward()

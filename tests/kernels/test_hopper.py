@@ -87,7 +87,7 @@ def problem(num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tm
         {"tma_allowed": False},
         {"num_sequences": 1, "num_queries": 8192, "num_keys": 8192, "head_dim": 128},
         {"num_sequences": 1, "num_queries": 1024, "num_keys": 1024},
-        {"num_sequences": 100, "num_queries": 512, "num_keys": 512},
+        {"num_sequences": 64, "num_queries": 512, "num_keys": 512},
     ],
     ids=["strides", "few items", "short", "short keys"],
 )
@@ -119,6 +119,8 @@ def test_auto_leaves_the_rest_to_triton(changes):
         (4, 8192, 128, True, True),
         (100, 1024, 64, True, True),
         (144, 512, 128, True, True),
+        (64, 512, 64, False, False),
+        (80, 512, 64, False, True),
         (400, 512, 64, False, True),
     ],
 )
@@ -218,13 +220,12 @@ def test_scores_so_low_that_their_sum_overflows_backward(head_dim, device):
 
 @on_hopper
 @HEAD_DIMS
-def test_backward_is_plain_triton_where_dk_and_dv_take_too_many_registers(head_dim, device, monkeypatch):
-    plans = {}
-    monkeypatch.setattr(triton, "_plans", plans)
+def test_backward_is_plain_triton_where_dk_and_dv_take_too_many_registers(head_dim, device):
+    triton.forget_plans()
     inputs = random_inputs((2, 2), 300, 300, head_dim, torch.bfloat16, device)
     flash_attention(*inputs, True, implementation="hopper").sum().backward()
     backward = "HopperBackwardPlan" if head_dim in hopper.BACKWARD_HEAD_DIMS else "BackwardPlan"
-    assert [type(plan).__name__ for plan in plans.values()] == ["HopperForwardPlan", backward]
+    assert [type(plan).__name__ for plan in triton._plans.values()] == ["HopperForwardPlan", backward]
 
 
 @on_hopper
@@ -240,13 +241,12 @@ def test_deterministic_gradients_repeat(head_dim, device):
 
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_auto_takes_them_in_either_pass_unless_it_must_be_deterministic(deterministic, device, monkeypatch):
-    plans = {}
-    monkeypatch.setattr(triton, "_plans", plans)
+def test_auto_takes_them_in_either_pass_unless_it_must_be_deterministic(deterministic, device):
+    triton.forget_plans()
     inputs = random_inputs((8, 16), 1024, 1024, 64, torch.bfloat16, device)
     flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
     backward = "BackwardPlan" if deterministic else "HopperBackwardPlan"
-    assert [type(plan).__name__ for plan in plans.values()] == ["HopperForwardPlan", backward]
+    assert [type(plan).__name__ for plan in triton._plans.values()] == ["HopperForwardPlan", backward]
 
 
 @on_hopper

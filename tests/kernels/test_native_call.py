@@ -2,10 +2,12 @@
 
 import ctypes
 import gc
+import itertools
 import shutil
 import struct
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,8 @@ from cs336sys.kernels.attention.triton_launch import Descriptors
 from cs336sys.kernels.attention.triton_plans import Scratch
 
 SHAPE = (2, 3, 8, 16)
+# As the attention kernels': the tests' plans are for the fifth.
+ALL_OPTIONS = tuple(itertools.product((False, True), ("tf32x3", "ieee"), (False, True), ("auto", "triton")))
 OPTIONS = 5
 
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -126,6 +130,7 @@ def known(native, driver):
     launch = native.Launch(2, 9, 256, 1000, list(range(9)))
     given = [*tensors, tensors[0], logsumexp, tensors[0]]
     native.add_backward(given, OPTIONS, native.Plan([layout(native, one) for one in tensors], [], [launch]))
+    native.use_options(ALL_OPTIONS)
     return native
 
 
@@ -194,6 +199,31 @@ def test_other_tensors_are_left_to_python(known, driver, change):
     assert not driver.launches
 
 
+def test_forgotten_plans_are_unknown(known):
+    tensors = inputs()
+    known.forget_plans()
+    assert known.attend(*tensors, OPTIONS) is None
+    assert known.backward([*tensors, tensors[0], torch.empty(SHAPE[:-1]), tensors[0]], OPTIONS) is None
+
+
+def test_threads_do_not_mix_their_tensors(known):
+    """Python goes on during a launch, and another thread may launch the same kernel."""
+
+    def train(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            query, key, value = tensors = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
+            out = known.attend(*tensors, OPTIONS)
+            assert torch.equal(out, 2 * query + 3 * key - value)
+            grad_out = torch.randn(SHAPE, generator=generator)
+            grads = torch.autograd.grad(out, tensors, grad_out)
+            assert all(map(torch.equal, grads, expected_gradients(grad_out)))
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(train, range(4)):
+            pass
+
+
 def test_modes_and_transforms_see_python(known, driver):
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -216,22 +246,26 @@ def test_python_computes_an_unknown_backward(known, driver):
         calls.append(arguments)
         return [torch.full(SHAPE, factor) for factor in (1.0, 2.0, 3.0)]
 
-    known.use_python_backward(python_backward)
+    known.use_python(unexpected, unexpected, python_backward)
     tensors = inputs()
     out = known.attend(*tensors, OPTIONS)
     grad_out = torch.randn(SHAPE).mT.contiguous().mT  # strides that no plan is for
     grads = torch.autograd.grad(out, tensors, grad_out)
     assert [grad.mean().item() for grad in grads] == [1, 2, 3]
-    ((*given, logsumexp, given_grad, options),) = calls
+    ((*given, logsumexp, given_grad, is_causal, float32_precision, deterministic, kernels),) = calls
     for one, other in zip(given, (*tensors, out), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
     assert given_grad is grad_out
-    assert options == OPTIONS
+    assert (is_causal, float32_precision, deterministic, kernels) == ALL_OPTIONS[OPTIONS]
+
+
+def unexpected(*arguments):
+    raise AssertionError("Python was called")
 
 
 def test_deterministic_algorithms_need_a_plan_of_their_own(known):
-    known.use_python_backward(lambda *arguments: [torch.zeros(SHAPE)] * 3)
+    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
     tensors = inputs()
     out = known.attend(*tensors, OPTIONS)
     torch.use_deterministic_algorithms(True)
@@ -245,7 +279,7 @@ def test_an_error_in_python_keeps_its_type(known):
     def python_backward(*arguments):
         raise LookupError("no plan")
 
-    known.use_python_backward(python_backward)
+    known.use_python(unexpected, unexpected, python_backward)
     tensors = inputs()
     out = known.attend(*tensors, OPTIONS)
     with pytest.raises(LookupError, match="no plan"):
@@ -291,6 +325,53 @@ def test_saved_tensor_hooks_and_checkpointing(known, driver):
     out = checkpoint(lambda *given: known.attend(*given, OPTIONS), *tensors, use_reentrant=False)
     torch.testing.assert_close(list(torch.autograd.grad(out, tensors, grad_out)), expected_gradients(grad_out))
     assert len(driver.launches) == 3
+
+
+@pytest.fixture(scope="module")
+def operators(native):
+    """Operators as the attention kernels', of a library of their own, that the C++ computes on the CPU."""
+    options = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+    inputs = "Tensor query, Tensor key, Tensor value"
+    library = torch.library.Library("cs336sys_test", "DEF")
+    library.define(f"flash_attention_forward({inputs}, {options}) -> (Tensor, Tensor)")
+    library.define(
+        f"flash_attention_backward({inputs}, Tensor out, Tensor logsumexp, Tensor grad_out, {options}) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    library.impl("flash_attention_forward", unexpected, "CompositeExplicitAutograd")
+    library.impl("flash_attention_backward", unexpected, "CompositeExplicitAutograd")
+    native.register_operators("cs336sys_test", "cpu")
+    yield torch.ops.cs336sys_test
+    library._destroy()
+
+
+def test_operators_compute_by_plans_and_else_in_python(known, operators, driver):
+    tensors = [tensor.detach() for tensor in inputs()]
+    query, key, value = tensors
+    out, logsumexp = operators.flash_attention_forward(*tensors, *ALL_OPTIONS[OPTIONS])
+    torch.testing.assert_close(out, 2 * query + 3 * key - value)
+    assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
+    grad_out = torch.randn(SHAPE)
+    grads = operators.flash_attention_backward(*tensors, out, logsumexp, grad_out, *ALL_OPTIONS[OPTIONS])
+    torch.testing.assert_close(list(grads), expected_gradients(grad_out))
+    assert len(driver.launches) == 2
+
+    calls = []
+
+    def python(number):
+        return lambda *arguments: (calls.append((number, arguments)), [torch.full((1,), number)] * number)[1]
+
+    known.use_python(python(2), python(3), unexpected)
+    for options in ALL_OPTIONS[OPTIONS + 1], (True, "tf16", False, "auto"):
+        assert [one.item() for one in operators.flash_attention_forward(*tensors, *options)] == [2, 2]
+        arguments = *tensors, out, logsumexp, grad_out, *options
+        assert [one.item() for one in operators.flash_attention_backward(*arguments)] == [3, 3, 3]
+        (two, of_forward), (three, of_backward) = calls
+        assert (two, of_forward[3:]) == (2, options)
+        assert (three, of_backward[6:]) == (3, options)
+        assert all(one is other for one, other in zip(of_backward, arguments[:6], strict=False))
+        calls.clear()
+    assert len(driver.launches) == 2
 
 
 def test_a_failing_launch_is_an_error(known, driver):
@@ -418,8 +499,8 @@ def unloadable_library() -> str:
 )
 def test_without_it_calls_go_through_python_after_a_warning(monkeypatch, recwarn, name, replacement, reason):
     monkeypatch.setattr(native_call, name, replacement)
-    assert native_call.load(print) is None
-    assert native_call.load(print) is None
+    assert native_call.load(print, print, print, ()) is None
+    assert native_call.load(print, print, print, ()) is None
     (warning,) = recwarn
     assert str(warning.message).endswith(f"take the longer way through Python: {reason}")
 
@@ -427,7 +508,7 @@ def test_without_it_calls_go_through_python_after_a_warning(monkeypatch, recwarn
 @pytest.mark.usefixtures("loading")
 def test_other_versions_of_triton_are_left_alone(monkeypatch, recwarn):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
-    assert native_call.load(print) is None
+    assert native_call.load(print, print, print, ()) is None
     assert not recwarn
 
 

@@ -123,9 +123,9 @@ def hopper_backward_is_faster(problem: Problem) -> bool:
         # Yes: 1x16x16384: 2.740, Triton 3.390; 8x16x2048: 0.466, 0.533. The others by the kernel before the reducer,
         # which took 1.2 times as long on these two. Yes: 1x1x32768 and 1x4x8192, 1.9 items a multiprocessor: 0.817,
         # 0.861 and 0.217, 0.223; 16x25x512: 0.201, 0.221. Yes for what the reducer saves: 4x25x1024: 0.141, 0.136;
-        # 2x12x2048: 0.111, 0.104. No: 2x12x1024, 1.5 items a multiprocessor: 0.0374, 0.0297; 4x25x512, 3.0: 0.0563,
-        # 0.0558.
-        enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 4)
+        # 2x12x2048: 0.111, 0.104; 8x16x512: 0.069, 0.078; 4x25x512: 0.061, 0.064; 4x20x512, 2.4 items: 0.0501, 0.0525.
+        # No: 2x12x1024, 1.5 items: 0.0374, 0.0297; 4x16x512, 1.9: 0.0395, 0.0374.
+        enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 2.4)
     else:
         # Yes: 1x16x16384: 4.986, Triton 6.361; 8x16x2048: 0.828, 0.977; 1x4x8192, 1.9 items a multiprocessor: 0.331,
         # 0.483; 4x36x512: 0.125, 0.128. No: 1x1x16384, 0.97 items: 0.581, 0.454.

@@ -13,8 +13,8 @@ import torch
 class Problem:
     """What the choice depends on.
 
-    ``capability`` is the GPU's compute capability, None in the interpreter. ``tma_allowed``: strides and alignment let
-    TMA descriptors address the tensors.
+    ``capability`` is the GPU's compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the
+    shared memory for its tiles, and strides and alignment let TMA descriptors address the tensors.
     """
 
     head_dim: int
@@ -91,6 +91,15 @@ def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
 def joint(tile: TileSettings, prepared: bool = True) -> BackwardSettings:
     """The two passes of the split form side by side in one launch."""
     return BackwardSettings((BackwardPass(tile, keys=True, queries=True),), prepared=prepared)
+
+
+def has_hopper_shared_memory(capability: tuple[int, int]) -> bool:
+    """Whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
+
+    The CUDA programming guide's table of compute capabilities: 227 KiB for 9.0, 10.x and 11.0; 163 KiB for 8.0 and 8.7;
+    99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
+    """
+    return 9 <= capability[0] <= 11
 
 
 # The fewest keys that programs of the forward kernel share, and the most that share them.
@@ -188,7 +197,8 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         return _float32_backward(problem, deterministic)
     tma = problem.tma_allowed
     if problem.head_dim > 128:
-        if tma:
+        # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
+        if tma and problem.capability < (10, 0):
             # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
             key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
             # dQ: 5.53, with two stages 6.93, 64x32 with 4 warps 6.43, 128x64 by ptr 6.36. Together with D: 19.85.
@@ -241,8 +251,8 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
 def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings:
     if problem.head_dim > 128:
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
-    # Earlier GPUs have not the shared memory, up to 112 KiB, of the tiles below.
-    if deterministic or problem.float32_precision == "ieee" or problem.capability < (9, 0):
+    # The tiles below take up to 112 KiB.
+    if deterministic or problem.float32_precision == "ieee" or not has_hopper_shared_memory(problem.capability):
         # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     if problem.head_dim <= 16:

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <array>
 #include <memory>
@@ -17,6 +18,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <variant>
 #include <vector>
@@ -209,6 +212,11 @@ class Plans {
     plans_[signature] = std::move(plan);
   }
 
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    plans_.clear();
+  }
+
   std::shared_ptr<Plan> find(const Signature& signature) {
     const std::lock_guard lock(mutex_);
     const auto found = plans_.find(signature);
@@ -256,21 +264,47 @@ std::optional<Tensors> run_backward(const Tensors& tensors, int64_t options) {
   return plan->run(tensors);
 }
 
-PyObject* python_backward = nullptr;
+// What decides, beside the tensors, how attention is computed; a plan's signature holds its number among all there are.
+struct Options {
+  bool is_causal;
+  std::string float32_precision;
+  bool deterministic;
+  std::string kernels;
+};
+std::vector<Options> all_options;
 
-// The gradients as Python computes them, which also makes the plan.
-Tensors call_python_backward(const Tensors& tensors, int64_t options) {
+int64_t number_of(bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels) {
+  for (size_t number = 0; number < all_options.size(); ++number) {
+    const auto& one = all_options[number];
+    const bool same = one.is_causal == is_causal && one.deterministic == deterministic && one.kernels == kernels;
+    if (same && one.float32_precision == float32_precision) return number;
+  }
+  return -1;
+}
+
+// What computes, and makes a plan, where none is known: for the operators, and for autograd's node.
+PyObject* python_forward = nullptr;
+PyObject* python_backward = nullptr;
+PyObject* python_node_backward = nullptr;
+
+Tensors call_python(
+    PyObject* function, const Tensors& tensors, bool is_causal, std::string_view float32_precision, bool deterministic,
+    std::string_view kernels) {
   const py::gil_scoped_acquire gil;
-  auto arguments = py::reinterpret_steal<py::object>(PyTuple_New(tensors.size() + 1));
-  for (size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(arguments.ptr(), i, THPVariable_Wrap(tensors[i]));
-  PyTuple_SET_ITEM(arguments.ptr(), tensors.size(), PyLong_FromLongLong(options));
-  const auto gradients = py::reinterpret_steal<py::object>(PyObject_CallObject(python_backward, arguments.ptr()));
-  if (!gradients) {
+  py::list arguments;
+  for (const auto& tensor : tensors) arguments.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+  arguments.append(is_causal);
+  arguments.append(float32_precision);
+  arguments.append(deterministic);
+  arguments.append(kernels);
+  const auto results =
+      py::reinterpret_steal<py::object>(PyObject_CallObject(function, PyList_AsTuple(arguments.ptr())));
+  if (!results) {
     python_error error;
     error.persist();
     throw error;
   }
-  return gradients.cast<Tensors>();
+  return results.cast<Tensors>();
 }
 
 struct FlashAttentionTriton : torch::autograd::Function<FlashAttentionTriton> {
@@ -289,9 +323,14 @@ struct FlashAttentionTriton : torch::autograd::Function<FlashAttentionTriton> {
         "FlashAttentionTriton is differentiable once: it has no second derivative, so create_graph=True is refused");
     auto tensors = context->get_saved_variables();
     tensors.push_back(std::move(grad_outputs[0]));
-    const int64_t options = context->saved_data["options"].toInt();
-    auto gradients = run_backward(tensors, options);
-    if (!gradients) gradients = call_python_backward(tensors, options);
+    const int64_t number = context->saved_data["options"].toInt();
+    auto gradients = run_backward(tensors, number);
+    if (!gradients) {
+      const auto& options = all_options.at(number);
+      gradients = call_python(
+          python_node_backward, tensors, options.is_causal, options.float32_precision, options.deterministic,
+          options.kernels);
+    }
     gradients->resize(5);  // none for the options and the plan
     return std::move(*gradients);
   }
@@ -319,6 +358,39 @@ std::optional<Tensors> run_forward(const Tensors& inputs, int64_t options) {
   return plan->run(inputs);
 }
 
+// The operators as torch.compile's code calls them.
+std::tuple<Tensor, Tensor> forward_operator(
+    const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, std::string_view float32_precision,
+    bool deterministic, std::string_view kernels) {
+  const Tensors inputs{query, key, value};
+  auto results = run_forward(inputs, number_of(is_causal, float32_precision, deterministic, kernels));
+  if (!results) {
+    results = call_python(python_forward, inputs, is_causal, float32_precision, deterministic, kernels);
+  }
+  return {results->at(0), results->at(1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_operator(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
+    const Tensor& grad_out, bool is_causal, std::string_view float32_precision, bool deterministic,
+    std::string_view kernels) {
+  const Tensors tensors{query, key, value, out, logsumexp, grad_out};
+  auto results = run_backward(tensors, number_of(is_causal, float32_precision, deterministic, kernels));
+  if (!results) {
+    results = call_python(python_backward, tensors, is_causal, float32_precision, deterministic, kernels);
+  }
+  return {results->at(0), results->at(1), results->at(2)};
+}
+
+void register_operators(const std::string& library_name, at::DeviceType device_type) {
+  // Never destroyed: the dispatcher keeps what is registered for as long as the library lives.
+  auto& library = *new torch::Library(
+      torch::Library::IMPL, library_name, c10::computeDispatchKey(std::nullopt, at::kStrided, device_type), __FILE__,
+      __LINE__);
+  library.impl("flash_attention_forward", TORCH_FN(forward_operator));
+  library.impl("flash_attention_backward", TORCH_FN(backward_operator));
+}
+
 std::vector<Parameter> parameters_of(const py::list& list) {
   std::vector<Parameter> parameters;
   for (const auto one : list) {
@@ -343,8 +415,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Layout>(module, "Layout", py::module_local())
       .def(py::init<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>());
   py::class_<Launch, std::shared_ptr<Launch>>(module, "Launch", py::module_local())
-      .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned shared_bytes, const py::list& all) {
-        return std::make_shared<Launch>(function, grid, threads, shared_bytes, parameters_of(all));
+      .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned bytes, const py::list& list) {
+        return std::make_shared<Launch>(function, grid, threads, bytes, parameters_of(list));
       }));
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan", py::module_local())
       .def(py::init<std::vector<Layout>, std::vector<Own>, std::vector<std::shared_ptr<Launch>>>());
@@ -353,12 +425,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     launch_kernel = reinterpret_cast<LaunchKernel>(launch);
     encode_tensor_map = reinterpret_cast<EncodeTensorMap>(encode);
   });
-  module.def("use_python_backward", [](py::object function) { python_backward = function.release().ptr(); });
+  module.def("use_python", [](py::object forward, py::object backward, py::object node_backward) {
+    python_forward = forward.release().ptr();
+    python_backward = backward.release().ptr();
+    python_node_backward = node_backward.release().ptr();
+  });
+  module.def("use_options", [](const std::vector<std::tuple<bool, std::string, bool, std::string>>& options) {
+    all_options.clear();
+    for (const auto& [is_causal, float32_precision, deterministic, kernels] : options) {
+      all_options.push_back({is_causal, float32_precision, deterministic, kernels});
+    }
+  });
+  module.def("register_operators", [](const std::string& library_name, const std::string& device) {
+    register_operators(library_name, at::Device(device).type());
+  });
   module.def("add_forward", [](const Tensors& inputs, int64_t options, std::shared_ptr<Plan> plan) {
     forward_plans.add(sign(options, inputs), std::move(plan));
   });
   module.def("add_backward", [](const Tensors& tensors, int64_t options, std::shared_ptr<Plan> plan) {
     backward_plans.add(sign_backward(tensors, options), std::move(plan));
+  });
+  module.def("forget_plans", [] {
+    forward_plans.clear();
+    backward_plans.clear();
   });
   module.def("attend", torch::wrap_pybind_function(attend));
   module.def("forward", torch::wrap_pybind_function_no_gil(run_forward));

@@ -46,14 +46,23 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def load(python_backward: Callable) -> ModuleType | None:
+def load(
+    forward: Callable, backward: Callable, node_backward: Callable, options: tuple[tuple, ...]
+) -> ModuleType | None:
     """The compiled module, ready to launch on CUDA; None where it cannot be had, after a warning if that has a mend.
 
     Compiling takes some 15 seconds, once: Triton's cache keeps the result.
 
+    Its operators take the place of those in Python for CUDA tensors.
+
     Args:
-        python_backward: called where no plan for a backward pass is known, with query, key, value, output, logsumexp,
-            the output's gradient and the number of the options; returns the gradients of query, key and value.
+        forward: what the operator calls where no plan is known, with query, key, value and options; returns output and
+            logsumexp.
+        backward: likewise, with query, key, value, output, logsumexp, the output's gradient and options; returns the
+            gradients of query, key and value.
+        node_backward: what autograd's node calls instead, outside of the operators.
+        options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of them,
+            named by its place.
     """
     if not KNOWN_TRITON:
         return None
@@ -70,7 +79,9 @@ def load(python_backward: Callable) -> ModuleType | None:
     else:
         functions = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled
         module.use_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
-        module.use_python_backward(python_backward)
+        module.use_python(forward, backward, node_backward)
+        module.use_options(options)
+        module.register_operators("cs336sys", "cuda")
         return module
     return None
 

@@ -137,21 +137,27 @@ def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, res
     plan.result_layouts = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
 
 
+def forget_plans() -> None:
+    """From now on chooses again how to compute, for every signature: for who changes what the choice depends on."""
+    _plans.clear()
+    if _native is not None:
+        _native.forget_plans()
+
+
 def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: tuple) -> None:
     """Gives the C++ a direct plan that has run, for tensors such as these; ``add``: its function that takes it."""
     global _native
     if _native is None:
-        _native = native_call.load(_backward_for_native)
+        _native = native_call.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
     native_plan = native_call.translate(_native, plan) if _native is not None else None
     if native_plan is not None:
         getattr(_native, add)(tensors, _option_numbers[options], native_plan)
 
 
-def _backward_for_native(*arguments: torch.Tensor | int) -> Sequence[torch.Tensor]:
-    """What the C++ calls where it has no plan, as :func:`native_call.load` says."""
-    *tensors, number = arguments
-    backward = _backward_operator if _needs_operators(tensors[-1]) else _backward
-    return backward(*tensors, *OPTIONS[number])
+def _backward_of_node(*arguments: torch.Tensor | bool | str) -> Sequence[torch.Tensor]:
+    """What a node of the C++ calls where it knows no plan, or something else wants to see the kernels."""
+    backward = _backward_operator if _needs_operators(arguments[5]) else _backward
+    return backward(*arguments)
 
 
 def _empty_results(plan: Plan) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from cs336sys.kernels.attention.launch_settings import (
     TileSettings,
     backward_settings,
     forward_settings,
+    has_hopper_shared_memory,
 )
 from cs336sys.kernels.attention.triton_backward import backward_kernel, convert_grad_query_kernel, prepare_kernel
 from cs336sys.kernels.attention.triton_forward import combine_kernel, forward_kernel
@@ -74,7 +75,8 @@ def make_problem(
         num_keys=num_keys,
         capability=capability,
         num_multiprocessors=num_multiprocessors,
-        tma_allowed=fits_tma and capability is not None and capability >= (9, 0),
+        # 12.x has TMA, but not the shared memory.
+        tma_allowed=fits_tma and capability is not None and has_hopper_shared_memory(capability),
     )
 
 
