@@ -6,6 +6,7 @@ import itertools
 import shutil
 import struct
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -262,6 +263,16 @@ def test_python_computes_an_unknown_backward(known, driver):
 
 def unexpected(*arguments):
     raise AssertionError("Python was called")
+
+
+def test_a_call_of_python_keeps_no_tensor(known):
+    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
+    tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    grad_out = torch.randn(SHAPE).mT.contiguous().mT
+    held = sys.getrefcount(grad_out)
+    torch.autograd.grad(out, tensors, grad_out)
+    assert sys.getrefcount(grad_out) == held
 
 
 def test_deterministic_algorithms_need_a_plan_of_their_own(known):

@@ -297,8 +297,7 @@ Tensors call_python(
   arguments.append(float32_precision);
   arguments.append(deterministic);
   arguments.append(kernels);
-  const auto results =
-      py::reinterpret_steal<py::object>(PyObject_CallObject(function, PyList_AsTuple(arguments.ptr())));
+  const auto results = py::reinterpret_steal<py::object>(PyObject_CallObject(function, py::tuple(arguments).ptr()));
   if (!results) {
     python_error error;
     error.persist();

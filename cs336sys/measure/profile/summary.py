@@ -117,9 +117,9 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
     if STEP in names and not chosen:
         # A warm-up has attention too.
         tables.execute(
-            """DELETE FROM part WHERE NOT EXISTS
-                   (SELECT 1 FROM step
-                    WHERE step.process = part.process AND part.start BETWEEN step.start AND step.stop)"""
+            """DELETE FROM part WHERE start > coalesce(
+                   (SELECT step.stop FROM step WHERE step.process = part.process AND step.start <= part.start
+                    ORDER BY step.start DESC LIMIT 1), -1)"""
         )
     tables.execute(
         f"""CREATE TABLE attributed AS
