@@ -511,6 +511,7 @@ def unloadable_library() -> str:
     ],
 )
 def test_without_it_calls_go_through_python_after_a_warning(monkeypatch, recwarn, name, replacement, reason):
+    monkeypatch.setattr(native_call, "compiler", lambda: "g++")
     monkeypatch.setattr(native_call, name, replacement)
     assert native_call.load(print, print, print, ()) is None
     assert native_call.load(print, print, print, ()) is None
