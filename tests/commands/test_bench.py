@@ -95,9 +95,14 @@ def test_output_goes_to_the_file(tmp_path):
 
 
 def test_warmup_study_shows_the_first_step_of_a_fresh_process():
-    rows = tables(invoke("--warmup", "0,2", "--format", "json"))["bench"]["rows"]
-    assert [row["warmup"] for row in rows] == [0, 2]
-    assert rows[0]["first_measured_ms"] > rows[1]["first_measured_ms"]
+    # Other processes on the machine can slow a warm step down to a cold one.
+    for _ in range(3):
+        rows = tables(invoke("--warmup", "0,2", "--format", "json"))["bench"]["rows"]
+        assert [row["warmup"] for row in rows] == [0, 2]
+        cold_ms, warm_ms = (row["first_measured_ms"] for row in rows)
+        if cold_ms > warm_ms:
+            break
+    assert cold_ms > warm_ms
 
 
 def in_order(path):
