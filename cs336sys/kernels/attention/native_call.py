@@ -51,9 +51,8 @@ def load(
 ) -> ModuleType | None:
     """The compiled module, ready to launch on CUDA; None where it cannot be had, after a warning if that has a mend.
 
-    Compiling takes some 15 seconds, once: Triton's cache keeps the result.
-
-    Its operators take the place of those in Python for CUDA tensors.
+    Its operators take the place of those in Python for CUDA tensors. Compiling takes some 20 seconds on a slow CPU,
+    once: Triton's cache keeps the result.
 
     Args:
         forward: what the operator calls where no plan is known, with query, key, value and options; returns output and
