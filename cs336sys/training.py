@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cs336_basics.model
@@ -21,6 +21,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import gpu_busy_ms, time_phases
+from cs336sys.results import Samples
 from cs336sys.workload import PHASES, Workload
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,13 +47,18 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def use_attention(name: str) -> None:
+    """From now on all models of the process compute attention so: they look it up in their module at every call."""
+    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
+
+
 def build_model(workload: Workload, device: torch.device) -> nn.Module:
     """A ``BasicsTransformerLM`` on ``device``, of the workload's seed, with its attention and compiled as it says.
 
-    Attention is replaced for the whole process: the model looks it up in its module at every call.
+    Attention is replaced for the whole process, see :func:`use_attention`.
     """
     size = workload.size
-    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
+    use_attention(workload.attention)
     torch.manual_seed(workload.seed)
     with device:
         model = cs336_basics.model.BasicsTransformerLM(
@@ -231,18 +237,32 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         synchronize_steps=workload.synchronize == "step",
         progress=progress,
     )
-    wall = samples["wall"]
-    peak = None
-    if device.type == "cuda":
-        peak = peak_tflops(torch.cuda.get_device_name(device), workload.precision, workload.tf32)
-    derived: dict[str, Any] = {
-        "parameters": count_parameters(workload.size),
-        "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
-        "peak_gib": peak_memory_gib(device),
-        **workload.rates(samples["step"], peak),
-        "gpu_busy_ms": None,
-    }
+    peak_gib = peak_memory_gib(device)
+    busy_ms = None
     if device.type == "cuda":
         progress("profiling one step")
-        derived["gpu_busy_ms"] = gpu_busy_ms(step)
-    return Outcome("ok", samples, derived)
+        busy_ms = gpu_busy_ms(step)
+    return training_outcome(step, samples, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms)
+
+
+def training_outcome(
+    step: TrainStep,
+    samples: Mapping[str, Samples],
+    *,
+    build_s: float,
+    peak_gib: float | None,
+    busy_ms: float | None,
+) -> Outcome:
+    """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them."""
+    workload, wall = step.workload, samples["wall"]
+    peak = None
+    if step.device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
+    derived = {
+        "parameters": count_parameters(workload.size),
+        "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
+        "peak_gib": peak_gib,
+        **workload.rates(samples["step"], peak),
+        "gpu_busy_ms": busy_ms,
+    }
+    return Outcome("ok", dict(samples), derived)

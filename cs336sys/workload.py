@@ -25,6 +25,9 @@ OPTIMIZERS = ("course", "fused")
 DEVICES = ("auto", "cuda", "cpu")
 SYNCHRONIZE = ("step", "none")
 
+# What ``bench`` compares: one model trained in different ways.
+COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer")
+
 _CHOICES = {
     "mode": MODES,
     "precision": PRECISIONS,
@@ -111,9 +114,9 @@ class Workload:
 
     @classmethod
     def from_configuration(cls, configuration: Mapping[str, Any]) -> "Workload":
-        """The inverse of :meth:`configuration`; a round, or the number of rounds, is no part of the workload."""
+        """The inverse of :meth:`configuration`; how often and beside what it is measured is no part of the workload."""
         own = {field.name for field in fields(cls)} - {"size"}
-        others = {*own, "size", "round", "rounds"}
+        others = {*own, "size", "round", "rounds", "interleave", "interleaved"}
         shape = {name: value for name, value in configuration.items() if name not in others}
         size = ModelSize(name=configuration["size"], **shape)
         return cls(size=size, **{name: configuration[name] for name in own})

@@ -1,12 +1,24 @@
 """``cs336sys bench``: how long forward pass, backward pass and optimizer step take."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from cs336sys.commands import workloads as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, between, split_list
+from cs336sys.commands.options import (
+    FormatOption,
+    OutputOption,
+    SaveOption,
+    at_least,
+    between,
+    check_choice,
+    split_list,
+)
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.errors import UsageError
+from cs336sys.results import configuration_key
+from cs336sys.workload import COMPARED_SETTINGS, Workload
 
 
 def bench(
@@ -28,6 +40,12 @@ def bench(
     warmup: options.WarmupOption = ["5"],
     steps: options.StepsOption = 10,
     rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.")] = 1,
+    interleave: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Take the steps of this setting's values in turn: {', '.join(COMPARED_SETTINGS)}.", show_default=False
+        ),
+    ] = None,
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
@@ -50,7 +68,7 @@ def bench(
 
     cs336sys bench --size small --warmup 0,1,2,5
 
-    cs336sys bench --size small --attention sdpa,flash --rounds 5
+    cs336sys bench --size small --attention sdpa,flash --interleave attention
     """
     from cs336sys.report.bench import bench_tables, plan_table, pool_rounds
     from cs336sys.report.tables import check_output, emit
@@ -81,10 +99,15 @@ def bench(
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
     split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
+    if interleave is None:
+        measure = "cs336sys.training:measure_training"
+        configurations = [workload.configuration() for workload in workloads]
+    else:
+        measure = "cs336sys.interleaved_training:measure_interleaved"
+        configurations = _interleaved(workloads, interleave)
     if dry_run:
         emit([plan_table(workloads)], format=format, output=output)
         return
-    configurations = [workload.configuration() for workload in workloads]
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
         configurations = [
@@ -92,7 +115,7 @@ def bench(
         ]
     sweep = run_sweep(
         "bench",
-        "cs336sys.training:measure_training",
+        measure,
         configurations,
         save=save,
         resume=resume,
@@ -101,3 +124,28 @@ def bench(
     )
     emit(bench_tables(pool_rounds(sweep.cells), sweep.run, shown_percentiles), format=format, output=output)
     sweep.exit()
+
+
+def _interleaved(workloads: Sequence[Workload], setting: str) -> list[dict[str, Any]]:
+    """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side.
+
+    Raises:
+        UsageError: nothing can be compared so.
+    """
+    check_choice(setting, "--interleave", COMPARED_SETTINGS)
+    if len({workload.warmup for workload in workloads}) > 1:
+        raise UsageError("--interleave: give --warmup one value; a study of it needs a process for every cell")
+    if workloads[0].warmup < 1:
+        raise UsageError("--interleave: --warmup 0 would put steps that do things once among those in turn; give 1")
+    if workloads[0].synchronize != "step":
+        raise UsageError(f"--interleave: --synchronize {workloads[0].synchronize} mixes the steps in turn; give 'step'")
+    together: dict[str, list[dict[str, Any]]] = {}
+    for configuration in (workload.configuration() for workload in workloads):
+        together.setdefault(configuration_key(configuration, ignore=(setting,)), []).append(configuration)
+    if any(len(group) < 2 for group in together.values()):
+        raise UsageError(f"--interleave {setting}: give --{setting} two values or more")
+    return [
+        one | {"interleave": setting, "interleaved": ",".join(other[setting] for other in group)}
+        for group in together.values()
+        for one in group
+    ]

@@ -15,3 +15,8 @@ def peak_memory_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device) / GIB
+
+
+def held_memory_gib(device: torch.device) -> float:
+    """What tensors hold now, in GiB; 0 where torch does not count it (CPU)."""
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0

@@ -10,6 +10,64 @@ from torch.autograd import DeviceType
 from cs336sys.results import Samples
 
 
+class StepTimer:
+    """Runs a step again and again, each time the given phases in order, and times every one of them.
+
+    On CUDA a phase lasts from the event before its first kernel to the event after its last one, so a GPU that waits
+    for launches counts as busy: compare with :func:`gpu_busy_ms`. ``wall`` is the CPU clock from a step's start to the
+    end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all work).
+    """
+
+    def __init__(
+        self, phases: Mapping[str, Callable[[], None]], device: torch.device, *, synchronize_steps: bool = True
+    ):
+        self._phases = phases
+        self._device = device
+        self._synchronize_steps = synchronize_steps
+        self._marks: list[list[torch.cuda.Event | float]] = []
+        self._clocks: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        """One step."""
+        on_gpu = self._device.type == "cuda"
+        started = time.perf_counter()
+        step_marks = [mark(on_gpu)]
+        for phase in self._phases.values():
+            phase()
+            step_marks.append(mark(on_gpu))
+        if on_gpu and self._synchronize_steps:
+            torch.cuda.synchronize(self._device)
+        self._marks.append(step_marks)
+        self._clocks.append((started, time.perf_counter()))
+
+    def samples(self, warmup: int) -> dict[str, Samples]:
+        """All steps so far, in milliseconds by phase name, and for ``step`` and ``wall``; waits for the device.
+
+        Args:
+            warmup: how many of the steps, the first ones, are kept apart.
+        """
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+        clocks = self._clocks
+        if not self._synchronize_steps:
+            starts = [started for started, _ in clocks] + [time.perf_counter()]
+            clocks = list(pairwise(starts))
+        method = "cuda events" if on_gpu else "cpu clock"
+        durations = {
+            name: [elapsed_ms(step[number], step[number + 1]) for step in self._marks]
+            for number, name in enumerate(self._phases)
+        }
+        durations["step"] = [elapsed_ms(step[0], step[-1]) for step in self._marks]
+        samples = {
+            name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
+            for name, values in durations.items()
+        }
+        wall = [(ended - started) * 1e3 for started, ended in clocks]
+        samples["wall"] = Samples("ms", "cpu clock", measured=tuple(wall[warmup:]), warmup=tuple(wall[:warmup]))
+        return samples
+
+
 def time_phases(
     phases: Mapping[str, Callable[[], None]],
     *,
@@ -19,47 +77,17 @@ def time_phases(
     synchronize_steps: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Samples]:
-    """Run ``warmup + steps`` steps, each the given phases in order, and time every one of them.
-
-    On CUDA a phase lasts from the event before its first kernel to the event after its last one, so a GPU that waits
-    for launches counts as busy: compare with :func:`gpu_busy_ms`. ``wall`` is the CPU clock from a step's start to the
-    end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all work).
+    """Run ``warmup + steps`` steps and time the phases of every one of them, see :class:`StepTimer`.
 
     Returns:
         Samples in milliseconds by phase name, and for ``step`` and ``wall``.
     """
-    on_gpu = device.type == "cuda"
-    marks, clocks = [], []
+    timer = StepTimer(phases, device, synchronize_steps=synchronize_steps)
     for index in range(warmup + steps):
         kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)
         progress(f"{kind} {number + 1}/{count}")
-        started = time.perf_counter()
-        step_marks = [mark(on_gpu)]
-        for phase in phases.values():
-            phase()
-            step_marks.append(mark(on_gpu))
-        if on_gpu and synchronize_steps:
-            torch.cuda.synchronize(device)
-        marks.append(step_marks)
-        clocks.append((started, time.perf_counter()))
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    if not synchronize_steps:
-        starts = [started for started, _ in clocks] + [time.perf_counter()]
-        clocks = list(pairwise(starts))
-
-    method = "cuda events" if on_gpu else "cpu clock"
-    durations = {
-        name: [elapsed_ms(step[number], step[number + 1]) for step in marks] for number, name in enumerate(phases)
-    }
-    durations["step"] = [elapsed_ms(step[0], step[-1]) for step in marks]
-    samples = {
-        name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
-        for name, values in durations.items()
-    }
-    wall = [(ended - started) * 1e3 for started, ended in clocks]
-    samples["wall"] = Samples("ms", "cpu clock", measured=tuple(wall[warmup:]), warmup=tuple(wall[:warmup]))
-    return samples
+        timer.run()
+    return timer.samples(warmup)
 
 
 def mark(on_gpu: bool) -> "torch.cuda.Event | float":

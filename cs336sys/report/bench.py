@@ -10,15 +10,12 @@ from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, p
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
-from cs336sys.workload import PHASES, Workload
+from cs336sys.workload import COMPARED_SETTINGS, PHASES, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
-
-# What a speed-up is measured over: the first precision and compile mode of the sweep.
-_SPEEDUP_AXES = ("precision", "compile", "attention", "optimizer")
 
 
 def pool_rounds(cells: Sequence[Cell]) -> list[Cell]:
@@ -119,6 +116,8 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
     notes = method_notes(cells)
     if any("rounds" in cell.configuration for cell in cells):
         notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
+    for setting, values in sorted({_interleaving(cell) for cell in cells} - {None}):
+        notes = (*notes, f"interleaved: a step of each {setting} of {values} in turn, all held in memory")
     return Table("bench", heading, tuple(columns), rows, notes=notes)
 
 
@@ -139,8 +138,10 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
 
 
 def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:
-    """Ratios of medians to the first measured cell that differs in nothing but the compared settings."""
-    axes = [name for name in _SPEEDUP_AXES if name in settings and len({c.configuration[name] for c in cells}) > 1]
+    """Ratios to the first cell that differs in nothing but the compared settings, or the interleaved one."""
+    interleaved = {setting for setting, _ in {_interleaving(cell) for cell in cells} - {None}}
+    compared = interleaved or COMPARED_SETTINGS
+    axes = [name for name in compared if name in settings and len({cell.configuration[name] for cell in cells}) > 1]
     measured = [cell for cell in cells if cell.status == "ok"]
     if not axes or len(measured) < 2:
         return None
@@ -150,6 +151,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     for cell in cells:
         baselines.setdefault(configuration_key(cell.configuration, ignore=ignored), cell)
     series = list(dict.fromkeys(name for cell in measured for name in cell.samples if name != "wall"))
+    ratio = _ratio_of_turns if interleaved else _ratio_of_medians
     rows = []
     for cell in measured:
         baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
@@ -158,7 +160,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         row = dict(cell.configuration) | {"over": ", ".join(str(baseline.configuration[name]) for name in axes)}
         for name in series:
             if name in cell.samples and name in baseline.samples:
-                row[f"{name}_speedup"] = baseline.samples[name].median / cell.samples[name].median
+                row[f"{name}_speedup"] = ratio(baseline.samples[name], cell.samples[name])
         rows.append(row)
     if not rows:
         return None
@@ -168,4 +170,21 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         Column("over", "over"),
         *(Column(f"{name}_speedup", name, "ratio") for name in series),
     )
-    return Table("speedup", "speed-up: ratio of medians within this run", columns, rows)
+    method = "median ratio of steps taken in turn" if interleaved else "ratio of medians within this run"
+    return Table("speedup", f"speed-up: {method}", columns, rows)
+
+
+def _interleaving(cell: Cell) -> tuple[str, str] | None:
+    """The setting whose values were measured in turn, and the values."""
+    if "interleave" not in cell.configuration:
+        return None
+    return cell.configuration["interleave"], cell.configuration["interleaved"]
+
+
+def _ratio_of_medians(baseline: Samples, samples: Samples) -> float:
+    return baseline.median / samples.median
+
+
+def _ratio_of_turns(baseline: Samples, samples: Samples) -> float:
+    # Of a round that was interrupted, one of the two may be missing.
+    return statistics.median(a / b for a, b in zip(baseline.measured, samples.measured, strict=False))
