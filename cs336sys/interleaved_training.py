@@ -4,6 +4,7 @@ A step that waits for its launches is as fast as the core that its thread is on,
 shared machine and stays so for a dozen steps; of steps taken in turn every workload gets its share of the slow ones.
 """
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     warm: dict[str, _Warm] = {}
     for name, workload in workloads.items():
         stage = f"{name}, {len(warm)} beside it" if warm else name
+        gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
         warm[name] = _warm_up(workload, device, others_gib, lambda text, stage=stage: progress(f"{stage}: {text}"))
     for number in range(one.steps):

@@ -19,6 +19,8 @@ from cs336sys.results import read_results
 
 TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
 
+IN_TURN = ["--interleave", "attention", "--attention", "sdpa,flash"]
+
 
 def invoke(*arguments, tiny=True):
     return CliRunner().invoke(app, [*(TINY if tiny else ["bench"]), *arguments])
@@ -165,6 +167,36 @@ def test_every_round_of_a_warmup_study_is_a_fresh_process(tmp_path, monkeypatch)
     assert [row["first_measured_ms"] for row in rows] == first_round
 
 
+def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp_path):
+    path = tmp_path / "r.jsonl"
+    arguments = ("--precision", "bf16,fp32", "--attention", "reference,sdpa", "--interleave", "precision", "--warmup")
+    arguments = (*arguments, "1", "--steps", "3", "--format", "json", "--save", str(path))
+    found = tables(invoke(*arguments))
+    cells = read_results(path).cells
+    # Side by side in the file and in the table, although attention is the inner list.
+    order = [("reference", "bf16"), ("reference", "fp32"), ("sdpa", "bf16"), ("sdpa", "fp32")]
+    assert [(cell.configuration["attention"], cell.configuration["precision"]) for cell in cells] == order
+    assert [(row["attention"], row["precision"]) for row in found["bench"]["rows"]] == order
+    note = "interleaved: a step of each precision of bf16,fp32 in turn, all held in memory"
+    assert note in found["bench"]["notes"]
+    speedups = found["speedup"]["rows"]
+    assert [(row["attention"], row["precision"], row["over"]) for row in speedups] == [
+        ("reference", "fp32", "bf16"),
+        ("sdpa", "fp32", "bf16"),
+    ]
+    for row, baseline, cell in zip(speedups, cells[::2], cells[1::2], strict=True):
+        for name in ("forward", "step"):
+            turns = zip(baseline.samples[name].measured, cell.samples[name].measured, strict=True)
+            assert row[f"{name}_speedup"] == pytest.approx(statistics.median(a / b for a, b in turns))
+
+    # A cell measured again alone was not measured in turn with the other.
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    again = tables(invoke(*arguments, "--resume"))
+    assert [row["status"] for row in again["bench"]["rows"]] == ["ok"] * 4
+    assert again["speedup"]["rows"] == speedups[:1]
+
+
 def test_one_round_is_neither_saved_nor_shown(tmp_path):
     path = tmp_path / "r.jsonl"
     arguments = ("--warmup", "0", "--mode", "forward", "--rounds", "1", "--save", str(path), "--format", "json")
@@ -226,6 +258,11 @@ def test_dry_run_predicts_memory_and_measures_nothing():
         (["--save", "/proc/no/r.jsonl"], 2, "cannot write results to /proc/no/r.jsonl"),
         (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),
         (["--percentiles", "120"], 2, "--percentiles '120': must be between 0 and 100"),
+        (["--interleave", "size"], 2, "--interleave 'size': choose from precision, compile, attention, optimizer"),
+        (["--interleave", "attention"], 2, "--interleave attention: give --attention two values or more"),
+        ([*IN_TURN, "--warmup", "0"], 2, "--interleave: --warmup 0 would put steps that do things once"),
+        ([*IN_TURN, "--warmup", "1,2"], 2, "--interleave: give --warmup one value"),
+        ([*IN_TURN, "--synchronize", "none"], 2, "--interleave: --synchronize none mixes the steps"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, code, sentence, monkeypatch):
