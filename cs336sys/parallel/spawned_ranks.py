@@ -28,7 +28,10 @@ _GRACE_S = 0.3
 
 # How long ranks that succeeded may take to leave, and those that hang to write where they are.
 _LEAVE_S = 10.0
-_STACKS_S = 1.0
+_STACKS_S = 3.0
+
+# The main thread is the oldest and written last, down to the line that started the process.
+_END_OF_STACKS = "in <module>"
 
 
 class RankError(RuntimeError):
@@ -190,9 +193,11 @@ class SpawnedRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
-        while time.monotonic() < deadline and not all(self._written_stacks(rank.number) for rank in ranks):
+        while True:
+            stacks = [self._written_stacks(rank.number) for rank in ranks]
+            if time.monotonic() > deadline or all(one.rstrip().endswith(_END_OF_STACKS) for one in stacks):
+                return "".join(stacks)
             time.sleep(0.05)
-        return "".join(self._written_stacks(rank.number) for rank in ranks)
 
     def _written_stacks(self, number: int) -> str:
         try:

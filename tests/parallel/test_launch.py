@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel import launch
-from cs336sys.parallel.rank_process import Failure
-from cs336sys.parallel.spawned_ranks import RankError, _cause_before_consequence
+from cs336sys.parallel.rank_process import Failure, stacks_path
+from cs336sys.parallel.spawned_ranks import RankError, SpawnedRanks, _cause_before_consequence, _Rank
 
 HERE = pathlib.Path(__file__).parent
 
@@ -187,6 +187,36 @@ def test_rank_that_does_not_return_is_named_at_the_timeout():
     assert str(caught.value).startswith(f"rank 1 of 2 hangs: not done {HANG_TIMEOUT_S} s after rank 0\n")
     assert "in hang_after_the_last_collective" in str(caught.value)
     assert caught.value.rank == 1
+
+
+# What faulthandler does on a busy machine: it writes the stacks bit by bit.
+SLOW_STACKS = """
+import pathlib, signal, sys, time
+
+def write(*signal):
+    with open(sys.argv[1], "w", buffering=1) as stacks:
+        for line in ("Current thread 0x1 (most recent call first):", '  File "ranks.py", line 1 in hang'):
+            print(line, file=stacks)
+            time.sleep(0.3)
+        print('  File "<string>", line 1 in <module>', file=stacks)
+
+signal.signal(signal.SIGUSR1, write)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(tmp_path):
+    ranks = object.__new__(SpawnedRanks)
+    ranks._directory = tmp_path
+    command = [sys.executable, "-c", SLOW_STACKS, str(stacks_path(tmp_path, 1))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        stacks = ranks._stacks_now([_Rank(1, process, connection=None)])
+        process.kill()
+    assert stacks.startswith("rank 1 was here:\nCurrent thread")
+    assert "in hang\n" in stacks
+    assert stacks.rstrip().endswith("in <module>")
 
 
 def test_ranks_that_ended_refuse_to_run():
