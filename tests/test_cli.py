@@ -29,13 +29,23 @@ def test_unknown_command_is_refused():
     assert "benhc" in result.stderr
 
 
-@pytest.mark.parametrize(("arguments", "limit_s"), [(["--help"], 0.3), (["bench", "--help"], 0.5)])
-def test_help_is_fast(arguments, limit_s):
-    """Processor time of the best of several runs, because other processes share the cores; it waits for nothing."""
+def processor_s(*arguments):
+    """Of the best of several runs, because other processes share the cores; help waits for nothing."""
     durations = []
     for _ in range(7):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "cs336sys", *arguments], capture_output=True, check=True)
+        subprocess.run([sys.executable, *arguments, "--help"], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(durations) < limit_s
+    return min(durations)
+
+
+@pytest.fixture(scope="module")
+def empty_program_s():
+    """What typer's own help takes: 0.2 s on a slow machine, on which the help of ``bench`` took 0.43 s."""
+    return processor_s("-c", "import typer; app = typer.Typer(); app.command()(lambda: None); app()")
+
+
+@pytest.mark.parametrize(("arguments", "limit_s", "times_empty"), [([], 0.3, 1.8), (["bench"], 0.5, 2.6)])
+def test_help_is_fast(arguments, limit_s, times_empty, empty_program_s):
+    assert processor_s("-m", "cs336sys", *arguments) < max(limit_s, times_empty * empty_program_s)

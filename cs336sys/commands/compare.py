@@ -21,9 +21,6 @@ from cs336sys.measure.comparison import (
     significance_level,
     smallest_p,
 )
-from cs336sys.report.comparison import cell_settings, comparison_tables, identifying_settings
-from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.tables import check_output, emit
 from cs336sys.results import Results, read_results
 
 
@@ -50,6 +47,9 @@ def compare(
 
     cs336sys compare main.jsonl branch.jsonl --fail-above 5%
     """
+    from cs336sys.report.comparison import comparison_tables
+    from cs336sys.report.tables import check_output, emit
+
     limit_percent = None if fail_above is None else _percent(fail_above)
     if not 0 < confidence < 100:
         raise UsageError(f"--confidence {confidence:g}: must be a percentage between 0 and 100")
@@ -84,6 +84,8 @@ def _percent(text: str) -> float:
 def _warnings(
     matched: Matched, compared: Compared, asked: Sequence[str], confidence: float, a: Results, b: Results
 ) -> Iterator[str]:
+    from cs336sys.report.numbers import format_number
+
     for name, repeated in (("A", matched.repeated_a), ("B", matched.repeated_b)):
         if repeated:
             yield f"{name} holds several runs of one configuration: the last is used, {repeated} earlier left out"
@@ -117,6 +119,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
+    from cs336sys.report.comparison import cell_settings, identifying_settings
+    from cs336sys.report.numbers import format_quantity
+
     names = identifying_settings(pairs)
 
     def cell(pair: Pair) -> str:

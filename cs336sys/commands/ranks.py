@@ -33,15 +33,17 @@ import itertools
 import os
 import pickle
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from cs336sys.commands.options import at_least, split_list
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.parallel.place import Place, started_outside
 from cs336sys.results import Run
+
+if TYPE_CHECKING:
+    from cs336sys.measure.cells import Outcome, Progress
 
 WorldSizeOption = Annotated[
     list[str],
@@ -95,8 +97,10 @@ class JoinedWorker:
             self._run = new_run(self._arguments)
         return self._run
 
-    def measure(self, configuration: dict[str, Any], *, timeout_s: None, progress: Progress) -> Outcome:
+    def measure(self, configuration: dict[str, Any], *, timeout_s: None, progress: "Progress") -> "Outcome":
         """Measure one cell; no time limit can end it, because there is no other process to end."""
+        from cs336sys.measure.cells import guarded, release_memory
+
         # Results are printed to standard output; what a cell prints is log.
         with contextlib.redirect_stdout(sys.stderr):
             outcome = guarded(self._measure_cell, configuration, progress)

@@ -5,17 +5,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cs336sys.commands.ranks import JoinedWorker
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.measure.cells import Outcome, Worker
 from cs336sys.parallel.place import started_outside
 from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from cs336sys.measure.cells import Outcome
 
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Skip the cells that the --save file holds for the same machine already.")
@@ -92,6 +94,8 @@ def run_sweep(
         UsageError: ``save`` cannot be written or, on ``resume``, read; the timeout is not positive.
         CapabilityError: the measuring process does not start.
     """
+    from cs336sys.measure.cells import Worker
+
     if cell_timeout is not None and cell_timeout <= 0:
         raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
     if resume and save is None:
@@ -160,13 +164,16 @@ def run_sweep(
     return Sweep(tuple(cells), run, interrupted, ranks, stopped)
 
 
-def _cell(command: str, configuration: dict[str, Any], outcome: Outcome, run: Run) -> Cell:
+def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run) -> Cell:
     return Cell(
         command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id=run.run_id
     )
 
 
-def _progress_bar(is_shown: bool) -> Progress:
+def _progress_bar(is_shown: bool) -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

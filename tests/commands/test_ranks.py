@@ -119,7 +119,8 @@ def test_ranks_that_measured_nothing_exit_after_the_first_has_reported(monkeypat
     assert ended == []
     end(0)
     waiting.join()
-    assert ended == [0, 1]
+    # Once the first has reported, either may be the first to end.
+    assert sorted(ended) == [0, 1]
 
 
 def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
