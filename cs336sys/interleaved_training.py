@@ -64,9 +64,9 @@ class _Warm:
 
 def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
     """One outcome for each workload; they differ in nothing that is set for the whole process, but attention."""
-    one = next(iter(workloads.values()))
-    device = choose_device(one.device)
-    set_matmul_precision(one)
+    first = next(iter(workloads.values()))
+    device = choose_device(first.device)
+    set_matmul_precision(first)
     held_at_first = held_memory_gib(device)
     warm: dict[str, _Warm] = {}
     for name, workload in workloads.items():
@@ -74,13 +74,13 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
         warm[name] = _warm_up(workload, device, others_gib, lambda text, stage=stage: progress(f"{stage}: {text}"))
-    for number in range(one.steps):
-        progress(f"step {number + 1}/{one.steps} of each")
-        for workload in warm.values():
-            workload.run()
+    for number in range(first.steps):
+        progress(f"step {number + 1}/{first.steps} of each")
+        for one in warm.values():
+            one.run()
     outcomes = {}
     for name, measured in warm.items():
-        samples = measured.timer.samples(one.warmup)
+        samples = measured.timer.samples(first.warmup)
         busy_ms = None
         if device.type == "cuda":
             progress(f"{name}: profiling one step")

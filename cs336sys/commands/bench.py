@@ -99,14 +99,16 @@ def bench(
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
     split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
+    plan_notes = ()
     if interleave is None:
         measure = "cs336sys.training:measure_training"
         configurations = [workload.configuration() for workload in workloads]
     else:
         measure = "cs336sys.interleaved_training:measure_interleaved"
         configurations = _interleaved(workloads, interleave)
+        plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        emit([plan_table(workloads)], format=format, output=output)
+        emit([plan_table(workloads, notes=plan_notes)], format=format, output=output)
         return
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.

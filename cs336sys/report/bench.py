@@ -59,8 +59,8 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     return [*tables, speedups] if speedups else tables
 
 
-def plan_table(workloads: Sequence[Workload], command: str = "bench") -> Table:
-    """What ``--dry-run`` prints: each cell with its predicted memory."""
+def plan_table(workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = ()) -> Table:
+    """What ``--dry-run`` prints: each cell with its predicted memory, and ``notes`` below."""
     rows = []
     for workload in workloads:
         memory = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
@@ -87,7 +87,9 @@ def plan_table(workloads: Sequence[Workload], command: str = "bench") -> Table:
         Column("moment", "at"),
     )
     note = "Predicted for eager mode: what is alive at the moment when most is."
-    return Table("plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note,))
+    return Table(
+        "plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note, *notes)
+    )
 
 
 def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:

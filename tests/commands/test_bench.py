@@ -235,6 +235,14 @@ def test_dry_run_predicts_memory_and_measures_nothing():
         assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
 
 
+def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
+    alone = tables(invoke("--attention", "sdpa,flash", "--dry-run", "--format", "json"))["plan"]
+    in_turn = tables(invoke(*IN_TURN, "--dry-run", "--format", "json"))["plan"]
+    assert in_turn["rows"] == alone["rows"]
+    (note,) = set(in_turn["notes"]) - set(alone["notes"])
+    assert note == "Parameters and optimizer state of every attention are held at once: add the others'."
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
