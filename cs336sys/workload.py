@@ -8,7 +8,7 @@ from typing import Any
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
-from cs336sys.accounting.strategies import STRATEGIES as OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.ideal import STRATEGIES as OWN_SHARDING_STRATEGIES
 from cs336sys.errors import UsageError
 from cs336sys.results import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
@@ -197,8 +197,8 @@ class ProfileWorkload:
         return cls(Workload.from_configuration(rest), **own)
 
 
-# How ranks train one model together, by the names that cs336sys.parallel_training knows; the last synchronizes nothing,
-# and is what the others are compared with.
+# How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last synchronizes
+# nothing, and is what the others are compared with.
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
 FULLY_SHARDED = ("fsdp", "torch-fsdp")

@@ -13,15 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 LAYERS = (
     {"", "errors", "processes", "sizes", "workload", "results", "accounting"},
     {"kernels", "parallel", "measure"},
-    {"training"},
-    {
-        "interleaved_training",
-        "attention_timing",
-        "collective_timing",
-        "parallel_training",
-        "profiling",
-        "memory_profiling",
-    },
+    {"experiments"},
     {"report"},
     {"commands"},
     {"cli"},
@@ -34,11 +26,11 @@ RESERVED = {
     "rich.table": ("report.tables",),
     "tabulate": ("report.tables",),
     "matplotlib": ("report",),
-    "cs336_basics": ("training", "measure.phases"),
+    "cs336_basics": ("experiments.training", "measure.phases"),
 }
 
 # Modules of commands/ that are no command: what commands share.
-SHARED_BY_COMMANDS = {"commands.lazy", "commands.options", "commands.ranks", "commands.sweep", "commands.workloads"}
+SHARED_BY_COMMANDS = {f"commands.{name}" for name in ("lazy", "options", "ranks", "sweep", "training_options")}
 
 
 def imports_of(source: str) -> set[str]:
@@ -108,18 +100,18 @@ def test_module_imports_only_what_its_layer_may(module):
         ("sizes", "import torch"),
         ("accounting.flops", "from cs336sys.measure import timing"),
         ("kernels.weighted_sum", "from cs336sys.measure.timing import time_phases"),
-        ("measure.timing", "def f():\n    from cs336sys.training import TrainStep"),
+        ("measure.timing", "def f():\n    from cs336sys.experiments.training import TrainStep"),
         ("measure.timing", "import cs336_basics.model"),
         ("commands.bench", "from cs336sys.commands.compare import compare"),
         ("commands.bench", "from cs336sys.commands.account import model"),
         ("commands.bench", "from rich.table import Table"),
-        ("training", "import typer"),
+        ("experiments.training", "import typer"),
         ("report.tables", "from cs336sys.commands.options import FORMATS"),
         ("results", "from tabulate import tabulate"),
     ],
 )
 def test_a_wrong_import_is_found(module, source):
-    modules = set(MODULES) | {"commands.compare", "training", "kernels.weighted_sum"}
+    modules = set(MODULES) | {"commands.compare", "experiments.training", "kernels.weighted_sum"}
     assert violations(module, imports_of(source), modules)
 
 

@@ -21,7 +21,7 @@ from cs336sys.commands.options import (
 )
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
-from cs336sys.commands.workloads import DeviceOption
+from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
 from cs336sys.workload import DEVICES
 
@@ -67,8 +67,8 @@ def allreduce(
 
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
-    from cs336sys.report.collectives import allreduce_tables, plan_table
-    from cs336sys.report.plots import check_plot
+    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.parallel.allreduce import allreduce_tables, plan_table
     from cs336sys.report.tables import check_output, emit
 
     for name, value, lowest in (("--warmup", warmup, 0), ("--iterations", iterations, 1)):
@@ -92,7 +92,7 @@ def allreduce(
         return
     sweep = run_sweep(
         "allreduce",
-        "cs336sys.collective_timing:measure_collective",
+        "cs336sys.experiments.collectives:measure_collective",
         [workload.configuration() for workload in workloads],
         save=save,
         resume=resume,
@@ -101,7 +101,7 @@ def allreduce(
     )
     if sweep.is_reported_here:
         if plot is not None:
-            from cs336sys.report.collective_plots import plot_collectives
+            from cs336sys.report.parallel.allreduce_plots import plot_collectives
 
             plot_collectives(sweep.cells, plot)
         emit(allreduce_tables(sweep.cells, sweep.run), format=format, output=output)

@@ -7,7 +7,7 @@ import typer
 
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
-from cs336sys.commands.workloads import DeviceOption, SeedOption
+from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, AttentionWorkload
 
@@ -57,7 +57,7 @@ def attn(
     ]
     sweep = run_sweep(
         "attn",
-        "cs336sys.attention_timing:measure_attn",
+        "cs336sys.experiments.attention:measure_attn",
         configurations,
         save=save,
         resume=resume,

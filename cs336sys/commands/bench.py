@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import (
     FormatOption,
     OutputOption,
@@ -101,10 +101,10 @@ def bench(
     check_output(output, format)
     plan_notes = ()
     if interleave is None:
-        measure = "cs336sys.training:measure_training"
+        measure = "cs336sys.experiments.training:measure_training"
         configurations = [workload.configuration() for workload in workloads]
     else:
-        measure = "cs336sys.interleaved_training:measure_interleaved"
+        measure = "cs336sys.experiments.interleaved_training:measure_interleaved"
         configurations = _interleaved(workloads, interleave)
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:

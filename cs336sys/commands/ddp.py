@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
@@ -83,9 +83,9 @@ def ddp(
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
-    from cs336sys.report.files import check_writable
-    from cs336sys.report.parallel_training import ddp_tables, plan_table
-    from cs336sys.report.plots import check_plot
+    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.parallel.ddp import ddp_tables, plan_table
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(
@@ -141,7 +141,7 @@ def ddp(
         return
     sweep = run_sweep(
         "ddp",
-        "cs336sys.parallel_training.measurement:measure_parallel_training",
+        "cs336sys.experiments.parallel.measurement:measure_parallel_training",
         [workload.configuration() for workload in chosen],
         save=save,
         resume=resume,
@@ -166,7 +166,7 @@ def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float 
 
 
 def _draw(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> None:
-    from cs336sys.report.timeline_plots import plot_buckets, plot_timelines
+    from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 
     if timelines is not None:
         plot_timelines(cells, timelines)

@@ -18,7 +18,7 @@ from cs336sys.commands.options import (
     split_list,
 )
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
-from cs336sys.commands.workloads import DeviceOption, SeedOption
+from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, IMPLEMENTATIONS, AttentionWorkload
@@ -71,7 +71,7 @@ def flash(
     cs336sys flash --context 512 --implementations triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
     """
     from cs336sys.report.attention import flash_tables, pool_rounds
-    from cs336sys.report.plots import check_plot, plot_flash
+    from cs336sys.report.attention_plots import check_plot, plot_flash
     from cs336sys.report.tables import check_output, emit
 
     shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}
@@ -110,7 +110,7 @@ def flash(
     ]
     sweep = run_sweep(
         "flash",
-        "cs336sys.attention_timing:measure_flash",
+        "cs336sys.experiments.attention:measure_flash",
         configurations,
         save=save,
         resume=resume,

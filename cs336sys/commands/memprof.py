@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.results import Cell
@@ -71,10 +71,10 @@ def memprof(
 
     cs336sys memprof --size 2.7b --context 2048 --checkpoint block,every=2,nested --dry-run
     """
-    from cs336sys.memory_profiling.summary import LARGEST_ALLOCATIONS
-    from cs336sys.report.memory import memory_tables
-    from cs336sys.report.memory_files import check_directory, write_files
-    from cs336sys.report.memory_plan import plan_tables
+    from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
+    from cs336sys.report.memory.files import check_directory, write_files
+    from cs336sys.report.memory.plan import plan_tables
+    from cs336sys.report.memory.tables import memory_tables
     from cs336sys.report.tables import check_output, emit
 
     modes = split_list(mode, "--mode", one_of(MODES))
@@ -122,7 +122,7 @@ def memprof(
     measure = "prediction:predict_memory" if dry_run else "measurement:measure_memory"
     sweep = run_sweep(
         "memprof",
-        f"cs336sys.memory_profiling.{measure}",
+        f"cs336sys.experiments.memory.{measure}",
         [workload.configuration() for workload in workloads],
         save=None if dry_run else save,
         resume=resume and not dry_run,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, one_of, split_list
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
@@ -141,7 +141,7 @@ def nsys(
     ]
     sweep = run_sweep(
         "nsys",
-        "cs336sys.profiling:measure_profile",
+        "cs336sys.experiments.profiling:measure_profile",
         [cell.configuration() for cell in cells],
         save=save,
         resume=resume,
@@ -180,8 +180,8 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
         raise UsageError(f"one report can hold one run, not {len(workloads)}: give each list option one value")
     if "torch" in profilers:
         raise UsageError("--profiler torch: this process runs under nsys, and a GPU takes one profiler at a time")
+    from cs336sys.experiments.profiling import run_for_nsys
     from cs336sys.measure.cells import guarded
-    from cs336sys.profiling import run_for_nsys
 
     outcome = guarded(run_for_nsys, workloads[0].configuration(), lambda stage: None)
     if outcome.status == "unsupported":
@@ -193,6 +193,6 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
 
 
 def _check_folder(folder: Path) -> None:
-    from cs336sys.report.files import check_writable
+    from cs336sys.report.outputs import check_writable
 
     check_writable(folder / "trace.json.gz", "--keep")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys.commands.options import FormatOption, OutputOption, one_of, split_list
-from cs336sys.commands.workloads import DeviceOption
+from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
 from cs336sys.workload import DEVICES
 
@@ -55,7 +55,7 @@ def precision(
         raise UsageError(f"unknown device '{device}': choose from {', '.join(DEVICES)}")
     check_output(output, format)
 
-    from cs336sys.training import choose_device
+    from cs336sys.experiments.training import choose_device
 
     torch_device = choose_device(device)
     emit([_accumulation_table(torch_device), _autocast_table(chosen, torch_device)], format=format, output=output)

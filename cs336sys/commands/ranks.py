@@ -7,7 +7,7 @@ For a command like ``allreduce`` or ``ddp``::
         if is_first_rank():
             check_output(output, format)
         ...
-        sweep = run_sweep("ddp", "cs336sys.parallel_training:measure_ddp", configurations, across_ranks=True, ...)
+        sweep = run_sweep("ddp", "cs336sys.experiments.parallel:measure_ddp", configurations, across_ranks=True, ...)
         if sweep.is_reported_here:
             emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
         sweep.exit()
@@ -113,7 +113,7 @@ class JoinedWorker:
         Raises:
             CapabilityError: rank 0 is gone; it has said why.
         """
-        from cs336sys.parallel.launch import outside_store
+        from cs336sys.parallel.ranks.launch import outside_store
 
         key = f"cs336sys-from-first-rank-{next(_values_shared)}"
         if self.is_first:
@@ -125,13 +125,13 @@ class JoinedWorker:
             raise CapabilityError(f"rank {self.place.rank}: rank 0 ended before anything was measured") from error
 
     def close(self) -> None:
-        from cs336sys.parallel.launch import end_kept
+        from cs336sys.parallel.ranks.launch import end_kept
 
         end_kept()
 
     def wait_for_report(self) -> None:
         """On rank 0: tell the others that it has reported. On the others: wait for that, but not long."""
-        from cs336sys.parallel.launch import outside_store
+        from cs336sys.parallel.ranks.launch import outside_store
 
         # The store is gone with rank 0 where that hosts it.
         with contextlib.suppress(RuntimeError):

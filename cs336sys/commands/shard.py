@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, between, one_of, split_list
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
@@ -77,9 +77,9 @@ def shard(
 
     cs336sys shard --strategy fsdp --size 10b --bf16 --optimizer fused --checkpoint block
     """
-    from cs336sys.report.files import check_writable
-    from cs336sys.report.plots import check_plot
-    from cs336sys.report.sharding import plan_table, shard_tables
+    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.parallel.shard import plan_table, shard_tables
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(
@@ -134,7 +134,7 @@ def shard(
         return
     sweep = run_sweep(
         "shard",
-        "cs336sys.parallel_training.measurement:measure_parallel_training",
+        "cs336sys.experiments.parallel.measurement:measure_parallel_training",
         [workload.configuration() for workload in chosen],
         save=save,
         resume=resume,
@@ -143,7 +143,7 @@ def shard(
     )
     if sweep.is_reported_here:
         if plot is not None:
-            from cs336sys.report.sharding_plots import plot_memory
+            from cs336sys.report.parallel.shard_plots import plot_memory
 
             plot_memory(sweep.cells, plot)
         emit(shard_tables(sweep.cells, sweep.run), format=format, output=output)

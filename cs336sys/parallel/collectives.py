@@ -36,7 +36,7 @@ def require_process_group(what: str) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
-            f"{what} needs a process group: call it in a function run by cs336sys.parallel.launch.run, "
+            f"{what} needs a process group: call it in a function run by cs336sys.parallel.ranks.launch.run, "
             "or call torch.distributed.init_process_group first"
         )
 

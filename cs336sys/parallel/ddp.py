@@ -27,7 +27,7 @@ from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.layout import require_same_layout
+from cs336sys.parallel.same_on_ranks import require_same_layout
 
 # A cap below every gradient: each has a bucket of its own.
 _EACH_ALONE = 0.0

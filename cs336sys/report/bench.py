@@ -8,7 +8,7 @@ from cs336sys.accounting.memory import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, PHASES, Workload
 

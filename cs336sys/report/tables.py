@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336sys.errors import UsageError
-from cs336sys.report.files import check_writable, unwritable
 from cs336sys.report.numbers import format_value, unit_label
+from cs336sys.report.outputs import check_writable, unwritable
 from cs336sys.results import Samples
 
 if TYPE_CHECKING:

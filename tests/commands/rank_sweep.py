@@ -14,7 +14,7 @@ import typer
 from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome
-from cs336sys.parallel import launch
+from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples
 
 

@@ -10,8 +10,8 @@ from cs336sys.accounting.collectives import CollectiveWorkload
 from cs336sys.cli import app
 from cs336sys.commands.allreduce import message_sizes
 from cs336sys.errors import UsageError
-from cs336sys.report.collective_plots import plot_collectives
-from cs336sys.report.collectives import allreduce_tables, fit_of, groups_of
+from cs336sys.report.parallel.allreduce import allreduce_tables, fit_of, groups_of
+from cs336sys.report.parallel.allreduce_plots import plot_collectives
 from cs336sys.report.tables import render
 from cs336sys.results import Cell, Samples, read_results
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.measure.allocations.timeline import CATEGORIES
-from cs336sys.report.memory import memory_tables
+from cs336sys.report.memory.tables import memory_tables
 from cs336sys.results import read_results
 
 TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1"]

@@ -12,8 +12,8 @@ from two_agents import run_two_agents
 from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel import launch
 from cs336sys.parallel.place import Place
+from cs336sys.parallel.ranks import launch
 from cs336sys.results import Cell, read_results
 
 HERE = Path(__file__).parent

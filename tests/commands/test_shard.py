@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from cs336sys.accounting.sharded_training import MOMENTS
+from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.cli import app
 from cs336sys.results import read_results
 from cs336sys.workload import SHARDING_STRATEGIES

@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from cs336sys.parallel import launch
+from cs336sys.parallel.ranks import launch
 
 # The slowest tests start ranks two or three times, at 2 to 5 s each on two busy cores.
 TEST_LIMIT_S = 90

@@ -7,8 +7,8 @@ from ddp_ranks import MODES, TORCH_MODES
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel import launch
-from cs336sys.parallel.spawned_ranks import RankError
+from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks.spawned import RankError
 
 EVERY_MODE = list(MODES)
 

@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.derivation import Derived, Number, expression_of, number_of, symbol
-from cs336sys.accounting.full_sharding import rows_per_rank
 from cs336sys.accounting.memory import PeakMemory, widest_moments
 from cs336sys.accounting.parameters import count_parameters, parameter_shapes
-from cs336sys.accounting.sharding import flat_optimizer_state, sharded_optimizer_state
-from cs336sys.accounting.strategies import MOMENT_BYTES, RankState, rank_state, sent_bytes
+from cs336sys.accounting.sharding.fsdp import rows_per_rank
+from cs336sys.accounting.sharding.ideal import MOMENT_BYTES, RankState, rank_state, sent_bytes
+from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ModelSize
 
@@ -58,7 +58,7 @@ def rank_memory(
 
     Args:
         precision: of computing, fp32 or autocast.
-        element_bytes: of parameters and gradients, as in :func:`~cs336sys.accounting.strategies.rank_state`.
+        element_bytes: of parameters and gradients, as in :func:`~cs336sys.accounting.sharding.ideal.rank_state`.
         mode: ``forward``, ``forward-backward`` or ``train``.
 
     Raises:

@@ -36,7 +36,7 @@ def collectives(
 
     cs336sys account collectives --message 1GB --devices 2,4,8 --bandwidth 9e10
     """
-    from cs336sys.report.account_communication import collectives_tables
+    from cs336sys.report.account.communication import collectives_tables
     from cs336sys.report.tables import check_output, emit
 
     sizes = split_list(message, "--message", byte_count)
@@ -62,7 +62,7 @@ def buckets(
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
-    from cs336sys.report.account_communication import bucket_tables
+    from cs336sys.report.account.communication import bucket_tables
     from cs336sys.report.tables import check_output, emit
 
     element_bytes = ELEMENT_BYTES[check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)]

@@ -46,9 +46,9 @@ def parallel(
 
     cs336sys account parallel --strategy fsdp-tp --mesh 4x2
     """
-    from cs336sys.report.account_parallel import parallel_tables
-    from cs336sys.report.account_plots import plot_parallel
-    from cs336sys.report.plots import check_plot
+    from cs336sys.report.account.devices import parallel_tables
+    from cs336sys.report.account.plots import plot_parallel
+    from cs336sys.report.attention_plots import check_plot
     from cs336sys.report.tables import check_output, emit
 
     chosen = split_list(strategy, "--strategy", one_of(STRATEGIES))
@@ -101,7 +101,7 @@ def xxl(
 
     cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
     """
-    from cs336sys.report.account_parallel import xxl_tables
+    from cs336sys.report.account.devices import xxl_tables
     from cs336sys.report.tables import check_output, emit
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.activations import ELEMENT_BYTES
-from cs336sys.accounting.strategies import STRATEGIES
-from cs336sys.commands import workloads as options
+from cs336sys.accounting.sharding.ideal import STRATEGIES
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
@@ -46,9 +46,9 @@ def memory(
 
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
-    from cs336sys.report.account_memory import MemorySetting, memory_tables
-    from cs336sys.report.account_plots import plot_memory
-    from cs336sys.report.plots import check_plot
+    from cs336sys.report.account.memory import MemorySetting, memory_tables
+    from cs336sys.report.account.plots import plot_memory
+    from cs336sys.report.attention_plots import check_plot
     from cs336sys.report.tables import check_output, emit
 
     sizes = options.expand_sizes(

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
-from cs336sys.commands import workloads as options
+from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, at_least, between, check_choice, one_of, split_list
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
@@ -32,7 +32,7 @@ def activations(
 
     cs336sys account activations --size 2.7b --context 128,512,2048
     """
-    from cs336sys.report.account_model import activations_tables
+    from cs336sys.report.account.model import activations_tables
     from cs336sys.report.tables import check_output, emit
 
     sizes = options.expand_sizes(
@@ -67,7 +67,7 @@ def flops(
 
     cs336sys account flops --size small,2.7b --context 1024
     """
-    from cs336sys.report.account_model import flops_tables
+    from cs336sys.report.account.model import flops_tables
     from cs336sys.report.tables import check_output, emit
 
     sizes = options.expand_sizes(
@@ -99,7 +99,7 @@ def attention(
 
     cs336sys account attention --capacity-gib 24 --causal
     """
-    from cs336sys.report.account_model import ATTENTION_IMPLEMENTATIONS, attention_tables
+    from cs336sys.report.account.model import ATTENTION_IMPLEMENTATIONS, attention_tables
     from cs336sys.report.tables import check_output, emit
 
     contexts = split_list(context, "--context", at_least(1))
@@ -137,7 +137,7 @@ def checkpointing(
     cs336sys account checkpointing --size 2.7b --attention flash --checkpoint none,block,every=2,every=4,nested
     """
     from cs336sys.accounting.checkpointing import best_group_size
-    from cs336sys.report.account_model import checkpointing_tables, neighbours
+    from cs336sys.report.account.model import checkpointing_tables, neighbours
     from cs336sys.report.tables import check_output, emit
     from cs336sys.sizes import choose_size
 

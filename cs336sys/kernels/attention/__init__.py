@@ -11,7 +11,7 @@ from cs336sys.kernels.attention.tiled import FlashAttentionTorch
 __all__ = ["IMPLEMENTATIONS", "FlashAttentionTorch", "FlashAttentionTriton", "flash_attention"]
 
 if importlib.util.find_spec("triton") is not None:
-    from cs336sys.kernels.attention.triton import FlashAttentionTriton, triton_attention
+    from cs336sys.kernels.attention.operators import FlashAttentionTriton, triton_attention
 else:
 
     def triton_attention(*args, **kwargs) -> torch.Tensor:

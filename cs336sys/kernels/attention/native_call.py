@@ -1,4 +1,4 @@
-"""The C++ of native_call.cpp: compiled once for a machine and a torch, and given what the plans of triton_plans say.
+"""The C++ of native_call.cpp: compiled once for a machine and a torch, and given what the plans say.
 
 An ``autograd.Function`` in Python costs about what torch's own attention costs the CPU altogether. With a plan known to
 the C++ a call runs no Python between its arguments and its launches, forward or backward.
@@ -27,8 +27,8 @@ import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.runtime.cache import get_cache_manager
 
-from cs336sys.kernels.attention.triton_launch import Launch
-from cs336sys.kernels.attention.triton_plans import Plan, Scratch
+from cs336sys.kernels.attention.plan import Launch
+from cs336sys.kernels.attention.triton.plans import Plan, Scratch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

@@ -10,7 +10,7 @@ from cs336sys.report.profile.kernels import kernel_table, share_table, top_kerne
 from cs336sys.report.profile.measured import Measured
 from cs336sys.report.profile.phases import phase_table, precision_table
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.workloads import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ProfileWorkload, Workload
 

@@ -1,0 +1,198 @@
+"""Fully sharded training on paper: who holds which rows, what is gathered, and how many bytes are sent. No torch.
+
+``parallel.fsdp.unit`` lays out memory by these very functions, so what is said here is what it allocates. Source:
+ZeRO stage 3 (https://arxiv.org/abs/1910.02054, sections 5.3 and 7.2.2).
+
+Units of a ``BasicsTransformerLM`` are its token embedding, each block, and its LM head; norms are replicated. ``N`` is
+the number of parameters, ``W`` that of ranks, ``e`` the bytes of an element as it is gathered: 4 in fp32, 2 in half
+precision.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cs336sys.accounting.memory import TrainingState
+from cs336sys.accounting.parameters import parameter_shapes
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ModelSize
+
+# Every gathered parameter starts at a multiple of so many bytes, as if it had been allocated alone: cudaMalloc aligns
+# to at least 256 bytes, and kernels are fastest on aligned addresses.
+GATHER_ALIGNMENT_BYTES = 256
+
+Shape = Sequence[int]
+
+
+def rows_per_rank(rows: int, world_size: int) -> int:
+    """Rows of a parameter that each rank has room for: equally many, so the last ranks may hold fewer or none."""
+    return math.ceil(rows / world_size)
+
+
+def own_rows(rows: int, rank: int, world_size: int) -> range:
+    """Which rows of a parameter a rank holds; as ``torch.chunk`` cuts."""
+    each = rows_per_rank(rows, world_size)
+    return range(min(rank * each, rows), min((rank + 1) * each, rows))
+
+
+def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
+    """Bytes of one gathered parameter with room for equally many rows from each rank: what its all-gather sends."""
+    return world_size * rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) * element_bytes
+
+
+def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
+    """Where the parameters of a unit lie in its memory when they are gathered.
+
+    Args:
+        parameters: shape and bytes an element of each.
+
+    Returns:
+        the byte at which each starts, and the bytes of the whole.
+    """
+    starts, end = [], 0
+    for shape, element_bytes in parameters:
+        starts.append(end)
+        size = padded_bytes(shape, element_bytes, world_size)
+        end += math.ceil(size / GATHER_ALIGNMENT_BYTES) * GATHER_ALIGNMENT_BYTES
+    return starts, end
+
+
+def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the sharded parameters, by unit in the order of use."""
+    units: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in parameter_shapes(size).items():
+        if len(shape) > 1:
+            parts = name.split(".")
+            units.setdefault(".".join(parts[:2]) if parts[0] == "layers" else parts[0], []).append(shape)
+    return units
+
+
+def replicated_elements(size: ModelSize) -> int:
+    """Elements of the norms, which every rank holds whole."""
+    return sum(shape[0] for shape in parameter_shapes(size).values() if len(shape) == 1)
+
+
+def fully_sharded_state(size: ModelSize, rank: int, world_size: int) -> TrainingState:
+    """Bytes that a rank holds between backward pass and step: its rows, their gradients and AdamW's moments, in fp32.
+
+    ``16 N / W`` where the ranks divide all rows and norms are few. In half precision no copy of the weights is kept:
+    they are cast as they are gathered.
+
+    Raises:
+        UsageError: there is no such rank.
+    """
+    _check_rank(rank, world_size)
+    elements = replicated_elements(size)
+    for shapes in sharded_units(size).values():
+        elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in shapes)
+    return TrainingState(4 * elements, 4 * elements, 8 * elements, 0)
+
+
+def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> dict[str, int]:
+    """Memory of each unit while it is gathered."""
+    return {
+        name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
+        for name, shapes in sharded_units(size).items()
+    }
+
+
+def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
+    """The most bytes gathered at once: a unit in use and those fetched ahead, in either direction.
+
+    Args:
+        unit_bytes: of each unit, in the order of use.
+    """
+    return _widest(unit_bytes, 1 + prefetch)
+
+
+@dataclass(frozen=True)
+class FullShardingPeak:
+    """An upper bound of what a rank holds in a step, in bytes, activations aside.
+
+    Attributes:
+        state: from step to step, gradients of all rows among them.
+        gathered: weights in use and fetched ahead.
+        whole_gradients: of the unit whose backward pass runs, and of the one before it, which are being averaged.
+        received: where those arrive.
+    """
+
+    state: TrainingState
+    gathered: int
+    whole_gradients: int
+    received: int
+
+    @property
+    def total(self) -> int:
+        return self.state.total + self.gathered + self.whole_gradients + self.received
+
+
+def fully_sharded_peak(
+    size: ModelSize, element_bytes: int, world_size: int, *, rank: int = 0, prefetch: int = 1
+) -> FullShardingPeak:
+    """The bound for a model in blocks; errors as of :func:`fully_sharded_state`.
+
+    Gradients in half precision, and those of rows that ranks do not share equally, arrive from all ranks side by side:
+    as many bytes as the whole gradient. In fp32 the mean of the others arrives in the slice's gradient itself.
+    """
+    units = sharded_units(size).values()
+    gradients = [element_bytes * sum(map(math.prod, shapes)) for shapes in units]
+    received = [
+        sum(
+            padded_bytes(shape, element_bytes, world_size)
+            for shape in shapes
+            if element_bytes < 4 or shape[0] % world_size
+        )
+        for shapes in units
+    ]
+    gathered = most_gathered(list(gathered_bytes(size, element_bytes, world_size).values()), prefetch)
+    return FullShardingPeak(fully_sharded_state(size, rank, world_size), gathered, _widest(gradients, 2), max(received))
+
+
+@dataclass(frozen=True)
+class StepCommunication:
+    """What a step communicates, in bytes of whole arrays: of what an all-gather returns, of what the others are given.
+
+    Attributes:
+        all_gather: weights, before forward and before backward.
+        reduce_scatter: gradients; in half precision exchanged, which sends as much.
+        all_reduce: gradients of replicated parameters.
+    """
+
+    all_gather: int
+    reduce_scatter: int
+    all_reduce: int
+
+    @property
+    def total(self) -> int:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    def sent_bytes(self, world_size: int) -> float:
+        """What each rank sends: ``(W - 1) / W`` of what is gathered or scattered, twice that of what is all-reduced."""
+        return (world_size - 1) / world_size * (self.all_gather + self.reduce_scatter + 2 * self.all_reduce)
+
+
+def step_communication(size: ModelSize, element_bytes: int, world_size: int) -> StepCommunication:
+    """Of a training step with or without activation checkpointing, which finds the weights gathered.
+
+    Every unit is gathered forward and backward but the last, which is kept between: ``2 e N`` less one LM head. Its
+    gradients are averaged once, ``e N``.
+
+    Raises:
+        UsageError: the world size is not positive.
+    """
+    _check_rank(0, world_size)
+    units = sharded_units(size)
+    gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in units.values()]
+    elements = sum(math.prod(shape) for shapes in units.values() for shape in shapes)
+    return StepCommunication(2 * sum(gathers) - gathers[-1], element_bytes * elements, 4 * replicated_elements(size))
+
+
+def _widest(values: Sequence[int], count: int) -> int:
+    return max(sum(values[start : start + count]) for start in range(max(1, len(values) - count + 1)))
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise UsageError(f"world size {world_size}: must be at least 1")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} of {world_size}: must be between 0 and {world_size - 1}")

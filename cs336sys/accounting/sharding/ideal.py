@@ -1,0 +1,93 @@
+"""What each way of sharing out training state holds on a rank and sends in a step, as formulas of P and N.
+
+Source: ZeRO (https://arxiv.org/abs/1910.02054), sections 5 and 7, for the ideal share ``P / N``. What is held exactly,
+in whole parameters and with padding, is in :mod:`~cs336sys.accounting.sharding.optimizer`. Arguments may be numbers or
+symbols.
+
+- ``none``: data parallel; all state on every rank, gradients all-reduced.
+- ``optimizer``: each rank has the optimizer state of some whole parameters (ZeRO stage 1 but for the communication:
+  gradients are all-reduced as before, and updated parameters then sent to all).
+- ``optimizer-flat``: each rank has a slice of every parameter; gradients are reduce-scattered and parameters
+  all-gathered, so a rank keeps the gradients of its slice alone (ZeRO stage 2).
+- ``fsdp``: parameters are in slices too, gathered for use in both passes (ZeRO stage 3).
+"""
+
+from dataclasses import dataclass
+
+from cs336sys.accounting.derivation import Number
+from cs336sys.errors import UsageError
+
+STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
+
+# AdamW's two moments, fp32.
+MOMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes on one rank between backward pass and optimizer step."""
+
+    parameters: Number
+    gradients: Number
+    optimizer_state: Number
+    master_parameters: Number = 0
+
+    @property
+    def total(self) -> Number:
+        return self.parameters + self.gradients + self.optimizer_state + self.master_parameters
+
+
+def rank_state(strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4) -> RankState:
+    """Bytes that a rank holds with ideal shares.
+
+    Args:
+        parameters: of the model, P.
+        ranks: N.
+        element_bytes: of parameters and gradients. Less than 4 needs fp32 master parameters beside them; with fsdp the
+            master parameters are the slices themselves, and gradients are fp32 as they are.
+
+    Raises:
+        UsageError: the strategy is unknown.
+    """
+    _check(strategy)
+    p, e = parameters, element_bytes
+    masters = 0 if e == 4 else 4
+    if strategy == "none":
+        return RankState(e * p, e * p, MOMENT_BYTES * p, masters * p if masters else 0)
+    share = p / ranks
+    moments = MOMENT_BYTES * share
+    if strategy == "optimizer":
+        return RankState(e * p, e * p, moments, masters * share if masters else 0)
+    if strategy == "optimizer-flat":
+        return RankState(e * p, (masters or e) * share, moments, masters * share if masters else 0)
+    return RankState(4 * share, 4 * share, moments)
+
+
+def sent_bytes(
+    strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4, compute_bytes: int = 4
+) -> Number:
+    """Bytes that a rank sends in a step, by rings: ``(N - 1) / N`` of what is gathered, scattered or broadcast.
+
+    - ``none``: an all-reduce of gradients, twice that share.
+    - ``optimizer``: likewise, and every updated parameter once to all ranks: three shares.
+    - ``optimizer-flat``: a reduce-scatter and an all-gather, two shares, as ZeRO stage 1 and 2.
+    - ``fsdp``: two all-gathers in the dtype of computing and a reduce-scatter of fp32 gradients, three shares; less
+      what stays gathered between the passes.
+
+    Args:
+        element_bytes: of parameters and gradients.
+        compute_bytes: what fsdp gathers.
+
+    Raises:
+        UsageError: the strategy is unknown.
+    """
+    _check(strategy)
+    share = (ranks - 1) / ranks * parameters
+    if strategy == "fsdp":
+        return (2 * compute_bytes + 4) * share
+    return {"none": 2, "optimizer": 3, "optimizer-flat": 2}[strategy] * element_bytes * share
+
+
+def _check(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise UsageError(f"unknown strategy '{strategy}': choose from {', '.join(STRATEGIES)}")

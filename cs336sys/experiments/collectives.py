@@ -1,0 +1,267 @@
+"""Checks a collective on every rank, then times it back to back and call by call: the cells of ``allreduce``."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336sys.accounting.collectives import CollectiveWorkload, buffer_bytes, bus_factor
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.links import describe_links
+from cs336sys.measure.system import container_memory_limit_bytes
+from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device, reduce_scatter_single
+from cs336sys.parallel.ranks import launch
+from cs336sys.results import Samples
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+}
+
+# Up to here a dtype holds every integer (2^mantissa bits), so that their sum is the same in any order.
+_LARGEST_EXACT = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "fp64": 2**53, "int32": 2**31 - 1}
+
+# Of the data: a prime, so that pieces of a power of two which change places are noticed.
+_PERIOD = 997
+
+# Outputs are filled with it before the check: no rank contributes it.
+_UNWRITTEN = -1
+
+# Elements compared at a time, so that the check of a large message needs little memory besides.
+_COMPARED_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank's tensors are.
+
+    Attributes:
+        machine: its name.
+        gpu_uuid: None on a CPU.
+        memory_bytes: the most that certainly cannot be exceeded: what is free on the GPU, and on a CPU the limit of all
+            ranks of the machine's container. None without one: memory that looks used up can be cache, and on some
+            virtual machines the total grows with its use.
+    """
+
+    machine: str
+    gpu_uuid: str | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank found: wrong elements of its output and, where no rank found any, the times of all calls in us."""
+
+    wrong_elements: int
+    back_to_back_us: tuple[float, ...] = ()
+    synchronized_us: tuple[float, ...] = ()
+
+
+def measure_collective(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Check and time one collective: a cell of ``allreduce``, run in the process that starts or joins the ranks.
+
+    Samples (us), the i-th the largest of all ranks' i-th call: ``back_to_back`` and ``synchronized``, see
+    :func:`time_collective`. Derived columns: see ``docs/columns.md``. A collective with wrong elements is ``wrong`` and
+    not timed, and messages that do not fit into memory are refused as ``oom`` before anything is allocated.
+    """
+    workload = CollectiveWorkload(**configuration)
+    derived: dict[str, Any] = {
+        "size_bytes": workload.size_bytes,
+        "elements": workload.elements,
+        "in_place": workload.collective in ("all_reduce", "broadcast"),
+    }
+    progress("starting the ranks")
+    ranks = launch.kept(workload.world_size, backend=workload.backend, timeout_s=workload.timeout_s)
+    places = ranks.run(own_place)
+    derived["link"] = _link(places)
+    refusal = _does_not_fit(workload, places)
+    if refusal is not None:
+        return Outcome("oom", {}, derived, refusal, refused=True)
+
+    progress("checking and timing")
+    results = ranks.run(time_collective, workload)
+    derived["wrong_elements"] = sum(result.wrong_elements for result in results)
+    if derived["wrong_elements"]:
+        at = ", ".join(str(rank) for rank, result in enumerate(results) if result.wrong_elements)
+        return Outcome("wrong", {}, derived, f"{derived['wrong_elements']} wrong elements on rank {at}")
+    clock = "cuda events" if workload.backend == "nccl" else "cpu clock"
+    samples = {
+        "back_to_back": _largest([result.back_to_back_us for result in results], workload.warmup, clock),
+        "synchronized": _largest([result.synchronized_us for result in results], workload.warmup, "cpu clock"),
+    }
+    factor = bus_factor(workload.collective, workload.world_size)
+    for name, times in samples.items():
+        # bytes / us are 1e6 bytes/s.
+        derived[f"{name}_algbw_gbps"] = workload.size_bytes / times.mean / 1e3
+        derived[f"{name}_busbw_gbps"] = factor * derived[f"{name}_algbw_gbps"] if factor else None
+    return Outcome("ok", samples, derived)
+
+
+def _largest(times_us: Sequence[Sequence[float]], warmup: int, clock: str) -> Samples:
+    slowest = [max(of_ranks) for of_ranks in zip(*times_us, strict=True)]
+    return Samples("us", f"{clock}, maximum over ranks", tuple(slowest[warmup:]), tuple(slowest[:warmup]))
+
+
+def own_place() -> RankPlace:
+    """Run on a rank: where its tensors will be."""
+    device = group_device()
+    if device.type == "cpu":
+        return RankPlace(platform.node(), None, container_memory_limit_bytes())
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return RankPlace(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)
+
+
+def _link(places: Sequence[RankPlace]) -> str:
+    """What the ranks communicate through, in words."""
+    machines = len({place.machine for place in places})
+    between = f"network between {machines} machines"
+    if places[0].gpu_uuid is None:
+        return "TCP within one machine" if machines == 1 else between
+    here = tuple(place.gpu_uuid for place in places if place.machine == platform.node())
+    within = describe_links(here) if len(here) > 1 else "one GPU"
+    return within if machines == 1 else f"{between}, {within} within one"
+
+
+def _does_not_fit(workload: CollectiveWorkload, places: Sequence[RankPlace]) -> str | None:
+    """Why the tensors certainly cannot be allocated; the same answer on every rank."""
+    needed = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
+    for rank, place in enumerate(places):
+        together = 1 if place.gpu_uuid else sum(other.machine == place.machine for other in places)
+        if place.memory_bytes is not None and together * needed > place.memory_bytes:
+            where = "free on its GPU" if place.gpu_uuid else f"the limit of {together} ranks on its machine"
+            return f"rank {rank} needs {_gb(needed)} for its tensors, {_gb(place.memory_bytes)} are {where}"
+    return None
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def time_collective(workload: CollectiveWorkload) -> RankTimes:
+    """Run on every rank: check one call, then time it in two ways, each after warm-up calls of its own.
+
+    - Back to back: the next call is launched without waiting for the last. On a GPU a call lasts from the CUDA event
+      after the previous call to its own; the clock of the CPU otherwise. This is the bandwidth that a program sees
+      which always has something to send.
+    - Synchronized: all ranks wait for each other, then the CPU clock runs until the call is done on this rank's device.
+      This is the latency of one call, with its launch.
+
+    Returns times of warm-up and measured calls, in order; none if any rank has wrong elements.
+    """
+    device = group_device()
+    call, wrong_elements = prepare(workload, device)
+    call()
+    wrong = wrong_elements()
+    if any(gather_objects(wrong)):
+        return RankTimes(wrong)
+    calls = workload.warmup + workload.iterations
+    return RankTimes(wrong, tuple(_back_to_back_us(call, calls, device)), tuple(_synchronized_us(call, calls, device)))
+
+
+def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+    """The collective as a call on tensors that exist, and a function that counts wrong elements after the first call.
+
+    Inputs are integers whose sum over the ranks is exact in the dtype. The call is torch's own function: nothing but it
+    is timed. Calls after the first go on with what they find; sums may grow to infinity, which takes no longer to add.
+    """
+    rank, ranks, elements = dist.get_rank(), workload.world_size, workload.elements
+    data = exact_data(workload.dtype, ranks)
+    sums = torch.stack(data).sum(0)
+    whole = torch.full((elements,), _UNWRITTEN, dtype=DTYPES[workload.dtype], device=device)
+    if workload.collective == "all_reduce":
+        write(whole, data[rank])
+        return partial(dist.all_reduce, whole), partial(count_differences, whole, sums)
+    if workload.collective == "broadcast":
+        if rank == 0:
+            write(whole, data[0])
+        return partial(dist.broadcast, whole, src=0), partial(count_differences, whole, data[0])
+    share = elements // ranks
+    part = torch.full_like(whole[:share], _UNWRITTEN)
+    if workload.collective == "reduce_scatter":
+        write(whole, data[rank])
+        return partial(reduce_scatter_single, part, whole), partial(count_differences, part, sums, rank * share)
+    write(part, data[rank], rank * share)
+
+    def wrong_elements() -> int:
+        parts = whole.split(share)
+        return sum(count_differences(parts[other], data[other], other * share) for other in range(ranks))
+
+    return partial(all_gather_single, whole, part), wrong_elements
+
+
+def exact_data(dtype: str, ranks: int) -> list[Tensor]:
+    """One period of every rank's data, int64: it differs between ranks and between neighbours, and sums are exact."""
+    contributing = min(ranks, _LARGEST_EXACT[dtype])
+    values = _LARGEST_EXACT[dtype] // contributing + 1
+    positions = torch.arange(_PERIOD)
+    return [(positions + 7 * rank) % _PERIOD % values * (rank < contributing) for rank in range(ranks)]
+
+
+def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:
+    """Fill a tensor with periodic data, beginning with its element ``start``."""
+    data = data.roll(-(start % len(data))).to(tensor)
+    rows, rest = _periods(tensor, len(data))
+    rows.copy_(data.expand_as(rows))
+    rest.copy_(data[: len(rest)])
+
+
+def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
+    """How many elements are not those that :func:`write` would write; NaN is one of them."""
+    data = data.roll(-(start % len(data))).to(tensor)
+    rows, rest = _periods(tensor, len(data))
+    wrong = (rest != data[: len(rest)]).sum()
+    for some in rows.split(max(1, _COMPARED_AT_ONCE // len(data))):
+        wrong = wrong + (some != data).sum()
+    return int(wrong)
+
+
+def _periods(tensor: Tensor, period: int) -> tuple[Tensor, Tensor]:
+    """The whole periods of a tensor as rows, and what remains."""
+    whole = len(tensor) // period * period
+    return tensor[:whole].view(whole // period, period), tensor[whole:]
+
+
+def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
+    if device.type == "cpu":
+        dist.barrier()
+        clocks = [time.perf_counter()]
+        for _ in range(calls):
+            call()
+            clocks.append(time.perf_counter())
+        return [1e6 * (end - start) for start, end in pairwise(clocks)]
+    stream = torch.cuda.current_stream(device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    # The first record() makes the event, which takes longer than to record it.
+    for mark in marks:
+        mark.record(stream)
+    dist.barrier()
+    marks[0].record(stream)
+    for mark in marks[1:]:
+        call()
+        mark.record(stream)
+    torch.cuda.synchronize(device)
+    return [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]
+
+
+def _synchronized_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(calls):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+    return times

@@ -1,0 +1,107 @@
+"""Measures cells of ``bench`` that differ in one setting together: a step of each in turn, in one process.
+
+A step that waits for its launches is as fast as the core that its thread is on, which differs by half and more on a
+shared machine and stays so for a dozen steps; of steps taken in turn every workload gets its share of the slow ones.
+"""
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_outcome, use_attention
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.timing import StepTimer, gpu_busy_ms
+from cs336sys.results import configuration_key
+from cs336sys.workload import Workload
+
+# Of the cells measured together last, the outcomes that have not been asked for yet, by configuration.
+_waiting: dict[str, Outcome] = {}
+
+
+def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``bench --interleave``, and with it those that it is interleaved with: runs in the worker.
+
+    The others' outcomes are kept for the calls that ask for them, which should follow.
+
+    Args:
+        configuration: of a workload, beside ``interleave``, the name of a setting, and ``interleaved``, its values
+            separated by commas; the workload has one of them.
+
+    Returns:
+        As :func:`~cs336sys.experiments.training.measure_training`, with one sample of each series for every turn. The
+        peak is of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is taken
+        off.
+    """
+    key = configuration_key(configuration)
+    if key not in _waiting:
+        _waiting.clear()
+        setting = configuration["interleave"]
+        together = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
+        workloads = {value: Workload.from_configuration(one) for value, one in together.items()}
+        for value, outcome in _measure_in_turn(workloads, progress).items():
+            _waiting[configuration_key(together[value])] = outcome
+    return _waiting.pop(key)
+
+
+@dataclass(frozen=True)
+class _Warm:
+    """A workload that has done its warm-up steps."""
+
+    step: TrainStep
+    timer: StepTimer
+    build_s: float
+    peak_gib: float | None
+
+    def run(self) -> None:
+        use_attention(self.step.workload.attention)
+        self.timer.run()
+
+
+def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
+    """One outcome for each workload; they differ in nothing that is set for the whole process, but attention."""
+    first = next(iter(workloads.values()))
+    device = choose_device(first.device)
+    set_matmul_precision(first)
+    held_at_first = held_memory_gib(device)
+    warm: dict[str, _Warm] = {}
+    for name, workload in workloads.items():
+        stage = f"{name}, {len(warm)} beside it" if warm else name
+        gc.collect()
+        others_gib = held_memory_gib(device) - held_at_first
+        warm[name] = _warm_up(workload, device, others_gib, lambda text, stage=stage: progress(f"{stage}: {text}"))
+    for number in range(first.steps):
+        progress(f"step {number + 1}/{first.steps} of each")
+        for one in warm.values():
+            one.run()
+    outcomes = {}
+    for name, measured in warm.items():
+        samples = measured.timer.samples(first.warmup)
+        busy_ms = None
+        if device.type == "cuda":
+            progress(f"{name}: profiling one step")
+            use_attention(measured.step.workload.attention)
+            busy_ms = gpu_busy_ms(measured.step)
+        outcomes[name] = training_outcome(
+            measured.step, samples, build_s=measured.build_s, peak_gib=measured.peak_gib, busy_ms=busy_ms
+        )
+    return outcomes
+
+
+def _warm_up(workload: Workload, device: torch.device, others_gib: float, progress: Progress) -> _Warm:
+    progress("building the model")
+    started = time.perf_counter()
+    step = TrainStep(workload, device)
+    build_s = time.perf_counter() - started
+    reset_peak_memory(device)
+    timer = StepTimer(step.phases, device)
+    for number in range(workload.warmup):
+        progress(f"warm-up {number + 1}/{workload.warmup}")
+        timer.run()
+    peak_gib = peak_memory_gib(device)
+    return _Warm(step, timer, build_s, None if peak_gib is None else peak_gib - others_gib)

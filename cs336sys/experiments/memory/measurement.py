@@ -1,0 +1,94 @@
+"""Measures one cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.experiments.memory.prediction import traced_timeline
+from cs336sys.experiments.memory.step import MemoryStep
+from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
+from cs336sys.experiments.training import set_matmul_precision
+from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
+from cs336sys.measure.allocations.recorder import StepRecorder
+from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
+from cs336sys.measure.allocations.timeline import Timeline
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.timing import time_phases
+from cs336sys.workload import MemoryWorkload
+
+
+def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``memprof``: runs in the worker process.
+
+    Samples (ms): those of ``bench``. Derived columns: see ``docs/columns.md``.
+    """
+    workload = MemoryWorkload.from_configuration(configuration)
+    training = workload.training
+    device = choose_device(training.device)
+    set_matmul_precision(training)
+    derived: dict[str, Any] = {"parameters": count_parameters(training.size)}
+    if workload.trace:
+        progress("tracing fake tensors")
+        derived["traced"] = [asdict(peak) for peak in timeline_peaks(traced_timeline(workload))]
+    progress("building the model")
+    step = MemoryStep(workload, device)
+    for number in range(training.warmup):
+        progress(f"warm-up {number + 1}/{training.warmup}")
+        step()
+    counted = None
+    if device.type == "cuda":
+        progress("counting peaks")
+        counted = counted_peaks(step)
+    progress("recording a step")
+    timeline, history = record(step, follow_operations=training.compile == "off")
+    peaks = counted or timeline_peaks(timeline)
+    derived |= summary(workload, timeline, peaks)
+    if workload.snapshot is not None:
+        progress("writing the snapshot")
+        snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)
+        path = Path(workload.snapshot) / f"{workload.name}.pickle"
+        write_snapshot(snapshot, path)
+        derived["snapshot"] = str(path)
+    del timeline, history
+    samples = time_phases(
+        step.phases,
+        warmup=0,
+        steps=training.steps,
+        device=device,
+        synchronize_steps=training.synchronize == "step",
+        progress=progress,
+    )
+    if training.mode != "forward":
+        progress("looking into a block")
+        derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
+    return Outcome("ok", samples, derived)
+
+
+def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
+    """The CUDA allocator's own counters in each phase of one step, which nothing else observes."""
+    peaks = []
+    step.loss = None
+    for name, phase in step.phases_with_loss.items():
+        torch.cuda.reset_peak_memory_stats(step.device)
+        phase()
+        allocated = torch.cuda.max_memory_allocated(step.device)
+        peaks.append(PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
+    return peaks
+
+
+def record(step: MemoryStep, *, follow_operations: bool) -> tuple[Timeline, AllocationHistory]:
+    """One step with the history of its allocations, see :class:`StepRecorder`."""
+    step.loss = None
+    history: AllocationHistory
+    on_gpu = step.device.type == "cuda"
+    history = CudaHistory(step.device) if on_gpu else CpuHistory()
+    held = step.held()
+    held_size = torch.cuda.memory_allocated(step.device) if on_gpu else None
+    recorder = StepRecorder(history, step.names, follow_operations=follow_operations)
+    step.run_recorded(recorder)
+    timeline = recorder.timeline(held=held, held_size=held_size, optimizer_state=step.optimizer_state())
+    return timeline, history

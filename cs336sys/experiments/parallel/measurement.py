@@ -1,0 +1,185 @@
+"""Measures one cell of ``ddp`` or ``shard``: checked first, then timed beside the same step without communication."""
+
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.experiments.parallel.rank import (
+    RankMeasurement,
+    has_room_alone,
+    measure_on_rank,
+    time_all_reduces,
+    verify_on_rank,
+)
+from cs336sys.experiments.parallel.verification import STEPS, tolerance
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks.spawned import SpawnedRanks
+from cs336sys.results import Samples, configuration_key
+from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload
+
+Ranks = launch.JoinedRanks | SpawnedRanks
+
+# Steps without communication, by configuration: measured once for all strategies that are compared with them.
+_unsynchronized: dict[str, list[RankMeasurement]] = {}
+
+# What the ranks communicate through, by their number and backend.
+_links: dict[tuple[int, str, bool], AlphaBeta] = {}
+
+
+def measure_parallel_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``ddp`` or ``shard``: runs in the worker process, which keeps its ranks for the next cell.
+
+    Samples (ms), each the maximum over ranks: one series a phase, ``step``, ``wall``, ``unsynchronized`` (the step
+    without communication, where one rank has memory for it) and ``communication`` (alone). Derived columns: see
+    ``docs/columns.md``. The status is ``wrong``, and there are no samples, if the weights are not those of one process.
+    """
+    workload = ParallelWorkload.from_configuration(configuration)
+    backend = _backend(workload)
+    if backend == "gloo":
+        # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    ranks = launch.kept(
+        workload.world_size, backend=backend, timeout_s=workload.timeout_s, high_priority=workload.high_priority
+    )
+
+    progress(f"checking {workload.strategy} against one process")
+    differences = ranks.run(verify_on_rank, workload)
+    worst = max(differences, key=lambda difference: difference.relative)
+    derived: dict[str, Any] = {
+        "parameters": count_parameters(workload.training.size),
+        "largest_difference": max(difference.largest for difference in differences),
+        "relative_difference_percent": 100 * worst.relative,
+        "checked_layers": worst.num_layers,
+    }
+    if not worst.relative <= tolerance(workload):
+        return Outcome(
+            "wrong",
+            derived=derived,
+            reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is {100 * worst.relative:.3g} % of its "
+            f"way off where one process takes it, more than rounding explains ({100 * tolerance(workload):g} %)",
+        )
+
+    key = configuration_key(workload.unsynchronized.configuration())
+    if key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
+        progress("timing steps without communication")
+        _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
+    progress(f"timing {workload.strategy}")
+    measured = ranks.run(measure_on_rank, workload, _trace_path(workload))
+    samples = _slowest(measured)
+    if key in _unsynchronized:
+        samples["unsynchronized"] = _slowest(_unsynchronized[key])["step"]
+    derived |= _derived(workload, measured, samples)
+    if workload.strategy == "bucketed":
+        progress("timing all-reduces")
+        link = _link(ranks, workload, backend)
+        derived |= {"link_latency_s": link.latency_s, "link_bytes_per_s": link.bytes_per_s}
+    return Outcome("ok", samples, derived)
+
+
+def _link(ranks: Ranks, workload: ParallelWorkload, backend: str) -> AlphaBeta:
+    """Latency and bandwidth of the slowest rank's all-reduces."""
+    key = (workload.world_size, backend, workload.high_priority)
+    if key not in _links:
+        times_s = ranks.run(time_all_reduces, workload)
+        slowest = {size: max(of_rank[size] for of_rank in times_s) for size in times_s[0]}
+        _links[key] = fit_alpha_beta(list(slowest), list(slowest.values()))
+    return _links[key]
+
+
+def _derived(
+    workload: ParallelWorkload, measured: Sequence[RankMeasurement], samples: dict[str, Samples]
+) -> dict[str, Any]:
+    step_ms = samples["step"].median
+    first = measured[0]
+    derived = {
+        "exposed_ms": None,
+        "exposed_percent": None,
+        "hidden_percent": None,
+        "overlap_percent": None,
+        "calls": first.calls,
+        "gradient_calls": first.gradient_calls,
+        "communicated_bytes": first.communicated_bytes,
+        "peak_gib": None if first.peak_gib is None else max(rank.peak_gib for rank in measured),
+        "tokens_per_s": workload.training.tokens / samples["step"].mean * 1e3,
+        "timeline": None if first.timeline is None else asdict(first.timeline),
+    }
+    if "unsynchronized" in samples:
+        derived["exposed_ms"] = step_ms - samples["unsynchronized"].median
+        derived["exposed_percent"] = 100 * derived["exposed_ms"] / step_ms
+    if "unsynchronized" in samples and "communication" in samples:
+        alone_ms = samples["communication"].median
+        derived["hidden_percent"] = 100 * (1 - min(max(derived["exposed_ms"], 0), alone_ms) / alone_ms)
+    if first.timeline is not None and first.timeline.communication_ms:
+        derived["overlap_percent"] = 100 * first.timeline.overlap_ms / first.timeline.communication_ms
+    if workload.strategy in SHARDING_STRATEGIES:
+        derived |= _sharding(measured)
+    return derived
+
+
+def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
+    """What ``shard`` shows besides: each moment's memory on the rank that holds most, bytes sent, gathers."""
+    timeline = measured[0].timeline
+    # A rank whose history was too short has recorded none.
+    of_moments = zip(*(rank.memory for rank in measured), strict=False)
+    memory = [max(of_ranks, key=lambda held: held.total) for of_ranks in of_moments]
+    gathers = [
+        {
+            "unit": unit,
+            "is_backward": is_backward,
+            "late_ms": max(statistics.median(rank.gathers[unit, is_backward]) for rank in measured),
+        }
+        for unit, is_backward in measured[0].gathers
+    ]
+    return {
+        "memory": [asdict(held) for held in memory],
+        "sent_bytes": max(rank.sent_bytes for rank in measured),
+        "bare_ms": None if timeline is None else timeline.communication_ms - timeline.overlap_ms,
+        "gathers": gathers,
+    }
+
+
+def _slowest(measured: Sequence[RankMeasurement]) -> dict[str, Samples]:
+    """For each series and step, the time of the rank that took longest."""
+    return {
+        name: Samples(
+            series.unit,
+            f"{series.method}, maximum over ranks",
+            measured=tuple(map(max, zip(*(rank.samples[name].measured for rank in measured), strict=True))),
+            warmup=tuple(map(max, zip(*(rank.samples[name].warmup for rank in measured), strict=True))),
+        )
+        for name, series in measured[0].samples.items()
+    }
+
+
+def _backend(workload: ParallelWorkload) -> str:
+    on_gpu = choose_device(workload.training.device).type == "cuda"
+    if workload.backend == "nccl" and not on_gpu:
+        raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+    return ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
+
+
+def _trace_path(workload: ParallelWorkload) -> Path | None:
+    """A file of its own for each cell."""
+    if workload.trace is None:
+        return None
+    size, training = workload.training.size, workload.training
+    bucket = "" if workload.bucket_mb is None else f"{workload.bucket_mb:g}mb"
+    ahead = "" if workload.prefetch is None else f"prefetch{workload.prefetch}"
+    checkpoints = "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}"
+    words = (
+        *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
+        *(training.precision, training.compile, training.attention, training.optimizer),
+        *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
+        *(ahead, checkpoints),
+    )
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, words)))
+    return Path(workload.trace) / f"{name}.json.gz"

@@ -1,0 +1,116 @@
+"""What a rank's memory holds at four moments of training, by component, from the allocator's own events."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.experiments.parallel.communication import communication_at_once
+from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
+from cs336sys.measure.allocations.timeline import Region, Timeline, build_timeline, peak_position
+
+
+def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> tuple[ParallelStep, list[RankMemory]]:
+    """Build a step and run it twice; all ranks call it together.
+
+    Returns:
+        the step, and what its memory held: after it was built, and in the second run (optimizer state and buffers of
+        communication exist then) before the optimizer, after it and at the peak. Nothing where the history of the
+        allocator was too short for it.
+    """
+    on_gpu = device.type == "cuda"
+    held_before = torch.cuda.memory_allocated(device) if on_gpu else None
+    history: AllocationHistory = CudaHistory(device) if on_gpu else CpuHistory()
+    # The history of the CPU misses what Gloo's threads free; that of a GPU misses nothing.
+    communication = nullcontext() if on_gpu else communication_at_once()
+    with history, communication, _OptimizerMemory(history) as optimizer_memory:
+        step = build()
+        built = history.mark()
+        step()
+        start = history.mark()
+        for name, run in step.phases.items():
+            if name == "optimizer":
+                before = history.mark()
+            run()
+        end = history.mark()
+        parameters = _addresses(history, step.model.parameters())
+    if history.lost_events:
+        return step, []
+    timeline = build_timeline(history.events, regions=(), held_size=held_before)
+    totals = timeline.totals()
+    at_built, at_start, at_optimizer, at_end = (history.position(mark) for mark in (built, start, before, end))
+    at_peak = peak_position(totals, Region("step", at_start, at_end))
+    components = (
+        _blocks(timeline, parameters, at_optimizer),
+        _blocks(timeline, optimizer_memory.gradients, at_optimizer),
+        _blocks(timeline, optimizer_memory.state, at_end),
+    )
+    moments = zip(MOMENTS, (at_built, at_optimizer, at_end, at_peak), strict=True)
+    return step, [_held(moment, position, components, totals) for moment, position in moments]
+
+
+class _OptimizerMemory:
+    """Notes the memory of the gradients and of the state of every optimizer that steps, also of those inside others.
+
+    Attributes:
+        gradients, state: addresses, of the last step.
+    """
+
+    def __init__(self, history: AllocationHistory):
+        self.gradients: set[int] = set()
+        self.state: set[int] = set()
+        self._history = history
+        self._depth = 0
+
+    def __enter__(self) -> "_OptimizerMemory":
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._depth == 0:
+            self.gradients, self.state = set(), set()
+        self._depth += 1
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.gradients |= _addresses(self._history, (parameter.grad for parameter in parameters))
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._depth -= 1
+        values = (value for state in optimizer.state.values() for value in state.values())
+        self.state |= _addresses(self._history, (value for value in values if isinstance(value, Tensor)))
+
+
+def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> set[int]:
+    """Of the memory of tensors that are there; of torch's DTensor, of its part on this rank."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in present)
+    # A slice may be empty: it has no memory.
+    return {history.address(tensor) for tensor in local} - {0}
+
+
+# Allocations as (first position, position after the last, bytes).
+_Block = tuple[int, int, int]
+
+
+def _blocks(timeline: Timeline, addresses: set[int], position: int) -> list[_Block]:
+    """The allocations at these addresses at a moment."""
+    return [
+        (allocation.start, allocation.end, allocation.size)
+        for allocation in timeline.allocations
+        if allocation.address in addresses and allocation.start <= position < allocation.end
+    ]
+
+
+def _held(moment: str, position: int, components: tuple[list[_Block], ...], totals: list[int]) -> RankMemory:
+    parts = [sum(size for start, end, size in blocks if start <= position < end) for blocks in components]
+    return RankMemory(moment, *parts, totals[position] - sum(parts))

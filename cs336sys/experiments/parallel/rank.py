@@ -1,0 +1,203 @@
+"""What one rank measures: the phases of its steps, what it communicates, and when."""
+
+import functools
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.accounting.checkpointing import predicted_peak
+from cs336sys.accounting.sharding.step import RankMemory
+from cs336sys.experiments.parallel.communication import Communication, recorded_communication, run_alone
+from cs336sys.experiments.parallel.memory import build_recorded
+from cs336sys.experiments.parallel.step import ParallelStep, rank_device
+from cs336sys.experiments.parallel.timeline import Timeline, finish_communication, profile_step, write_trace
+from cs336sys.experiments.parallel.verification import Difference, verify
+from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.phases import RecordFunctionMarks
+from cs336sys.measure.timing import time_phases
+from cs336sys.results import Samples
+from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES, ParallelWorkload
+
+# Repetitions of the communication alone before it is timed.
+_WARMUP_ALONE = 2
+
+# Steps in which gathers are watched.
+_WATCHED_STEPS = 3
+
+# The part of a GPU's memory that a model may be predicted to fill: allocators split it, and NCCL and cuBLAS take some.
+_FILLED = 0.9
+
+# What latency and bandwidth of all-reduces are fitted to: sizes in bytes, calls in a row, and how often that.
+_LINK_SIZES = {"cuda": (10_000, 1_000_000, 10_000_000, 100_000_000), "cpu": (1_000, 100_000, 1_000_000, 10_000_000)}
+_LINK_CALLS = 10
+_LINK_REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What one rank measured of one strategy.
+
+    Attributes:
+        samples: in ms, a series for each phase, ``step``, ``wall`` and, where the step communicates, ``communication``:
+            its collectives alone, launched one after another.
+        peak_gib: most memory that tensors held from before the first step to the last, in GiB; None on a CPU.
+        calls: collectives a step; several tensors launched as one group count as one.
+        gradient_calls: those of them that carry numbers, not flags.
+        communicated_bytes: of the arrays of all calls.
+        timeline: of one more step, on rank 0; None where the profiler saw nothing.
+        sent_bytes: that this rank sends in a step, flags aside, by rings.
+        memory: at the moments of ``accounting.sharding.step.MOMENTS``; empty where it was not recorded.
+        gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
+    """
+
+    samples: dict[str, Samples]
+    peak_gib: float | None
+    calls: int
+    gradient_calls: int
+    communicated_bytes: int
+    timeline: Timeline | None
+    sent_bytes: float = 0.0
+    memory: Sequence[RankMemory] = ()
+    gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
+
+
+def has_room_alone(workload: ParallelWorkload) -> bool:
+    """Whether a rank's memory is predicted to hold the whole training state and its share of the batch."""
+    device = rank_device(workload)
+    if device.type == "cpu":
+        return True
+    training = workload.training
+    share = replace(training.size, batch_size=workload.share)
+    peak = predicted_peak(share, training.precision, "train", training.attention, workload.checkpointing)
+    return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
+
+
+def verify_on_rank(workload: ParallelWorkload) -> Difference:
+    """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
+    _release_memory(workload)
+    difference = verify(workload)
+    _release_memory(workload)
+    return difference
+
+
+def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
+    """Time the steps of one strategy. All ranks call it together.
+
+    Args:
+        trace: where rank 0 writes a Chrome trace.
+    """
+    _release_memory(workload)
+    measurement = _measure(workload, trace)
+    _release_memory(workload)
+    return measurement
+
+
+def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
+    device = rank_device(workload)
+    memory: Sequence[RankMemory] = ()
+    if workload.strategy in SHARDING_STRATEGIES:
+        step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
+    else:
+        step = ParallelStep(workload, device)
+    reset_peak_memory(device)
+    training = workload.training
+    # Ranks that synchronize nothing must compute at the same time, too.
+    dist.barrier()
+    samples = time_phases(
+        step.phases,
+        warmup=training.warmup,
+        steps=training.steps,
+        device=device,
+        synchronize_steps=training.synchronize == "step",
+    )
+    peak_gib = peak_memory_gib(device)
+    with recorded_communication() as communications:
+        step()
+    timeline = None
+    if dist.get_rank() == 0:
+        timeline = profile_step(step.phases, device)
+    else:
+        step()
+        finish_communication()
+    if trace is not None:
+        if dist.get_rank() == 0:
+            step.mark(RecordFunctionMarks())
+            write_trace(step.phases, device, trace)
+        else:
+            step()
+            finish_communication()
+    gathers = _watched_gathers(step)
+    if communications:
+        # All memory of a fully sharded model's collectives may be more than a GPU has.
+        memory_to_share = {} if workload.strategy in FULLY_SHARDED else None
+        samples["communication"] = _time_alone(communications, memory_to_share, training.steps, device)
+    return RankMeasurement(
+        samples,
+        peak_gib,
+        calls=len(communications),
+        gradient_calls=sum(not communication.is_flags for communication in communications),
+        communicated_bytes=sum(communication.bytes for communication in communications),
+        timeline=timeline,
+        sent_bytes=sum(
+            communication.sent_bytes(workload.world_size)
+            for communication in communications
+            if not communication.is_flags
+        ),
+        memory=memory,
+        gathers=gathers,
+    )
+
+
+def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
+    """How many ms late each gather was, for each unit and pass in some steps."""
+    gathers: dict[tuple[str, bool], list[float]] = {}
+    if step.replica.watched_gathers is not None:
+        with step.replica.watched_gathers() as watch:
+            for _ in range(_WATCHED_STEPS):
+                step()
+        for timing in watch.timings():
+            gathers.setdefault((timing.unit, timing.is_backward), []).append(timing.late_ms)
+    return gathers
+
+
+def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
+    """How long an all-reduce takes, in s by its size in bytes, when the next is launched without waiting for it."""
+    device = rank_device(workload)
+    times_s = {}
+    for size in _LINK_SIZES[device.type]:
+        tensor = torch.zeros(size // 4, device=device)
+        launchers = [functools.partial(dist.all_reduce, tensor, async_op=True)] * _LINK_CALLS
+        calls = {"calls": functools.partial(run_alone, launchers)}
+        samples = time_phases(calls, warmup=_WARMUP_ALONE, steps=_LINK_REPETITIONS, device=device)["calls"]
+        times_s[size] = samples.median / 1e3 / _LINK_CALLS
+    return times_s
+
+
+def _time_alone(
+    communications: list[Communication], memory: dict | None, repetitions: int, device: torch.device
+) -> Samples:
+    launchers = [communication.launcher(memory) for communication in communications]
+    alone = {"communication": functools.partial(run_alone, launchers)}
+    return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
+
+
+_compiled_for: str | None = None
+
+
+def _release_memory(workload: ParallelWorkload) -> None:
+    """Free what the last job left behind; compiled code only where it does not serve this one, too."""
+    global _compiled_for
+    # Under torch's own wrappers torch compiles something else: its DDP cuts graphs where buckets end. So it does for
+    # models that are sharded, which compute without autocast.
+    kind = workload.strategy if workload.strategy in FULLY_SHARDED else workload.strategy.startswith("torch")
+    wanted = f"{workload.unsynchronized} {kind}"
+    if _compiled_for != wanted:
+        torch.compiler.reset()
+        _compiled_for = wanted
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,161 @@
+"""The strategies of ``shard``: who holds which part of the training state, and torch's own beside ours.
+
+Registered in :data:`SHARDED_STRATEGIES`, as those of :mod:`~cs336sys.experiments.parallel.strategies`.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.parallel.strategies import (
+    OptimizerChoice,
+    Prepare,
+    Replica,
+    build_plain_model,
+    keeping_input,
+)
+from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer
+from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.workload import ParallelWorkload
+
+# What torch's DDP puts into a bucket: strategies that average gradients differ in nothing else.
+BUCKET_MB = 25.0
+
+_META = torch.device("meta")
+
+
+def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """All state on every rank, gradients averaged in buckets during the backward pass."""
+    plain = build_plain_model(workload, device)
+    model = BucketedDDP(plain, BUCKET_MB)
+    return Replica(
+        model,
+        optimizer(model.parameters()),
+        model.finish_gradient_synchronization,
+        lambda: dict(plain.named_parameters()),
+        model.buckets,
+    )
+
+
+def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+    """As :func:`_replicated`, but a rank has the optimizer state of its share of whole parameters."""
+    plain = build_plain_model(workload, device)
+    model = BucketedDDP(plain, BUCKET_MB)
+    optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
+    return Replica(
+        model,
+        optimizer,
+        model.finish_gradient_synchronization,
+        functools.partial(_arrived, plain, optimizer),
+        model.buckets,
+    )
+
+
+def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+    """A rank updates a slice of every parameter, and gets the mean gradient of that slice alone."""
+    _require_unscaled_loss(workload)
+    model = build_plain_model(workload, device)
+    optimizer = ShardedOptimizer(model.parameters(), choice.optimizer_class, flat=True, module=model, **choice.settings)
+    return Replica(
+        model, optimizer, optimizer.finish_gradient_synchronization, functools.partial(_arrived, model, optimizer)
+    )
+
+
+def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """Weights, gradients and optimizer state in slices; no rank ever holds the whole model."""
+    _require_unscaled_loss(workload)
+    _require_blocks(workload)
+    plain = build_plain_model(workload, _META)
+    torch.manual_seed(workload.training.seed)
+    model = FSDP(
+        plain,
+        AUTOCAST_DTYPES.get(workload.training.precision),
+        prefetch=workload.prefetch,
+        initialize=initialize_layer,
+        device=device,
+    )
+    return Replica(
+        model,
+        optimizer(model.parameters()),
+        model.finish_gradient_synchronization,
+        model.gather_full_params,
+        watched_gathers=model.watched_gathers,
+    )
+
+
+def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+    """torch's DDP and its ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
+    plain = build_plain_model(workload, device)
+    model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
+    return Replica(model, optimizer, None, lambda: dict(plain.named_parameters()))
+
+
+def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as our own."""
+    _require_unscaled_loss(workload)
+    _require_blocks(workload)
+    training = workload.training
+    mesh = init_device_mesh(device.type, (workload.world_size,))
+    half = AUTOCAST_DTYPES.get(training.precision)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=None if half is None else torch.float32)
+    model = build_model(replace(training, compile="off"), _META)
+    torch.manual_seed(training.seed)
+    blocks = set(model.layers)
+    for child in model.children():
+        for part in child if isinstance(child, nn.ModuleList) else [child]:
+            for layer in part.modules():
+                layer.to_empty(device=device, recurse=False)
+                initialize_layer(layer)
+            if part in blocks:
+                # Inside of the hooks that gather: they would break the compiled graph, and run again with it.
+                if training.compile == "block":
+                    part.forward = torch.compile(part.forward, dynamic=False)
+                if workload.checkpointing == "block":
+                    part.forward = functools.partial(keeping_input, part.forward)
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Replica(model, optimizer(model.parameters()), None, lambda: _full_tensors(model))
+
+
+def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
+    optimizer.wait_for_parameters()
+    return dict(model.named_parameters())
+
+
+def _full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+def _require_unscaled_loss(workload: ParallelWorkload) -> None:
+    if workload.training.precision == "fp16":
+        raise CapabilityError(
+            f"strategy '{workload.strategy}': scaling the loss for fp16 needs all gradients on every rank; choose bf16"
+        )
+
+
+def _require_blocks(workload: ParallelWorkload) -> None:
+    if workload.training.compile == "model":
+        raise CapabilityError(
+            f"strategy '{workload.strategy}': compiled as a whole, the model leaves no place to gather its parts; "
+            "choose --compile block"
+        )
+
+
+SHARDED_STRATEGIES: dict[str, Prepare] = {
+    "none": _replicated,
+    "optimizer": _sharded_optimizer,
+    "optimizer-flat": _flat_sharded_optimizer,
+    "fsdp": _fsdp,
+    "torch-zero": _torch_zero,
+    "torch-fsdp": _torch_fsdp,
+}

@@ -1,0 +1,89 @@
+"""One rank's training step: its share of the batch, and a phase for what waits for other ranks."""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.experiments.parallel.sharded_strategies import SHARDED_STRATEGIES
+from cs336sys.experiments.parallel.strategies import STRATEGIES, OptimizerChoice
+from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, set_matmul_precision
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.phases import Marks, NvtxMarks
+from cs336sys.workload import ParallelWorkload
+
+# Of Nsight Systems, in the processes that it watches.
+_NSYS_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+
+
+class ParallelStep(TrainStep):
+    """A training step of this rank on its share of the batch.
+
+    The phases are ``forward``, ``backward``, ``synchronize`` where the strategy has something to do between backward
+    pass and optimizer step, and ``optimizer``. Under Nsight Systems they and every launch of a collective by a bucket
+    are NVTX ranges.
+
+    Args:
+        optimizer_settings: for the optimizer, beyond those of the workload's choice.
+    """
+
+    def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
+        set_matmul_precision(workload.training)
+        optimizer_class, settings = OPTIMIZER_CLASSES[workload.training.optimizer]
+        choice = OptimizerChoice(optimizer_class, {**settings, **optimizer_settings})
+        prepare = (STRATEGIES | SHARDED_STRATEGIES)[workload.strategy]
+        replica = prepare(workload, device, choice)
+        first = dist.get_rank() * workload.share
+        super().__init__(
+            workload.training if workload.uses_autocast else replace(workload.training, precision="fp32"),
+            device,
+            model=replica.model,
+            optimizer=replica.optimizer,
+            share=slice(first, first + workload.share),
+        )
+        self.replica = replica
+        if replica.synchronize is not None:
+            optimizer = self.phases.pop("optimizer")
+            self.phases |= {"synchronize": replica.synchronize, "optimizer": optimizer}
+        if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
+            self.mark(NvtxMarks())
+
+    def mark(self, marks: Marks) -> None:
+        """From now on show phases and launches as ranges of a profiler."""
+        self.phases = {name: _marked_for_all_threads(name, run, marks) for name, run in self.phases.items()}
+        for number, bucket in enumerate(self.replica.launched):
+            bucket.launch = _marked(f"launch bucket {number}", bucket.launch, marks)
+
+
+def rank_device(workload: ParallelWorkload) -> torch.device:
+    """Where this rank computes: the CPU, or a GPU of its own; ranks of Gloo share GPUs where there are too few."""
+    device = choose_device(workload.training.device)
+    if device.type == "cpu":
+        return device
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _marked(name: str, run: Callable[[], None], marks: Marks) -> Callable[[], None]:
+    @functools.wraps(run)
+    def marked() -> None:
+        with marks.range(name):
+            run()
+
+    return marked
+
+
+def _marked_for_all_threads(name: str, run: Callable[[], None], marks: Marks) -> Callable[[], None]:
+    def marked() -> None:
+        end = marks.start(name)
+        try:
+            run()
+        finally:
+            end()
+
+    return marked

@@ -1,0 +1,132 @@
+"""The strategies by which ranks train one model: how each wraps a model and an optimizer on a rank.
+
+A strategy is a :data:`Prepare` function, registered in :data:`STRATEGIES` under its name of
+``cs336sys.workload.STRATEGIES``. Everything else (checking, timing, counting, tables) is the same for all.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.workload import ParallelWorkload
+
+
+class Launched(Protocol):
+    """Something whose ``launch()`` starts a collective: marked in traces and for Nsight Systems."""
+
+    launch: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one rank trains.
+
+    Attributes:
+        model: called with this rank's token ids.
+        synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
+        whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
+            ranks call it together. The tensors may be the model's own.
+        launched: what launches collectives during a step, in order.
+        watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    synchronize: Callable[[], None] | None
+    whole_parameters: Callable[[], Mapping[str, Tensor]]
+    launched: Sequence[Launched] = ()
+    watched_gathers: Callable[[], AbstractContextManager[GatherWatch]] | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer's class and the settings to construct it with."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return self.optimizer_class(parameters, **self.settings)
+
+
+# Called on every rank, in a process group, with the device of the rank.
+Prepare = Callable[[ParallelWorkload, torch.device, OptimizerChoice], Replica]
+
+
+def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
+    """The model that a strategy wraps: with checkpoints around its blocks if the workload says so.
+
+    They are outside of what is compiled, which all blocks go on sharing, and inside of what a wrapper puts around
+    calls of a block.
+    """
+    model = build_model(workload.training, device)
+    if workload.checkpointing == "block":
+        for block in model.layers:
+            run = block._compiled_call_impl or block._call_impl
+            block._compiled_call_impl = functools.partial(keeping_input, run)
+    return model
+
+
+# The model draws no random numbers whose state would have to be kept.
+keeping_input = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """Every rank trains a model of its own: the step of the others without their communication."""
+    model = build_plain_model(workload, device)
+    return Replica(model, optimizer(model.parameters()), None, lambda: dict(model.named_parameters()))
+
+
+def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | BucketedDDP]) -> Prepare:
+    """The strategy of one of our wrappers; ``wrap(model, workload, gradient_dtype=...)``."""
+
+    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+        plain = build_plain_model(workload, device)
+        model = wrap(plain, workload, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
+        return Replica(
+            model,
+            optimizer(model.parameters()),
+            model.finish_gradient_synchronization,
+            lambda: dict(plain.named_parameters()),
+            model.buckets,
+        )
+
+    return prepare
+
+
+def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass.
+
+    Raises:
+        CapabilityError: gradients are to be sent in bf16, and not by NCCL.
+    """
+    if workload.gradient_dtype == "bf16" and dist.get_backend() != "nccl":
+        raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 through NCCL alone; choose fp32")
+    plain = build_plain_model(workload, device)
+    model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    if workload.gradient_dtype in hooks:
+        model.register_comm_hook(None, hooks[workload.gradient_dtype])
+    return Replica(model, optimizer(model.parameters()), None, lambda: dict(plain.named_parameters()))
+
+
+STRATEGIES: dict[str, Prepare] = {
+    "unsynchronized": _unsynchronized,
+    "naive": _replicated(lambda model, workload, **settings: NaiveDDP(model, **settings)),
+    "flat": _replicated(lambda model, workload, **settings: FlatDDP(model, **settings)),
+    "overlap": _replicated(lambda model, workload, **settings: OverlappedDDP(model, **settings)),
+    "bucketed": _replicated(lambda model, workload, **settings: BucketedDDP(model, workload.bucket_mb, **settings)),
+    "torch": _torch_ddp,
+}

@@ -1,0 +1,235 @@
+"""Profiles one cell of ``nsys``: its steps timed without a profiler, then run annotated under one, and summed up.
+
+Run as ``python -m cs336sys.experiments.profiling CONFIGURATION OUTCOME_FILE`` this is the program that the
+cell's worker starts under nsys.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.training import TrainStep, set_matmul_precision
+from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys
+from cs336sys.measure.phases import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
+from cs336sys.measure.profile import nsys as nsight_systems
+from cs336sys.measure.profile.chrome_trace import read_chrome_trace
+from cs336sys.measure.profile.nsys_report import read_nsys_database
+from cs336sys.measure.profile.summary import Profile, summarize
+from cs336sys.measure.range_names import STEP, WARM_UP, run_name
+from cs336sys.measure.timing import time_phases
+from cs336sys.results import Samples
+from cs336sys.workload import ProfileWorkload, Workload
+
+
+def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``nsys``: runs in the worker process.
+
+    Samples (ms), all without a profiler: one series a phase, ``step`` and ``wall``; ``annotated`` is the wall of steps
+    with ranges. Derived: ``profiler``, what was used; ``profiler_reason``, why not nsys where one might expect it;
+    ``profile``, a :class:`Profile` as JSON.
+    """
+    workload = ProfileWorkload.from_configuration(configuration)
+    device = choose_device(workload.training.device)
+    nsys, why_not = _choose_nsys(workload.profiler, device)
+    samples = _time_without_profiler(workload.training, device, progress)
+    release_memory()
+    with tempfile.TemporaryDirectory(prefix="cs336sys-") as folder:
+        profile = None
+        if nsys is not None:
+            try:
+                profile = _under_nsys(nsys, workload, Path(folder), progress)
+            except _ProfiledRunFailed as failed:
+                return failed.outcome
+            except (CapabilityError, UsageError) as error:
+                if workload.profiler == "nsys":
+                    raise
+                why_not = str(error)
+        if profile is None:
+            profile = _under_torch_profiler(workload, device, Path(folder), progress)
+    derived = {
+        "parameters": count_parameters(workload.training.size),
+        "profiler": profile.profiler + (f" {nsys.version}" if profile.profiler == nsight_systems.NAME else ""),
+        "profiler_reason": why_not,
+        "profile": profile.to_json(),
+    }
+    return Outcome("ok", samples, derived)
+
+
+def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """The steps of a training workload as a profiler should see them, in a process that nsys has started."""
+    workload = Workload.from_configuration(configuration)
+    device = choose_device(workload.device)
+    if device.type != "cuda":
+        raise CapabilityError("nsys traces work on a GPU, and there is none here: without nsys, --device cpu runs")
+    _run_annotated(workload, device, NvtxMarks(), torch.cuda.profiler.profile(), progress)
+    return Outcome("ok")
+
+
+def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, str | None]:
+    """The nsys to use, or None for torch.profiler, and why not nsys where one might expect it.
+
+    Raises:
+        CapabilityError: nsys was asked for and cannot be used.
+    """
+    if profiler == "torch" or (profiler == "auto" and device.type == "cpu"):
+        return None, None
+    if device.type == "cpu":
+        raise CapabilityError("profiler 'nsys' traces work on a GPU, and there is none here: choose torch")
+    nsys = find_nsys()
+    why_not = nsight_systems.unusable(nsys)
+    if why_not is not None and profiler == "nsys":
+        raise CapabilityError(f"profiler 'nsys': {why_not}; see `cs336sys doctor`, or choose torch")
+    return (nsys, None) if why_not is None else (None, why_not)
+
+
+def _time_without_profiler(workload: Workload, device: torch.device, progress: Progress) -> dict[str, Samples]:
+    """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see."""
+    set_matmul_precision(workload)
+    progress("building the model")
+    step = TrainStep(workload, device)
+    samples = time_phases(
+        step.phases_with_loss,
+        warmup=workload.warmup,
+        steps=workload.steps,
+        device=device,
+        synchronize_steps=workload.synchronize == "step",
+        progress=progress,
+    )
+    durations = []
+    marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
+    with _annotated(step, marks) as run_step:
+        for _ in range(workload.steps):
+            started = time.perf_counter()
+            run_step()
+            durations.append((time.perf_counter() - started) * 1e3)
+    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}
+
+
+@contextmanager
+def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
+    """What runs one step with ranges around its parts; the parts of compiled code are left as they are."""
+
+    def run() -> None:
+        with phase(STEP, marks, step.device):
+            for name, run_phase in step.phases_with_loss.items():
+                with phase(name, marks):
+                    run_phase()
+
+    compiled = step.workload.compile
+    with annotated_model(step.model, marks, blocks=compiled != "model", attention=compiled == "off"):
+        yield run
+
+
+def _run_annotated(
+    workload: Workload, device: torch.device, marks: Marks, window: AbstractContextManager, progress: Progress
+) -> None:
+    """Build, warm up, and run the measured steps with ranges around their parts, inside ``window``."""
+    set_matmul_precision(workload)
+    progress("building the model")
+    step = TrainStep(workload, device)
+    progress("warm-up")
+    with phase(WARM_UP, marks, device):
+        for _ in range(workload.warmup):
+            step()
+    progress("profiling")
+    run = phase(run_name(workload.configuration()), marks, device)
+    with _annotated(step, marks) as run_step, window, run:
+        # A profiler takes time to come up, in which nothing is counted.
+        with phase(WARM_UP, marks, device):
+            step()
+        for _ in range(workload.steps):
+            run_step()
+
+
+def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folder: Path, progress: Progress) -> Profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # acc_events only silences a warning about further profiling cycles: there is one.
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
+    trace = folder / "trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    release_memory()
+    _keep(trace, workload, "trace.json.gz")
+    progress("reading the trace")
+    capture = read_chrome_trace(trace, "the trace")
+    try:
+        if device.type == "cuda" and not capture.is_gpu:
+            raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
+        return summarize(capture)
+    finally:
+        capture.close()
+
+
+class _ProfiledRunFailed(Exception):
+    def __init__(self, outcome: Outcome):
+        super().__init__(outcome.reason)
+        self.outcome = outcome
+
+
+def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progress: Progress) -> Profile:
+    """Run the steps in a process of their own under nsys, and read its report.
+
+    Raises:
+        CapabilityError, UsageError: there is no report, or it lacks something.
+        _ProfiledRunFailed: the steps themselves failed: out of memory, ...
+    """
+    progress(f"running under nsys {nsys.version}")
+    outcome_file = folder / "outcome.json"
+    configuration = json.dumps(workload.training.configuration())
+    command = [sys.executable, "-m", "cs336sys.experiments.profiling", configuration, str(outcome_file)]
+    with _raising_outcome(outcome_file):
+        report = nsight_systems.profile(nsys, command, folder)
+    if not outcome_file.exists():
+        raise _ProfiledRunFailed(Outcome("error", reason="the profiled process ended before its steps were done"))
+    _keep(report, workload, report.suffix.removeprefix("."))
+    progress("reading the report")
+    database = folder / "report.sqlite"
+    nsight_systems.export(nsys, report, database)
+    _keep(database, workload, "sqlite")
+    capture = read_nsys_database(database, "the report")
+    try:
+        return summarize(capture)
+    finally:
+        capture.close()
+
+
+@contextmanager
+def _raising_outcome(file: Path) -> Iterator[None]:
+    """What the profiled process says about its failure goes before what nsys makes of it."""
+    try:
+        yield
+    finally:
+        if file.exists():
+            outcome = Outcome(**json.loads(file.read_text()))
+            if outcome.status != "ok":
+                raise _ProfiledRunFailed(outcome)
+
+
+def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:
+    if workload.keep is not None:
+        folder = Path(workload.keep)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / f"{workload.training.name}.{ending}")
+
+
+def _main(configuration: str, outcome_file: str) -> None:
+    outcome = guarded(run_for_nsys, json.loads(configuration), lambda stage: None)
+    Path(outcome_file).write_text(json.dumps({"status": outcome.status, "reason": outcome.reason}))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

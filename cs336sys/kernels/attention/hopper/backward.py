@@ -1,0 +1,261 @@
+"""FlashAttention backward for Hopper in Gluon, head dimension 128: dK, dV in registers, dQ added up in memory by TMA.
+
+A program takes 128 keys of one sequence, 64 for each of two warpgroups, and streams the queries that see them in tiles
+of 64, loaded by one more warp. Tiles of scores are transposed, S^T = K Q^T, because P^T and dS^T are then the left
+operands of dV and dK, which the tensor cores take from registers. Each warpgroup computes, for one tile of queries,
+
+    S^T = K Q^T    dP^T = V dO^T    P^T = exp2(S^T - L)    dV += P^T dO    dS^T = P^T (dP^T - D)    dK += dS^T Q
+
+and puts dS^T into shared memory. When both have, each multiplies dS K for all 128 keys and its half of the head
+dimension, and a TMA reduction adds that to the float32 sum of dQ: dQ leaves the multiprocessor once for 128 keys, not
+once for 64. Up to head dimension 64 there are registers for another division of labour: backward_reducer.
+
+Barriers work as in forward.py. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
+barrier of the other direction: a warpgroup announces tile i - 1 only after its dQ of tile i - 2 is complete, and nobody
+writes tile i before seeing tile i - 1 announced by both.
+
+Sources: equations 13 to 19 of the handout; Shah et al., "FlashAttention-3" (2024), appendix B.1.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, issue_scores, item, load_tiles
+from cs336sys.kernels.attention.hopper.gluon import (
+    seen_as,
+    store_wait,
+    thread_barrier,
+    tma_reduce_add,
+    tma_store,
+)
+
+
+@gluon.jit
+def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    _, _, _, _, _, _, grad_key, grad_value = tensors
+    key_tiles, value_tiles, grad_query_tiles = buffers[0], buffers[1], buffers[7]
+    results_ready = barriers[6]
+    batch, head, first_key = load_tiles(tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)
+    for consumer in gl.static_range(2):
+        mbarrier.wait(results_ready.index(consumer), 0)
+        row = first_key + consumer * ROWS
+        grad_key_tile = _as_result(grad_query_tiles.index(consumer), grad_key.block_type.shape[3], key_tiles)
+        tma_store(grad_key, [batch, head, row, 0], grad_key_tile)
+        tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
+    store_wait(0)
+
+
+@gluon.jit
+def _as_result(grad_query_tile, HEAD_DIM: gl.constexpr, like):
+    """A warpgroup's half tile of dQ in float32 seen as a whole tile in 16 bits: both have the same size."""
+    return seen_as(grad_query_tile, like.dtype, [ROWS, HEAD_DIM], like.layout)
+
+
+@gluon.jit
+def _consumer(
+    tensors,
+    buffers,
+    barriers,
+    schedule,
+    shape,
+    scale,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    _, key, _, _, _, grad_query_sum, _, _ = tensors
+    key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
+    logsumexp_ring, delta_ring, grad_scores_tiles, grad_query_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
+    key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready = barriers
+    _, num_queries, num_keys, padded_queries = shape
+    dtype: gl.constexpr = key.dtype
+    HEAD_DIM: gl.constexpr = key.block_type.shape[3]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
+    query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, scores_layout)
+    half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
+    key_tile = key_tiles.index(CONSUMER)
+    value_tile = value_tiles.index(CONSUMER)
+    grad_query_tile = grad_query_tiles.index(CONSUMER)
+
+    first_key, sequence, first, end = item(schedule, num_queries, CAUSAL)
+    first_key += CONSUMER * ROWS
+    grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
+    grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
+    mbarrier.wait(key_ready.index(0), 0)
+    mbarrier.wait(value_ready.index(0), 0)
+    for tile in range(first, end):
+        use = tile - first
+        slot = use % STAGES
+        parity = (use // STAGES) & 1
+        scores = issue_scores(tile, use, True, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
+        mbarrier.wait(grad_out_ready.index(slot), parity)
+        grad_weights = warpgroup_mma(
+            value_tile, grad_out_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
+        )
+        scores = warpgroup_mma_wait(1, [scores])
+        # Here and below, loaded no earlier than needed, for want of registers.
+        logsumexp = logsumexp_ring.index(slot).reshape([ROWS]).load(query_layout)
+        weights = gl.exp2(scores * scale_log2 - logsumexp[None, :])
+        left = gl.convert_layout(weights.to(dtype), left_layout)
+        grad_value_sum = warpgroup_mma(left, grad_out_ring.index(slot), grad_value_sum, is_async=True)
+        grad_weights = warpgroup_mma_wait(1, [grad_weights])
+        delta = delta_ring.index(slot).reshape([ROWS]).load(query_layout)
+        grad_scores = (weights * (grad_weights - delta[None, :])).to(dtype)
+
+        buffer = use % 2
+        grad_scores_tiles.index(2 * buffer + CONSUMER).store(grad_scores)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(grad_scores_ready.index(buffer), count=1)
+        left = gl.convert_layout(grad_scores, left_layout)
+        grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
+        mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
+        grad_query = warpgroup_mma(
+            grad_scores_tiles.index(2 * buffer).permute([1, 0]),
+            key_tiles.index(0).slice(CONSUMER * HALF, HALF, 1),
+            half_zeros,
+            use_acc=False,
+            is_async=True,
+        )
+        grad_query = warpgroup_mma(
+            grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]),
+            key_tiles.index(1).slice(CONSUMER * HALF, HALF, 1),
+            grad_query,
+            is_async=True,
+        )
+        grad_value_sum, grad_key_sum, grad_query = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, grad_query])
+        mbarrier.arrive(tile_free.index(slot), count=1)
+        # The reduction of the tile before must have read what this one overwrites.
+        store_wait(0)
+        thread_barrier()
+        grad_query_tile.store(grad_query)
+        fence_async_shared()
+        thread_barrier()
+        row = sequence * padded_queries + tile * ROWS
+        tma_reduce_add(grad_query_sum, [row, CONSUMER * HALF], grad_query_tile)
+
+    # Only this warpgroup reads its values and its tile of dQ, so they make room for the results. The producer stores
+    # them, because it has registers to spare for the coordinates.
+    store_wait(0)
+    thread_barrier()
+    value_tile.store(grad_value_sum.to(dtype))
+    _as_result(grad_query_tile, HEAD_DIM, key_tiles).store((grad_key_sum * scale).to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(results_ready.index(CONSUMER), count=1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads",
+        "num_queries",
+        "num_keys",
+        "padded_queries",
+    ]
+)
+def backward_kernel(
+    query,
+    key,
+    value,
+    grad_out,
+    statistics,
+    grad_query_sum,
+    grad_key,
+    grad_value,
+    schedule,
+    num_heads,
+    num_queries,
+    num_keys,
+    padded_queries,
+    scale,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
+
+    All tensors are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel`` writes them,
+    grad_query_sum (sequences * padded_queries, HEAD_DIM) in float32, the others (batch, head, row, element).
+    """
+    dtype: gl.constexpr = query.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
+    value_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
+    query_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
+    grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
+    # Two buffers of two warpgroups' tiles.
+    grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout)
+    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    grad_query_tiles = gl.allocate_shared_memory(gl.float32, [2, ROWS, HEAD_DIM // 2], grad_query_layout)
+    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    key_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    value_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    tile_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    grad_scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    mbarrier.init(key_ready.index(0), count=1)
+    mbarrier.init(value_ready.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(query_ready.index(stage), count=1)
+        mbarrier.init(grad_out_ready.index(stage), count=1)
+        mbarrier.init(tile_free.index(stage), count=2)
+    for consumer in gl.static_range(2):
+        mbarrier.init(grad_scores_ready.index(consumer), count=2)
+        mbarrier.init(results_ready.index(consumer), count=1)
+    fence_async_shared()
+
+    tensors = (query, key, value, grad_out, statistics, grad_query_sum, grad_key, grad_value)
+    buffers = (
+        key_tiles,
+        value_tiles,
+        query_ring,
+        grad_out_ring,
+        logsumexp_ring,
+        delta_ring,
+        grad_scores_tiles,
+        grad_query_tiles,
+    )
+    barriers = (
+        key_ready,
+        value_ready,
+        query_ready,
+        grad_out_ready,
+        tile_free,
+        grad_scores_ready,
+        results_ready,
+    )
+    shape = (num_heads, num_queries, num_keys, padded_queries)
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL),
+            ),
+            (
+                _consumer,
+                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL),
+            ),
+            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )

@@ -1,0 +1,484 @@
+"""FlashAttention forward for Hopper in Gluon: one warp loads by TMA, two or three warpgroups compute.
+
+A program works through the items that the host's schedule gives it. An item is CONSUMERS * 64 queries of one sequence:
+consumer w takes the w-th 64 of them and reads the keys that these queries see in tiles of KEY_ROWS, from the last tile
+to the first. So whatever needs a mask, the diagonal and the tail, comes first.
+
+    producer    K0 Q | K1 V0 | K2 V1 | ... | Vn                     by TMA into rings of STAGES tiles
+    consumer    S0 softmax0 | S1 P0*V0 softmax1 | S2 P1*V1 softmax2 | ... | Pn*Vn
+
+Between two bars the matrix products are issued together and the softmax starts when S is there: the tensor cores
+multiply P V of one tile while the exponentials of the next are computed. P stays in registers, as the left operand.
+
+Synchronisation is by mbarriers. A ``ready`` barrier counts one arrival, the producer's, and the bytes of the tile; a
+``free`` barrier one arrival of each warpgroup that has read it. A phase is named by its parity: use n of a slot waits
+for phase n of ``ready``, of parity n & 1, and may overwrite the slot after phase n - 1 of ``free``; a fresh barrier
+counts as having completed a phase of parity 1, so the first use passes.
+
+Sources: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2; Dao, "FlashAttention-2" (2023), algorithm 1.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.schedule import key_tiles
+
+LN_2 = gl.constexpr(0.6931471805599453)
+# The rows of one warpgroup's matrix instruction.
+CONSUMER_ROWS = gl.constexpr(64)
+# With a larger head dimension shared memory has no room for tiles of the output: they take those of the queries.
+LARGEST_WITH_OUT_TILES = gl.constexpr(128)
+FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+_key_tiles = gluon.jit(key_tiles)
+
+
+@gluon.jit
+def _num_rounds(schedule):
+    return gl.load(schedule + gl.program_id(0) * 2)
+
+
+@gluon.jit
+def _item(schedule, round, num_heads, ITEM_ROWS: gl.constexpr):
+    """(first query, batch, head, sequence) of this program's item in a round."""
+    entry = schedule + (gl.load(schedule + gl.program_id(0) * 2 + 1) + round) * 2
+    sequence = gl.load(entry + 1)
+    return gl.load(entry) * ITEM_ROWS, sequence // num_heads, sequence % num_heads, sequence
+
+
+@gluon.jit
+def _load(tensor, batch, head, row, ring, ready, free, use, STAGES: gl.constexpr):
+    """Fills the slot of a use of a ring with the tile that begins at a row."""
+    slot = use % STAGES
+    mbarrier.wait(free.index(slot), ((use // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), tensor.block_type.nbytes)
+    tma_load(tensor, [batch, head, row, 0], ready.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def _producer(
+    tensors,
+    buffers,
+    barriers,
+    schedule,
+    shape,
+    CONSUMERS: gl.constexpr,
+    KEY_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    query, key, value, _ = tensors
+    num_heads, num_queries, num_keys = shape
+    query_tiles, key_ring, value_ring, _ = buffers
+    query_ready, query_free, key_ready, key_free, value_ready, value_free, _ = barriers
+    ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
+    first_use = 0
+    for round in range(_num_rounds(schedule)):
+        first_query, batch, head, _sequence = _item(schedule, round, num_heads, ITEM_ROWS)
+        end = _key_tiles(first_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
+        last_key = (end - 1) * KEY_ROWS
+        _load(key, batch, head, last_key, key_ring, key_ready, key_free, first_use, STAGES)
+        for consumer in gl.static_range(CONSUMERS):
+            row = first_query + consumer * CONSUMER_ROWS
+            mbarrier.wait(query_free.index(consumer), (round & 1) ^ 1)
+            mbarrier.expect(query_ready.index(consumer), query.block_type.nbytes)
+            tma_load(query, [batch, head, row, 0], query_ready.index(consumer), query_tiles.index(consumer))
+        for i in range(1, end):
+            use = first_use + i
+            row = last_key - i * KEY_ROWS
+            _load(key, batch, head, row, key_ring, key_ready, key_free, use, STAGES)
+            _load(value, batch, head, row + KEY_ROWS, value_ring, value_ready, value_free, use - 1, STAGES)
+        first_use += end
+        _load(value, batch, head, 0, value_ring, value_ready, value_free, first_use - 1, STAGES)
+
+
+@gluon.jit
+def _take_turn(turns, use, CONSUMER: gl.constexpr):
+    """Waits until the consumer before this one has issued its products of the same use, the first: of the last."""
+    mbarrier.wait(turns.index(CONSUMER), (use & 1) ^ (1 if CONSUMER == 0 else 0))
+
+
+@gluon.jit
+def _pass_turn(turns, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
+
+
+@gluon.jit
+def _masked(scores, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+    """Scores with -inf where a query does not see a key."""
+    layout: gl.constexpr = scores.type.layout
+    keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
+    if CAUSAL:
+        queries = first_query + gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))
+        visible = keys[None, :] <= gl.minimum(queries, num_keys - 1)[:, None]
+    else:
+        visible = (keys < num_keys)[None, :]
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _sum_in_thread(weights):
+    """[rows, 4]: the sum of what one thread holds of a row, which four threads share. Adding these up can wait."""
+    columns = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(columns, 3), 1)
+
+
+@gluon.jit
+def _softmax(scores, row_max, row_sum, scale_log2):
+    """One step of the online softmax: weights, new maximum and sums of the rows, and the factor of older weights."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    rescale = gl.exp2(row_max - shift)
+    sums = _sum_in_thread(weights)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return weights, new_max, row_sum, rescale
+
+
+@gluon.jit
+def _attend(
+    tensors,
+    buffers,
+    barriers,
+    shape,
+    logsumexp,
+    scale_log2,
+    first_query,
+    batch,
+    head,
+    sequence,
+    first_use,
+    whole,
+    end,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    KEY_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+):
+    """Output and logsumexp of one warpgroup's 64 queries, from key tile end - 1 down to 0; end is at least 1.
+
+    Tile end - 1 - i is use first_use + i of the rings.
+    """
+    out = tensors[3]
+    query_tiles, key_ring, value_ring, out_tiles = buffers
+    _, query_free, key_ready, key_free, value_ready, value_free, turns = barriers
+    _, num_queries, num_keys = shape
+    dtype: gl.constexpr = out.dtype
+    HEAD_DIM: gl.constexpr = out.block_type.shape[3]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    zeros = gl.zeros([CONSUMER_ROWS, KEY_ROWS], gl.float32, scores_layout)
+    query_tile = query_tiles.index(CONSUMER)
+
+    slot = first_use % STAGES
+    mbarrier.wait(key_ready.index(slot), (first_use // STAGES) & 1)
+    if TAKE_TURNS:
+        _take_turn(turns, first_use, CONSUMER)
+    scores = warpgroup_mma(query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if TAKE_TURNS:
+        _pass_turn(turns, CONSUMER, CONSUMERS)
+    scores = warpgroup_mma_wait(0, [scores])
+    mbarrier.arrive(key_free.index(slot), count=1)
+    if end > whole:
+        scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, num_keys, CAUSAL)
+    row_max = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    row_sum = _sum_in_thread(zeros)
+    weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, scale_log2)
+    left = gl.convert_layout(weights.to(dtype), weights_layout)
+    out_sum = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, out_layout)
+    next_use = first_use + 1
+    mbarrier.wait(key_ready.index(next_use % STAGES), (next_use // STAGES) & 1, pred=end > 1)
+    for i in range(1, end):
+        use = first_use + i
+        slot = use % STAGES
+        value_slot = (use - 1) % STAGES
+        if TAKE_TURNS:
+            _take_turn(turns, use, CONSUMER)
+        scores = warpgroup_mma(query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(value_ready.index(value_slot), ((use - 1) // STAGES) & 1)
+        out_sum = warpgroup_mma(left, value_ring.index(value_slot), out_sum, is_async=True)
+        if TAKE_TURNS:
+            _pass_turn(turns, CONSUMER, CONSUMERS)
+        # Products finish in the order of their issue: one outstanding means that S is there.
+        scores = warpgroup_mma_wait(1, [scores])
+        mbarrier.arrive(key_free.index(slot), count=1)
+        if end - i > whole:
+            scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
+        weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
+        # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
+        # the one for S, and no softmax runs beside a product.
+        mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < end)
+        out_sum = warpgroup_mma_wait(0, [out_sum])
+        mbarrier.arrive(value_free.index(value_slot), count=1)
+        left = gl.convert_layout(weights.to(dtype), weights_layout)
+        out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+    OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
+    if OWN_OUT_TILES:
+        mbarrier.arrive(query_free.index(CONSUMER), count=1)
+    last_use = first_use + end - 1
+    slot = last_use % STAGES
+    mbarrier.wait(value_ready.index(slot), (last_use // STAGES) & 1)
+    out_sum = warpgroup_mma(left, value_ring.index(slot), out_sum, is_async=True)
+    out_sum = warpgroup_mma_wait(0, [out_sum])
+    mbarrier.arrive(value_free.index(slot), count=1)
+
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout))
+    # Scores that are all -inf leave a sum of 0: such a row is 0 / 1, and its logsumexp -inf.
+    inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    out_sum = out_sum * gl.convert_layout(inverse, gl.SliceLayout(1, out_layout))[:, None]
+    # The store of the item before must have read the tile that this one overwrites, the products the queries.
+    store_wait(0)
+    thread_barrier()
+    out_tiles.index(CONSUMER).store(out_sum.to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    tma_store(out, [batch, head, first_query, 0], out_tiles.index(CONSUMER))
+    queries = first_query + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, scores_layout))
+    natural_logsumexp = (row_max + gl.log2(row_sum)) * LN_2
+    logsumexps = logsumexp + sequence.to(gl.int64) * num_queries + queries
+    gl.store(logsumexps, natural_logsumexp, mask=queries < num_queries)
+    if not OWN_OUT_TILES:
+        store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(query_free.index(CONSUMER), count=1)
+
+
+@gluon.jit
+def _consumer(
+    tensors,
+    buffers,
+    barriers,
+    schedule,
+    shape,
+    logsumexp,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    KEY_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+):
+    query_ready, query_free, key_ready, key_free, value_ready, value_free, turns = barriers
+    num_heads, num_queries, num_keys = shape
+    ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
+    first_use = 0
+    for round in range(_num_rounds(schedule)):
+        item_query, batch, head, sequence = _item(schedule, round, num_heads, ITEM_ROWS)
+        first_query = item_query + CONSUMER * CONSUMER_ROWS
+        item_end = _key_tiles(item_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
+        whole, end = _key_tiles(first_query, CONSUMER_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)
+        # Tiles that only later consumers see. An arrival before a tile is there would count for the one before it.
+        for use in range(first_use, first_use + item_end - end):
+            slot = use % STAGES
+            parity = (use // STAGES) & 1
+            if TAKE_TURNS:
+                _take_turn(turns, use, CONSUMER)
+                _pass_turn(turns, CONSUMER, CONSUMERS)
+            mbarrier.wait(key_ready.index(slot), parity)
+            mbarrier.arrive(key_free.index(slot), count=1)
+            mbarrier.wait(value_ready.index(slot), parity)
+            mbarrier.arrive(value_free.index(slot), count=1)
+        mbarrier.wait(query_ready.index(CONSUMER), round & 1)
+        if end > 0:
+            _attend(
+                tensors,
+                buffers,
+                barriers,
+                shape,
+                logsumexp,
+                scale_log2,
+                first_query,
+                batch,
+                head,
+                sequence,
+                first_use + item_end - end,
+                whole,
+                end,
+                CONSUMER,
+                CONSUMERS,
+                KEY_ROWS,
+                STAGES,
+                CAUSAL,
+                TAKE_TURNS,
+            )
+        else:
+            mbarrier.arrive(query_free.index(CONSUMER), count=1)
+        first_use += item_end
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+def forward_kernel(
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    schedule,
+    num_heads,
+    num_queries,
+    num_keys,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    KEY_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
+
+    ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points
+    to (sequence, query), ``schedule`` to what ``schedule.as_table`` made.
+    """
+    gl.static_assert(STAGES >= 2, "a consumer holds a tile of keys while it waits for the values before it")
+    dtype: gl.constexpr = query.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, HEAD_DIM], dtype)
+    query_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
+    key_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
+    value_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
+    out_tiles = query_tiles
+    if HEAD_DIM <= LARGEST_WITH_OUT_TILES:
+        out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    query_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
+    query_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
+    key_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    key_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    value_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    value_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(query_ready.index(consumer), count=1)
+        mbarrier.init(query_free.index(consumer), count=1)
+        mbarrier.init(turns.index(consumer), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(key_ready.index(stage), count=1)
+        mbarrier.init(key_free.index(stage), count=CONSUMERS)
+        mbarrier.init(value_ready.index(stage), count=1)
+        mbarrier.init(value_free.index(stage), count=CONSUMERS)
+
+    tensors = (query, key, value, out)
+    buffers = (query_tiles, key_ring, value_ring, out_tiles)
+    barriers = (query_ready, query_free, key_ready, key_free, value_ready, value_free, turns)
+    shape = (num_heads, num_queries, num_keys)
+    # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        logsumexp,
+                        scale_log2,
+                        FIRST,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        TAKE_TURNS,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        logsumexp,
+                        scale_log2,
+                        SECOND,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        TAKE_TURNS,
+                    ),
+                ),
+                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        logsumexp,
+                        scale_log2,
+                        FIRST,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        TAKE_TURNS,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        logsumexp,
+                        scale_log2,
+                        SECOND,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        TAKE_TURNS,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        logsumexp,
+                        scale_log2,
+                        THIRD,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        TAKE_TURNS,
+                    ),
+                ),
+                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+        )

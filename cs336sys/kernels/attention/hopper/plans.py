@@ -1,0 +1,166 @@
+"""From tensors to launches of the Hopper kernels, in the way of triton/plans.py."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from cs336sys.kernels.attention.hopper.backward import backward_kernel
+from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
+from cs336sys.kernels.attention.hopper.forward import forward_kernel
+from cs336sys.kernels.attention.hopper.gluon import TensorDescriptor
+from cs336sys.kernels.attention.hopper.schedule import as_table, key_tiles, ordered_items, share_out
+from cs336sys.kernels.attention.hopper.settings import (
+    BACKWARD_KEY_ROWS,
+    hopper_backward_settings,
+    hopper_forward_settings,
+)
+from cs336sys.kernels.attention.plan import Descriptors, Launch
+from cs336sys.kernels.attention.triton.plans import (
+    BACKWARD_L2_BYTES,
+    FORWARD_L2_BYTES,
+    BackwardPlan,
+    ForwardPlan,
+    Operand,
+    Plan,
+    make_problem,
+    sequences_per_group,
+)
+from cs336sys.kernels.attention.triton.settings import BackwardPass, BackwardSettings, Problem, TileSettings, fused
+
+# The rows of one warpgroup's tile, in both kernels.
+WARPGROUP_ROWS = 64
+# A program of the backward kernel streams tiles of these many queries.
+BACKWARD_QUERY_ROWS = 64
+
+_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+# The four warps of the first consumer; those of the other partitions come on top.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+class GluonDescriptors(Descriptors):
+    """TMA descriptors that also know how their tile lies in shared memory: swizzled by the bytes of a row, at most 128.
+
+    So the tensor cores read 16-bit operands, and float32 sums of dQ have no bank conflicts; one row lies as it is.
+    """
+
+    descriptor_class = TensorDescriptor
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], dtype: torch.dtype):
+        super().__init__(shape, strides, block_shape)
+        self._layout = (*self._layout, gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype]))
+
+
+def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonDescriptors:
+    return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], dtype)
+
+
+def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(as_table(shares), dtype=torch.int32, device=device)
+
+
+class HopperForwardPlan(Plan):
+    """The launch of the forward kernel."""
+
+    given = ForwardPlan.given
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
+        super().__init__(query.device)
+        operands = [Operand(tensor) for tensor in (query, key, value, out)]
+        problem = make_problem(query, key, operands, is_causal, "ieee")
+        settings = hopper_forward_settings(problem)
+        rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
+        item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
+        costs = [
+            1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, is_causal)[1]
+            for first_query in range(0, problem.num_queries, item_rows)
+        ]
+        streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
+        per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
+        items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=is_causal)
+        num_programs = len(costs) * problem.num_sequences
+        if settings.persistent:
+            num_programs = min(num_programs, problem.num_multiprocessors)
+        schedule = self._own("schedule", _table(share_out(items, costs, num_programs), query.device))
+        launch = Launch(
+            forward_kernel,
+            num_programs,
+            (
+                operands[0].shape[1],
+                *lengths,
+                math.log2(math.e) / math.sqrt(problem.head_dim),
+            ),
+            (
+                problem.head_dim,
+                settings.consumers,
+                settings.key_rows,
+                settings.num_stages,
+                is_causal,
+                settings.take_turns,
+                settings.consumer_registers,
+            ),
+            [_tile_descriptors(operand, n, query.dtype) for operand, n in zip(operands, rows, strict=True)],
+            **_OPTIONS,
+        )
+        self._then(launch, *self.given, schedule)
+
+
+class HopperBackwardPlan(BackwardPlan):
+    """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
+
+    def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
+        num_stages = hopper_backward_settings(problem).num_stages
+        return fused(TileSettings(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS, 4, num_stages, use_tma=True))
+
+    def _pass_launch(self, one: BackwardPass) -> Launch:
+        problem = self._problem
+        settings = hopper_backward_settings(problem)
+        row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
+        per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
+        num_tiles = triton.cdiv(problem.num_keys, BACKWARD_KEY_ROWS)
+        # The first keys have the most queries under a causal mask.
+        items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
+        num_programs = num_tiles * problem.num_sequences
+        self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
+        scale = 1.0 / math.sqrt(problem.head_dim)
+        return Launch(
+            reducer_backward_kernel if settings.reducer else backward_kernel,
+            num_programs,
+            (
+                self._operands[0].shape[1],
+                problem.num_queries,
+                problem.num_keys,
+                self._padded_queries,
+                scale,
+                scale * math.log2(math.e),
+            ),
+            (
+                problem.head_dim,
+                settings.num_stages,
+                problem.is_causal,
+                *settings.registers,
+            ),
+            self._pass_descriptors(one.tile),
+            **_OPTIONS,
+        )
+
+    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
+        rows = self._problem.num_sequences * self._padded_queries
+        head_dim = self._problem.head_dim
+        # The reducer adds whole tiles of dQ, each of two consumers without one half a tile.
+        sum_columns = head_dim if hopper_backward_settings(self._problem).reducer else head_dim // 2
+        statistics = (2 * self._problem.num_sequences, self._padded_queries)
+        dtype = self._problem.dtype
+        return [
+            *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._operands),
+            GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], torch.float32),
+            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], torch.float32),
+            *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:]),
+        ]
+
+    def _results_of_pass(self, grads: Sequence[str]) -> Sequence[str]:
+        # The kernel adds dQ to its sum.
+        return *grads[1:], "schedule"

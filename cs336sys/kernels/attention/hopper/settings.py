@@ -1,0 +1,137 @@
+"""Tiles, pipeline depth and order of work of the Hopper kernels, by problem: the counterpart of triton/settings.py."""
+
+from dataclasses import dataclass
+
+from cs336sys.kernels.attention.triton.settings import Problem
+
+
+@dataclass(frozen=True)
+class HopperForwardSettings:
+    """``consumers`` warpgroups of 64 queries each stream tiles of ``key_rows`` keys through rings of ``num_stages``.
+
+    ``take_turns``: a warpgroup issues its matrix products only after its neighbour has, so that one's softmax falls
+    into the other's products. ``persistent``: as many programs as multiprocessors share the items; otherwise every item
+    is a program of its own, which the GPU starts when a multiprocessor is free.
+    """
+
+    consumers: int
+    key_rows: int
+    num_stages: int
+    take_turns: bool = False
+    persistent: bool = True
+
+    @property
+    def item_rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def consumer_registers(self) -> int:
+        """A thread's registers: what remains of the multiprocessor's 64 K beside the producer's 24, a multiple of 8."""
+        return {2: 240, 3: 160}[self.consumers]
+
+
+@dataclass(frozen=True)
+class HopperBackwardSettings:
+    """Rings of ``num_stages`` tiles; ``reducer``: a third warpgroup computes dQ, otherwise the two of dK and dV do."""
+
+    num_stages: int
+    reducer: bool
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread of the consumers and of the reducer; beside the producer's 24 that is all there are."""
+        return (208, 72) if self.reducer else (240,)
+
+
+# The keys of a backward program.
+BACKWARD_KEY_ROWS = 128
+
+# All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full".
+
+
+def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
+    """The forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
+    if problem.head_dim == 16:
+        # 1x16x16384x16: 0.788; taking turns 0.792, two consumers with 256 keys 0.862. Full: 1.550, 1.593, 1.812.
+        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
+    if problem.head_dim == 32:
+        # 1x16x16384x32: 0.863; not taking turns 0.861, two consumers with 256 keys 1.062. 8x16x2048x32: 0.147, 0.153,
+        # 0.192. Two programs of two consumers a multiprocessor gain 3 % there, lose 9 % at 16384.
+        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
+    if problem.head_dim == 64:
+        # 1x16x16384x64: 1.127; not taking turns 1.162, two consumers 1.258, an item a program 1.177.
+        # 8x16x2048x64: 0.176, 0.181, 0.187, 0.199. Full 1x16x16384x64: 2.152, 2.144, 2.440, 2.356.
+        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
+    if problem.head_dim == 256:
+        # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
+        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.913; taking turns 3.248,
+        # an item a program 3.246. 8x16x2048x256: 0.434, 0.462, 0.498.
+        return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
+    # 1x16x16384x128: 1.722; taking turns 1.747, three consumers with 64 keys 1.813, an item a program 1.749.
+    # 8x16x2048x128: 0.253, 0.256, 0.275, 0.290. Full 1x16x16384x128: 3.409, 3.503, 3.633, 3.434.
+    return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2)
+
+
+def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
+    """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
+    if problem.head_dim <= 64:
+        # 1x16x16384x64: 2.740, without reducer 3.277. 8x16x2048x64: 0.466, 0.544. Full 1x16x16384x64: 5.552, 6.536.
+        # Three stages gained nothing: 2.995 against 2.956 while K and V were still read from shared memory;
+        # 1x16x16384x32: 1.927, 1.970.
+        return HopperBackwardSettings(num_stages=2, reducer=True)
+    # 1x16x16384x128: 5.099, three stages 5.101. 8x16x2048x128: 0.846, 0.849.
+    return HopperBackwardSettings(num_stages=2, reducer=False)
+
+
+def hopper_forward_is_faster(problem: Problem) -> bool:
+    """Whether the forward kernel was measured to be faster than plain Triton's, for what it can run."""
+    rows = hopper_forward_settings(problem).item_rows
+    load = _items_per_multiprocessor(problem, problem.num_queries, rows)
+    if problem.head_dim == 16:
+        # Yes: 1x16x16384: 0.788, Triton 0.815. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
+        enough = problem.num_keys > 8192 and load >= 4
+    elif problem.head_dim == 32:
+        # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078. No: 4x25x512: 0.022,
+        # 0.019; 1x1x16384, 0.6 items a multiprocessor: 0.165, 0.099.
+        enough = problem.num_keys > 1024 and load >= 2
+    elif problem.head_dim == 256:
+        # Yes: 1x16x16384: 2.913, Triton 4.379; 8x16x2048: 0.434, 0.710; 4x25x512: 0.049, 0.065. No: 1x1x16384, 0.97
+        # items a multiprocessor: 0.342, 0.288.
+        enough = load >= 2
+    elif problem.head_dim == 64:
+        # Yes: 1x16x16384: 1.127, Triton 1.242; 8x16x2048: 0.176, 0.197. No: 4x25x512: 0.0179, 0.0157; 1x1x32768, 1.3
+        # items a multiprocessor: 0.423, 0.416. On the border, not yet taking turns, 4x25x1024: 0.0491, 0.0480;
+        # 1x16x4096: 0.0891, 0.0883; 2x12x2048: 0.0369, 0.0367.
+        enough = problem.num_keys > 512 and load >= 2
+    else:
+        # Yes: 1x16x16384: 1.722, Triton 2.151; 4x36x512: 0.0332, 0.0426; 1x1x16384, 0.97 items a multiprocessor: 0.186,
+        # 0.217. No: 1x1x8192: 0.144, 0.093.
+        enough = problem.num_keys >= 512 and load >= 0.9
+    return problem.tma_allowed and enough
+
+
+def hopper_backward_is_faster(problem: Problem) -> bool:
+    """As ``hopper_forward_is_faster``, for a backward that need not be deterministic."""
+    load = _items_per_multiprocessor(problem, problem.num_keys, BACKWARD_KEY_ROWS)
+    if problem.head_dim in (16, 256):
+        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. For 256 there is no kernel.
+        enough = False
+    elif problem.head_dim == 32:
+        # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
+        enough = problem.num_queries > 8192 and load >= 4
+    elif problem.head_dim == 64:
+        # Yes: 1x16x16384: 2.740, Triton 3.390; 8x16x2048: 0.466, 0.533. The others by the kernel before the reducer,
+        # which took 1.2 times as long on these two. Yes: 1x1x32768 and 1x4x8192, 1.9 items a multiprocessor: 0.817,
+        # 0.861 and 0.217, 0.223; 16x25x512: 0.201, 0.221. Yes for what the reducer saves: 4x25x1024: 0.141, 0.136;
+        # 2x12x2048: 0.111, 0.104; 8x16x512: 0.069, 0.078; 4x25x512: 0.061, 0.064; 4x20x512, 2.4 items: 0.0501, 0.0525.
+        # No: 2x12x1024, 1.5 items: 0.0374, 0.0297; 4x16x512, 1.9: 0.0395, 0.0374.
+        enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 2.4)
+    else:
+        # Yes: 1x16x16384: 4.986, Triton 6.361; 8x16x2048: 0.828, 0.977; 1x4x8192, 1.9 items a multiprocessor: 0.331,
+        # 0.483; 4x36x512: 0.125, 0.128. No: 1x1x16384, 0.97 items: 0.581, 0.454.
+        enough = problem.num_queries >= 512 and load >= 1.8
+    return problem.tma_allowed and enough
+
+
+def _items_per_multiprocessor(problem: Problem, num_rows: int, item_rows: int) -> float:
+    return problem.num_sequences * -(-num_rows // item_rows) / problem.num_multiprocessors

@@ -1,0 +1,442 @@
+"""FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+import triton
+from torch.autograd.function import FunctionCtx
+from torch.utils.flop_counter import register_flop_formula
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import native_call
+from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.triton.forward import forward_kernel
+from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan, Operand, Plan, make_problem
+from cs336sys.kernels.attention.triton.settings import Problem
+from cs336sys.kernels.attention.validation import check_attention_inputs
+from cs336sys.kernels.autograd import once_differentiable
+
+FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
+# Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
+KERNELS = ("auto", "triton", "hopper")
+
+# Where the functions are that torch.compile's code allocates with.
+_compiled_code = torch._C._dynamo.guards
+
+INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+
+MAX_PLANS = 1024
+_plans: dict[tuple, Plan] = {}
+
+# What decides, beside the tensors, how attention is computed: the C++ knows it by its number.
+OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
+UNKNOWN_OPTIONS = -1
+_option_numbers = {options: number for number, options in enumerate(OPTIONS)}
+# The module of native_call, from the first plan on that it can be given.
+_native: ModuleType | None = None
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str, kernels: str) -> None:
+    check_attention_inputs(query, key, value)
+    if kernels not in KERNELS:
+        raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
+    if float32_precision not in FLOAT32_PRECISIONS:
+        raise UsageError(
+            f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
+        )
+    reason = availability.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
+    if reason is not None:
+        raise CapabilityError(reason)
+
+
+def _why_unavailable(query: torch.Tensor) -> str | None:
+    """One sentence why these kernels cannot run on the device and dtype of ``query``, or None if they can."""
+    if not query.is_cuda:
+        if INTERPRETED and query.device.type == "cpu":
+            return None
+        return (
+            f"the Triton attention kernels run on CUDA tensors, got {query.device}: set TRITON_INTERPRET=1 before the "
+            "first import to run them on the CPU in Triton's interpreter"
+        )
+    if query.dtype == torch.bfloat16:
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < (8, 0):
+            name, (major, minor) = torch.cuda.get_device_name(query.device), capability
+            return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"
+    return None
+
+
+def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
+    """The tensor with at most four dimensions, elements side by side, 16-byte aligned: a copy only where needed.
+
+    With "hopper" also with strides that TMA can take; "auto" gives what has others to plain Triton.
+    """
+    if tensor.dim() > 4:
+        tensor = tensor.reshape(-1, *tensor.shape[-3:])
+    fits = kernels != "hopper" or Operand(tensor).fits_tma
+    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or not fits:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _takes_hopper(
+    kernels: str, tensors: Sequence[torch.Tensor], is_causal: bool, is_faster: Callable[[Problem], bool]
+) -> bool:
+    """Whether the Hopper kernels are to run; ``tensors``: query, key and whatever else they would read or write."""
+    if kernels != "auto":
+        return kernels == "hopper"
+    query, key = tensors[:2]
+    if availability.why_unavailable(query) is not None:
+        return False
+    operands = [Operand(tensor) for tensor in tensors]
+    return is_faster(make_problem(query, key, operands, is_causal, FLOAT32_PRECISIONS[0]))
+
+
+def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str):
+    if _takes_hopper(kernels, tensors, is_causal, hopper_forward_is_faster):
+        from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
+
+        return HopperForwardPlan(*tensors, is_causal)
+    return ForwardPlan(*tensors, is_causal, float32_precision)
+
+
+def _backward_plan(
+    tensors: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    is_causal: bool,
+    float32_precision: str,
+    deterministic: bool,
+    kernels: str,
+) -> BackwardPlan:
+    plan_class = BackwardPlan
+    # The Hopper kernels add up dQ in no fixed order, and there is one for some head dimensions only.
+    may_take_hopper = not deterministic and tensors[0].shape[-1] in availability.BACKWARD_HEAD_DIMS
+    if may_take_hopper and _takes_hopper(kernels, (*tensors, *grads), is_causal, hopper_backward_is_faster):
+        from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
+    return plan_class(*tensors, grads, is_causal, float32_precision, deterministic)
+
+
+def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, with the strides of ``tensor`` where the kernels can write them."""
+    if tensor.dim() <= 4 and tensor.stride(-1) == 1:
+        result = torch.empty_like(tensor)
+        if result.stride(-1) == 1:
+            return result
+    return tensor.new_empty(tensor.shape)
+
+
+def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, results: Sequence[torch.Tensor]) -> None:
+    """``given``: tensors of the signature, inputs and results; ``used``: what the kernels take of them; or copies."""
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[signature] = plan
+    plan.is_direct = given[0].is_cuda and all(one is other for one, other in zip(given, used, strict=True))
+    plan.result_layouts = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
+
+
+def forget_plans() -> None:
+    """From now on chooses again how to compute, for every signature: for who changes what the choice depends on."""
+    _plans.clear()
+    if _native is not None:
+        _native.forget_plans()
+
+
+def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: tuple) -> None:
+    """Gives the C++ a direct plan that has run, for tensors such as these; ``add``: its function that takes it."""
+    global _native
+    if _native is None:
+        _native = native_call.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
+    native_plan = native_call.translate(_native, plan) if _native is not None else None
+    if native_plan is not None:
+        getattr(_native, add)(tensors, _option_numbers[options], native_plan)
+
+
+def _backward_of_node(*arguments: torch.Tensor | bool | str) -> Sequence[torch.Tensor]:
+    """What a node of the C++ calls where it knows no plan, or something else wants to see the kernels."""
+    backward = _backward_operator if _needs_operators(arguments[5]) else _backward
+    return backward(*arguments)
+
+
+def _empty_results(plan: Plan) -> list[torch.Tensor]:
+    """What a direct plan writes, on the current GPU; torch.empty_like takes twice as long."""
+    return [_compiled_code._empty_strided_cuda(*layout) for layout in plan.result_layouts]
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: bool | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
+    if _native is not None:
+        results = _native.forward([query, key, value], _option_numbers.get(options, UNKNOWN_OPTIONS))
+        if results is not None:
+            return results
+    is_causal, float32_precision, _, kernels = options
+    signature = (
+        query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
+        key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
+        value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16,
+        is_causal, float32_precision, kernels,
+    )  # fmt: skip
+    plan = _plans.get(signature)
+    if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
+        out, logsumexp = _empty_results(plan)
+        plan(query, key, value, out, logsumexp)
+        return out, logsumexp
+    _check(query, key, value, float32_precision, kernels)
+    if INTERPRETED and query.dtype == torch.bfloat16:
+        # The interpreter's arithmetic in bfloat16 is wrong.
+        out, logsumexp = _forward(query.float(), key.float(), value.float(), *options)
+        return out.to(torch.bfloat16), logsumexp
+    out = _empty_result(query)
+    logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    if out.numel() == 0:
+        return out, logsumexp
+    tensors = *(_kernel_view(tensor, kernels) for tensor in (query, key, value)), out
+    if out.dim() > 4:
+        tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
+    if plan is None:
+        plan = _forward_plan(tensors, is_causal, float32_precision, kernels)
+        _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
+    with torch.cuda.device_of(query):
+        plan(*tensors, logsumexp)
+        if plan.is_direct:
+            _tell_native("add_forward", plan, [query, key, value], options)
+    return out, logsumexp
+
+
+def _backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    *options: bool | str,
+) -> Sequence[torch.Tensor]:
+    """Gradients of query, key and value, in their dtype and, where possible, their strides."""
+    given = [query, key, value, out, logsumexp, grad_out]
+    if _native is not None:
+        grads = _native.backward(given, _option_numbers[options])
+        if grads is not None:
+            return grads
+    is_causal, float32_precision, deterministic, kernels = options
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
+    # others: whatever keeps tensors for backward may give copies back.
+    signature = (
+        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels,
+        query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
+        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16, deterministic,
+    )  # fmt: skip
+    plan = _plans.get(signature)
+    if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
+        grads = _empty_results(plan)
+        plan(query, key, value, out, logsumexp.contiguous(), grad_out, *grads)
+        return grads
+    if INTERPRETED and query.dtype == torch.bfloat16:
+        grads = _backward(*(tensor.float() for tensor in given), *options)
+        return [grad.to(torch.bfloat16) for grad in grads]
+    grads = [_empty_result(tensor) for tensor in (query, key, value)]
+    if query.numel() == 0:
+        return [grad.zero_() for grad in grads]
+    tensors = [_kernel_view(tensor, kernels) for tensor in (query, key, value, out, grad_out)]
+    kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
+    if plan is None:
+        plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels)
+        all_given = query, key, value, out, grad_out, *grads
+        _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
+    with torch.cuda.device_of(query):
+        plan(*tensors[:4], logsumexp.contiguous(), tensors[4], *kernel_grads)
+        if plan.is_direct and logsumexp.is_contiguous():
+            _tell_native("add_backward", plan, given, options)
+    return grads
+
+
+# torch.library.custom_op would do the same and take 7.5 us a call in place of 2.1.
+_operators = torch.library.Library("cs336sys", "DEF")
+_OPTIONS = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+
+
+def _define(name: str, arguments: str, results: str, function: Callable, fake: Callable) -> Callable:
+    """An operator on any device, and what it returns without computing, for compilers."""
+    _operators.define(f"{name}({arguments}, {_OPTIONS}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    _operators.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cs336sys::{name}", fake, lib=_operators)
+    return getattr(torch.ops.cs336sys, name)
+
+
+def _compute_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    float32_precision: str,
+    deterministic: bool,
+    kernels: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(_forward(query, key, value, is_causal, float32_precision, deterministic, kernels))
+
+
+def _compute_backward(*arguments: torch.Tensor | bool | str) -> tuple[torch.Tensor, ...]:
+    return tuple(_backward(*arguments))
+
+
+def _fake_forward(query, key, value, *options):
+    check_attention_inputs(query, key, value)
+    return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+
+
+def _fake_backward(query, key, value, *others):
+    return _empty_result(query), _empty_result(key), _empty_result(value)
+
+
+_forward_operator = _define(
+    "flash_attention_forward",
+    "Tensor query, Tensor key, Tensor value",
+    "Tensor, Tensor",
+    _compute_forward,
+    _fake_forward,
+)
+_backward_operator = _define(
+    "flash_attention_backward",
+    "Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out",
+    "Tensor, Tensor, Tensor",
+    _compute_backward,
+    _fake_backward,
+)
+
+
+def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _differentiate(ctx: FunctionCtx, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
+    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
+
+
+torch.library.register_autograd(
+    "cs336sys::flash_attention_forward", _differentiate, setup_context=_save_for_backward, lib=_operators
+)
+
+
+@register_flop_formula(torch.ops.cs336sys.flash_attention_forward)
+def forward_flops(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, is_causal: bool, *args, **kwargs
+) -> int:
+    """FLOPs of attention forward, 4 B H S_q S_k D; half of them if causal."""
+    return 4 * math.prod(query_shape) * key_shape[-2] // (2 if is_causal else 1)
+
+
+@register_flop_formula(torch.ops.cs336sys.flash_attention_backward)
+def backward_flops(
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    result_shape: torch.Size,
+    logsumexp_shape: torch.Size,
+    grad_out_shape: torch.Size,
+    is_causal: bool,
+    *args,
+    **kwargs,
+) -> int:
+    """FLOPs of attention backward, 2.5 times the forward: five matrix products against two."""
+    return forward_flops(query_shape, key_shape, value_shape, is_causal) * 5 // 2
+
+
+def _needs_operators(query: torch.Tensor) -> bool:
+    """Whether something other than the plain call wants to see the kernels: a compiler, a dispatch mode, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(query) not in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """``FlashAttentionTriton.apply(query, key, value, is_causal=False)``: FlashAttention-2 by Triton kernels.
+
+    Keeps the inputs, the output and the logsumexp (..., S_q) in float32 for backward. Differentiable once. Autocast
+    does not change it; :func:`cs336sys.kernels.attention.flash_attention` casts first.
+
+    Args:
+        query: (..., S_q, D), D <= 256, float32, float16 or bfloat16, of any strides.
+        key: (..., S_k, D).
+        value: (..., S_k, D).
+        is_causal: query i sees the keys j <= i, counted from the first of each as in
+            ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
+        float32_precision: of matrix products of float32 inputs: "tf32x3" (three TF32 products, about float32), "ieee"
+            (no tensor cores) or "tf32" (10 bits of mantissa). Sums are in float32 for every dtype.
+        deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
+            ``torch.use_deterministic_algorithms`` does the same.
+        kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
+            D 16, 32, 64, 128 or 256; a deterministic backward, and that of D 256, is plain Triton's) or "auto" (for
+            either pass what was measured to be faster).
+
+    Returns:
+        (..., S_q, D), in the inputs' dtype. A query whose scores are all -inf gives zeros.
+
+    Raises:
+        ValueError: shapes or devices do not fit together, D > 256, or a precision that does not exist.
+        TypeError: dtypes differ or are not supported.
+        CapabilityError: the device cannot run the kernels.
+        RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool = False,
+        float32_precision: str = "tf32x3",
+        deterministic: bool = False,
+        kernels: str = "triton",
+    ) -> torch.Tensor:
+        ctx.options = is_causal, float32_precision, deterministic, kernels
+        forward = _forward_operator if _needs_operators(query) else _forward
+        out, logsumexp = forward(query, key, value, *ctx.options)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        backward = _backward_operator if _needs_operators(grad_out) else _backward
+        grads = backward(*ctx.saved_tensors, grad_out, *ctx.options)
+        return *grads, None, None, None, None
+
+
+def triton_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    float32_precision: str | None = None,
+    deterministic: bool = False,
+    kernels: str = "triton",
+) -> torch.Tensor:
+    """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
+    float32_precision = float32_precision or FLOAT32_PRECISIONS[0]
+    if torch.compiler.is_compiling():
+        return _forward_operator(query, key, value, is_causal, float32_precision, deterministic, kernels)[0]
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
+            "take implementation 'reference' there"
+        )
+    options = is_causal, float32_precision, deterministic, kernels
+    if _native is not None:
+        out = _native.attend(query, key, value, _option_numbers.get(options, UNKNOWN_OPTIONS))
+        if out is not None:
+            return out
+    return _apply(query, key, value, *options)
+
+
+# Function.apply without its share for torch.func, which takes 2 us and has nothing to do behind the refusal.
+_apply = super(torch.autograd.Function, FlashAttentionTriton).apply

@@ -1,0 +1,68 @@
+"""Calls of modules whose parameters have to be gathered first, and the dtypes on their way in and out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.parallel.fsdp.runner import UnitRunner
+from cs336sys.parallel.fsdp.unit import ShardedUnit
+
+
+class UnitCall:
+    """Takes the place of a module's call, compiled or not, where ``nn.Module`` looks for compiled ones.
+
+    So gathering and freeing stay outside of what is compiled: they do not break its graph, and blocks share one.
+    """
+
+    def __init__(self, runner: UnitRunner, unit: ShardedUnit, module: nn.Module, compute_dtype: torch.dtype | None):
+        self._runner = runner
+        self._unit = unit
+        self.module = module
+        self._compute_dtype = compute_dtype
+        self._function: Callable[..., Any] = module._call_impl
+        self.take_place()
+
+    def take_place(self) -> None:
+        """Call what the module calls now; again after the module was compiled."""
+        current = self.module.__dict__.get("_compiled_call_impl")
+        if current is not self:
+            self._function = current or self.module._call_impl
+            self.module.__dict__["_compiled_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compute_dtype is not None:
+            args, kwargs = cast_floating(args, self._compute_dtype), cast_floating(kwargs, self._compute_dtype)
+        return self._runner.call(self._unit, self._function, args, kwargs)
+
+
+def is_unit(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("_compiled_call_impl"), UnitCall)
+
+
+def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Let a module of ``torch.nn`` with replicated parameters take and return half precision.
+
+    Its parameters stay in full precision, and CUDA's layer norm, for one, refuses inputs of another dtype. Modules of
+    others are left alone: those of ``cs336_basics`` take any dtype.
+    """
+    if not type(module).__module__.startswith("torch.nn."):
+        return
+    own = next((parameter.dtype for parameter in module.parameters(recurse=False)), None)
+    if own is None or not own.is_floating_point or own == compute_dtype:
+        return
+    module.register_forward_pre_hook(lambda _, args: cast_floating(args, own))
+    module.register_forward_hook(lambda _, args, output: cast_floating(output, compute_dtype))
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The value with all floating-point tensors in it, in lists, tuples and dictionaries, converted."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, cast_floating(part, dtype)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        parts = [cast_floating(part, dtype) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

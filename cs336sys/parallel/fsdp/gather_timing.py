@@ -1,0 +1,63 @@
+"""Whether gathered weights arrive before they are needed."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from cs336sys.parallel.fsdp.unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class GatherTiming:
+    """One gather of one unit.
+
+    Attributes:
+        unit: its name.
+        is_backward: whether it was for the backward pass.
+        late_ms: how long after everything else that the unit waits for its weights arrived: time in which nothing was
+            computed. On a GPU it is negative if they arrived before.
+    """
+
+    unit: str
+    is_backward: bool
+    late_ms: float
+
+
+class GatherWatch:
+    """Notes when weights are needed and when they arrive; costs two events a gather, and nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._notes: list[tuple[ShardedUnit, bool, torch.cuda.Event | float, torch.cuda.Event | float]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def use(self, unit: ShardedUnit, is_backward: bool) -> None:
+        """Wait for a unit that is being gathered."""
+        needed: torch.cuda.Event | float
+        arrived: torch.cuda.Event | float
+        if unit.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(unit.device)
+            needed, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            needed.record()
+            unit.record_arrival(arrived, self._stream)
+            unit.use()
+        else:
+            needed = time.perf_counter()
+            unit.use()
+            arrived = time.perf_counter()
+        self._notes.append((unit, is_backward, needed, arrived))
+
+    def timings(self) -> list[GatherTiming]:
+        """Of all gathers so far, in the order of use; waits until a GPU is done with them."""
+        return [
+            GatherTiming(unit.name, is_backward, _elapsed_ms(needed, arrived))
+            for unit, is_backward, needed, arrived in self._notes
+        ]
+
+
+def _elapsed_ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, float):
+        return (end - start) * 1e3
+    start.synchronize()
+    end.synchronize()
+    return start.elapsed_time(end)

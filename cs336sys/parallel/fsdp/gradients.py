@@ -1,0 +1,157 @@
+"""Takes the mean of whole gradients over ranks and gives each rank that of its rows."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336sys.parallel.collectives import MeanScatter, SliceExchange, through_host
+from cs336sys.parallel.fsdp.parameter import ShardedParameter
+
+
+class GradientScatter:
+    """Averages the gradients of some parameters: start, go on computing, finish.
+
+    Of gradients in the dtype of the slices, whose rows the ranks share equally, a reduce-scatter returns the mean. All
+    others (half precision, uneven rows) are exchanged and averaged here: as many bytes are sent, the sum is exact to
+    the slices' precision, and nothing is padded.
+
+    Args:
+        what: whose gradients they are, for errors.
+        stream: on a GPU, where to average what was exchanged: beside the computation.
+    """
+
+    def __init__(self, what: str, stream: torch.cuda.Stream | None):
+        self._what = what
+        self._stream = stream
+        self._groups: list[tuple[_Group, list[int]]] = []
+
+    def choose(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Average the gradients of these from now on; what is under way is dropped."""
+        self.drop()
+        places: dict[Any, list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
+            places.setdefault(kind, []).append(place)
+        self._groups = [
+            (_Group([parameters[place] for place in alike], self._what), alike) for alike in places.values()
+        ]
+
+    def start(self, gradients: Sequence[Tensor]) -> None:
+        """Launch; the gradients, one for each parameter, must be contiguous, and of the same dtypes on every rank."""
+        for group, places in self._groups:
+            group.start([gradients[place] for place in places])
+        if self._averages_beside:
+            with beside(self._stream):
+                for group, _ in self._groups:
+                    group.average()
+
+    def finish(self) -> None:
+        """Add the means to the gradients of the slices; on a GPU, let the current stream wait for them."""
+        self._wait()
+        for group, _ in self._groups:
+            group.add_means()
+
+    def drop(self) -> None:
+        """Wait for the means, and forget them."""
+        self._wait()
+        for group, _ in self._groups:
+            group.forget()
+
+    @property
+    def _averages_beside(self) -> bool:
+        return self._stream is not None and any(group.averages for group, _ in self._groups)
+
+    def _wait(self) -> None:
+        for group, _ in self._groups:
+            group.wait()
+            if self._stream is None:
+                group.average()
+        if self._averages_beside:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class _Group:
+    """Parameters whose gradients have one dtype and are averaged in one launch: nothing is done for each that can be
+    done for all, because a GPU that computes a layer in less than a millisecond waits for the CPU.
+
+    Gradients to exchange are packed, and what arrives is averaged by one kernel. A launch for each would save the copy,
+    which reads and writes a layer of ``2.7b`` in bf16 in 0.1 ms of a GPU, and take a CPU 0.06 ms for each parameter.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], what: str):
+        self._parameters = parameters
+        self._divides_evenly = parameters[0].divides_evenly
+        self._shapes = [parameter.shard.shape for parameter in parameters]
+        self._sizes = [parameter.shard.numel() for parameter in parameters]
+        # Elements of every rank's slices: of each parameter, and of all.
+        self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
+        self._rank_sizes = [sum(of_rank) for of_rank in zip(*self._slice_sizes, strict=True)]
+        shard = parameters[0].shard
+        self._scatter = MeanScatter(shard.dtype, shard.device, what)
+        self._exchange = SliceExchange(what)
+        # In one piece, as the optimizer's slices of them are made and dropped together.
+        self._mean: Tensor | None = None
+        self._received: Tensor | None = None
+        # The memory of what is being sent must not be given to others, whichever stream has waited already.
+        self._sent: Sequence[Tensor] = ()
+
+    @property
+    def averages(self) -> bool:
+        """Whether there is a mean to be taken of what is exchanged."""
+        return self._received is not None
+
+    def start(self, gradients: Sequence[Tensor]) -> None:
+        shard = self._parameters[0].shard
+        self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
+        if self._divides_evenly and gradients[0].dtype == shard.dtype and not through_host(shard):
+            self._sent = gradients
+            self._scatter.start(self._means(), gradients)
+            return
+        slices = [
+            gradient.view(-1).split_with_sizes(sizes)
+            for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
+        ]
+        # Rank after rank: one piece of memory goes to each.
+        packed = torch.cat([piece for of_rank in zip(*slices, strict=True) for piece in of_rank])
+        self._sent = [packed]
+        self._received = packed.new_empty(len(self._rank_sizes) * len(self._mean))
+        self._exchange.start(self._received, packed, self._rank_sizes)
+
+    def wait(self) -> None:
+        """Wait for means that the collective takes."""
+        if not self.averages:
+            self._scatter.wait()
+
+    def average(self) -> None:
+        if self.averages:
+            self._exchange.wait()
+            of_ranks = self._received.view(len(self._rank_sizes), len(self._mean))
+            torch.mean(of_ranks, 0, dtype=self._mean.dtype, out=self._mean)
+
+    def add_means(self) -> None:
+        if self._mean is not None:
+            for parameter, mean in zip(self._parameters, self._means(), strict=True):
+                parameter.add_mean_gradient(mean)
+        self.forget()
+
+    def forget(self) -> None:
+        self._mean = self._received = None
+        self._sent = ()
+
+    def _means(self) -> list[Tensor]:
+        pieces = self._mean.split_with_sizes(self._sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+
+@contextlib.contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run on this stream, after what the current one has been given so far; without a GPU (None) just run."""
+    if stream is None:
+        yield
+    else:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with stream:
+            yield

@@ -1,0 +1,99 @@
+"""One parameter cut along its first dimension into one slice a rank."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import SliceGather
+from cs336sys.parallel.fsdp.plan import PlannedParameter
+
+
+class ShardedParameter:
+    """A parameter of which this rank holds some rows.
+
+    Attributes:
+        names: in the wrapped module; tied weights have several.
+        shape: of the whole parameter.
+        rows: those that this rank holds.
+        divides_evenly: whether all ranks hold equally many.
+        slice_sizes: elements of the rows of each rank.
+        shard: these rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
+        full: all rows in the dtype to compute in: what the module holds, and autograd sees, while they are gathered.
+            Always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
+    """
+
+    def __init__(self, planned: PlannedParameter, whole: nn.Parameter, compute_dtype: torch.dtype | None):
+        """Copy this rank's rows of the whole parameter."""
+        self.names = planned.names
+        self.shape = whole.shape
+        world_size = dist.get_world_size()
+        self.rows = own_rows(len(whole), dist.get_rank(), world_size)
+        self.divides_evenly = len(whole) % world_size == 0
+        self.slice_sizes = [
+            len(own_rows(len(whole), rank, world_size)) * math.prod(whole.shape[1:]) for rank in range(world_size)
+        ]
+        own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
+        self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
+        self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
+        # Where modules hold it; those that have a __setattr__ of their own are told.
+        self._dictionaries: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._setters: list[tuple[nn.Module, str]] = []
+        for owner, attribute in planned.owners:
+            if type(owner).__setattr__ is nn.Module.__setattr__:
+                self._dictionaries.append((owner._parameters, attribute))
+            else:
+                self._setters.append((owner, attribute))
+        # Gradients of backward passes under no_sync, in the dtype of the shard.
+        self.kept: Tensor | None = None
+
+    def place(self, memory: Tensor) -> Tensor:
+        """Choose the bytes (uint8) that the rows of all ranks are gathered in; return where this rank's go."""
+        each = rows_per_rank(self.shape[0], dist.get_world_size())
+        padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
+        # .data counts versions apart: filling the memory again is no change of what autograd saved.
+        self.full = nn.Parameter(padded.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
+        return padded[dist.get_rank() * each :][: len(self.rows)]
+
+    def gather_whole(self) -> Tensor:
+        """All rows in the dtype of the shard, in memory of their own. Every rank must call it."""
+        each, rank = rows_per_rank(self.shape[0], dist.get_world_size()), dist.get_rank()
+        padded = self.shard.new_zeros((dist.get_world_size() * each, *self.shape[1:]))
+        padded[rank * each :][: len(self.rows)] = self.shard.detach()
+        gather = SliceGather([padded.view(-1)], self.names[0])
+        gather.start()
+        gather.wait()
+        return padded[: self.shape[0]]
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Let the modules hold the shard or the full parameter."""
+        for parameters, attribute in self._dictionaries:
+            parameters[attribute] = parameter
+        for module, attribute in self._setters:
+            setattr(module, attribute, parameter)
+
+    def take_gradient(self) -> Tensor | None:
+        """The whole gradient of this backward pass, which autograd left.
+
+        Raises:
+            UsageError: it is sparse.
+        """
+        gradient, self.full.grad = self.full.grad, None
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UsageError(f"{self.names[0]} has a sparse gradient, which cannot be averaged: choose sparse=False")
+        return gradient
+
+    def keep_gradient(self) -> None:
+        """Add the gradient of this backward pass to the kept ones."""
+        gradient = self.take_gradient()
+        if gradient is not None:
+            self.kept = gradient.to(self.shard.dtype) if self.kept is None else self.kept.add_(gradient)
+
+    def add_mean_gradient(self, gradient: Tensor) -> None:
+        if self.shard.grad is None:
+            self.shard.grad = gradient
+        else:
+            self.shard.grad.add_(gradient)

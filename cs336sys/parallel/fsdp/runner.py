@@ -1,0 +1,275 @@
+"""When the units of a fully sharded module gather, free and reduce: before, between and after what they compute.
+
+Ranks agree on nothing but the order of their collectives. So each is launched by an event that comes in the same order
+on every rank: a unit is called, the backward pass arrives at its output, the backward pass ends. That some gradient is
+ready is no such event: a parameter may be unused on one rank.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import AnyRank
+from cs336sys.parallel.fsdp.gather_order import GatherOrder
+from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.parallel.gradient_buckets import GradientBucket
+
+
+class UnitRunner:
+    """Runs units forward and backward.
+
+    Forward, a unit is gathered before its module is called and freed when it returns, unless the next use is its own,
+    as that of the last unit in the backward pass. Backward, it is gathered when the gradient of its output arrives, and
+    freed when the backward pass arrives at another unit's output. Autograd works strictly back in time, so its
+    gradients are complete then: their reduction starts, and is finished one unit later. While a unit computes, the next
+    ``prefetch`` are being gathered; no others have memory.
+
+    Args:
+        units: all of the module.
+        prefetch: how many units to gather ahead of use.
+
+    Attributes:
+        synchronize: False lets backward passes keep gradients on this rank.
+        replicated: gradients of parameters that every rank holds whole. They are averaged when the backward pass ends:
+            they are small, and a launch for each unit would take a CPU 0.2 ms.
+        watch: notes how late gathers are, if given.
+    """
+
+    def __init__(self, units: Sequence[ShardedUnit], prefetch: int):
+        self.synchronize = True
+        self.replicated: Sequence[GradientBucket] = ()
+        self.watch: GatherWatch | None = None
+        self._units = units
+        self._prefetch = prefetch
+        # With and without gradients: only the former go on with a backward pass.
+        self._orders = {True: GatherOrder(), False: GatherOrder()}
+        self._order: GatherOrder | None = None
+        # Units that have memory for a use to come.
+        self._ahead: set[ShardedUnit] = set()
+        self._in_backward = False
+        # The unit that the backward pass arrived at last; those that it is in; those whose gradients it has left.
+        self._current: ShardedUnit | None = None
+        self._inside: set[ShardedUnit] = set()
+        self._unreduced: dict[ShardedUnit, None] = {}
+        self._reducing: ShardedUnit | None = None
+        self._replicated_kept = False
+        # Since the last finish(): which gradients this rank had of what was reduced, and which parameters had none.
+        self._present: dict[ShardedUnit | GradientBucket, list[bool]] = {}
+        self._new: set[nn.Parameter] = set()
+
+    def begin_forward(self) -> None:
+        """Begin a forward pass of the whole module; drop what a failed one, or a failed backward pass, left behind."""
+        if self._in_backward:
+            self._drop_backward()
+        self._free_all()
+        for unit in self._units:
+            unit.calls_ahead = unit.depth = 0
+        self._order = self._orders[torch.is_grad_enabled()]
+        self._order.begin()
+
+    def end_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self._free_all()
+            self._order = None
+
+    def call(self, unit: ShardedUnit, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Call one of the unit's modules with its parameters gathered."""
+        # The backward pass is inside a unit that checkpointing computes again.
+        in_use = unit.depth > 0 or unit in self._inside
+        if not in_use:
+            self._use(unit)
+        unit.depth += 1
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            unit.depth -= 1
+        if torch.is_grad_enabled():
+            self._watch(unit, output)
+        if not in_use:
+            if self._order is not None and self._order.repeats():
+                self._ahead.add(unit)
+            else:
+                unit.free()
+        return output
+
+    def arrive(self, unit: ShardedUnit) -> None:
+        """The backward pass has the gradient of the unit's output and is about to use it."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unit.calls_ahead -= 1
+        left, self._current = self._current, unit
+        self._inside.add(unit)
+        self._unreduced[unit] = None
+        if left is None or left is unit or left.contains_units:
+            self._use(unit)
+            return
+        self._inside.discard(left)
+        left.free()
+        self._use(unit, meanwhile=None if left.calls_ahead > 0 else left)
+
+    def finish(self) -> None:
+        """Average what is not averaged yet and wait for all; gradients that no rank has are None."""
+        if self._in_backward:
+            self._drop_backward()
+        for unit in self._units:
+            if unit.has_kept:
+                self._start_reduction(unit)
+        if self._replicated_kept:
+            self._average_replicated()
+        self._finish_reduction()
+        parameters = [parameter for reduced in self._present for parameter in _trained(reduced)]
+        if parameters:
+            facts = [here for present in self._present.values() for here in present]
+            anywhere = AnyRank(facts, parameters[0].device).wait()
+            for parameter, is_anywhere in zip(parameters, anywhere, strict=True):
+                if not is_anywhere and parameter in self._new:
+                    parameter.grad = None
+        self._present, self._new = {}, set()
+
+    def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
+        """Gather a unit and those expected after it; start to reduce another one before waiting for it."""
+        wanted: list[ShardedUnit] = []
+        if self._order is not None:
+            self._order.use(unit)
+            wanted = self._order.upcoming(self._prefetch)
+        for other in self._ahead.difference(wanted, (unit,)):
+            other.free()
+        unit.gather()
+        # A unit around this one is in use, though wanted again.
+        self._ahead = {other for other in wanted if other in self._ahead or not other.is_gathered}
+        for other in wanted:
+            other.gather()
+        if meanwhile is not None:
+            self._reduce(meanwhile)
+        if self.watch is not None and unit.is_under_way:
+            self.watch.use(unit, self._in_backward)
+        else:
+            unit.use()
+
+    def _watch(self, unit: ShardedUnit, output: Any) -> None:
+        """Have :meth:`arrive` called before the gradient of any output is used."""
+        tensors = list(_tensors_in(output))
+        if not tensors and output is not None:
+            raise UsageError(
+                f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "
+                "return tensors, or lists, tuples, dictionaries or dataclasses of them"
+            )
+        # A view that is changed in place is cut off from what computed it, but what it views is not.
+        tensors += [tensor._base for tensor in tensors if tensor._is_view()]
+        watched = [tensor for tensor in tensors if tensor.requires_grad]
+        if watched:
+            if not _in_backward_pass():
+                unit.calls_ahead += 1
+            arrival = _Arrival(self, unit)
+            for tensor in watched:
+                tensor.register_hook(arrival)
+
+    def _reduce(self, unit: ShardedUnit) -> None:
+        del self._unreduced[unit]
+        if self.synchronize:
+            self._start_reduction(unit)
+        else:
+            unit.keep_gradients()
+
+    def _start_reduction(self, unit: ShardedUnit) -> None:
+        # One at a time: its buffers are as large as the unit.
+        self._finish_reduction()
+        self._note(unit, unit.start_reduction())
+        self._reducing = unit
+
+    def _finish_reduction(self) -> None:
+        if self._reducing is not None:
+            self._reducing.finish_reduction()
+            self._reducing = None
+
+    def _average_replicated(self) -> None:
+        for bucket in self.replicated:
+            bucket.launch()
+            self._note(bucket, bucket.present)
+        self._finish_reduction()
+        for bucket in self.replicated:
+            bucket.wait()
+            bucket.finish([True] * len(bucket.parameters))
+        self._replicated_kept = False
+
+    def _note(self, reduced: ShardedUnit | GradientBucket, present: list[bool]) -> None:
+        before = self._present.get(reduced)
+        if before is not None:
+            self._present[reduced] = [here or earlier for here, earlier in zip(present, before, strict=True)]
+            return
+        self._present[reduced] = present
+        if not all(present):
+            self._new.update(parameter for parameter in _trained(reduced) if parameter.grad is None)
+
+    def _end_backward(self) -> None:
+        for unit in list(self._unreduced):
+            unit.free()
+            self._reduce(unit)
+        # Not later, because what comes next may be a backward pass, which adds to these gradients.
+        if self.synchronize:
+            self._average_replicated()
+        else:
+            self._replicated_kept = True
+        self._leave_backward()
+
+    def _drop_backward(self) -> None:
+        for unit in self._units:
+            unit.drop_gradients()
+        self._reducing, self._unreduced = None, {}
+        self._present, self._new = {}, set()
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        self._free_all()
+        self._inside, self._current, self._order = set(), None, None
+        self._in_backward = False
+
+    def _free_all(self) -> None:
+        for unit in self._units:
+            unit.free()
+        self._ahead = set()
+
+
+class _Arrival:
+    """Tensor hook that tells once a backward pass, however many outputs of a call it is registered on."""
+
+    def __init__(self, runner: UnitRunner, unit: ShardedUnit):
+        self._runner = runner
+        self._unit = unit
+        self._last_pass: int | None = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass != self._last_pass:
+            self._last_pass = this_pass
+            self._runner.arrive(self._unit)
+
+
+def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
+    """What the optimizer updates of it."""
+    if isinstance(reduced, GradientBucket):
+        return list(reduced.parameters.values())
+    return [parameter.shard for parameter in reduced.trained]
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors_in(vars(value))

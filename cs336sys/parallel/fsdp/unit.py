@@ -1,0 +1,161 @@
+"""Parameters that are gathered and freed together: where they are in memory, and the collectives on them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
+from cs336sys.parallel.collectives import SliceGather
+from cs336sys.parallel.fsdp.gradients import GradientScatter, beside
+from cs336sys.parallel.fsdp.parameter import ShardedParameter
+from cs336sys.parallel.fsdp.plan import PlannedUnit
+
+
+class ShardedUnit:
+    """What :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` plans, on this rank.
+
+    All gathered parameters share one piece of memory, which is allocated to gather and given back to free. Each
+    all-gather writes where the weights are used: this rank's rows are cast into their place, then the ranks' rows are
+    gathered around them, all parameters in one launch.
+
+    Attributes:
+        name: of the unit.
+        modules: whose calls use it.
+        contains_units: whether backward passes of other units run within its own.
+        parameters: those sharded.
+        trained: those of them that get gradients.
+        gathered_bytes: memory of the gathered parameters.
+        has_kept: whether backward passes under no_sync left gradients to average.
+        depth: how many calls of its modules are running.
+        calls_ahead: how many calls of this step the backward pass has still to come to.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedUnit,
+        parameters: Sequence[ShardedParameter],
+        gradient_dtype: torch.dtype | None,
+        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None),
+    ):
+        """Args: ``streams`` are on a GPU where to cast weights, and where to average gradients."""
+        self.name = planned.name or type(planned.modules[0]).__name__
+        self.modules = planned.modules
+        self.contains_units = planned.contains_units
+        self.parameters = parameters
+        self.trained: list[ShardedParameter] = []
+        self.has_kept = False
+        self.depth = self.calls_ahead = 0
+        self._gradient_dtype = gradient_dtype
+        self._stream = streams[0]
+        world_size = dist.get_world_size()
+        layout = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
+        starts, self.gathered_bytes = gathered_layout(layout, world_size)
+        memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
+        places = [
+            memory[start : start + padded_bytes(*shape_and_size, world_size)]
+            for start, shape_and_size in zip(starts, layout, strict=True)
+        ]
+        self._own = [parameter.place(place) for parameter, place in zip(parameters, places, strict=True)]
+        self._gather = SliceGather(places, f"weights of {self.name}")
+        self._storage = memory.untyped_storage()
+        self._storage.resize_(0)
+        self._under_way = self._ready = False
+        for parameter in parameters:
+            parameter.show(parameter.shard)
+        self._shards = [parameter.shard for parameter in parameters]
+        self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self._own[0].device
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is being gathered and nothing has waited for it."""
+        return self._under_way
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it has memory for its gathered parameters, in use or ahead of use."""
+        return self._under_way or self._ready
+
+    def refresh(self) -> None:
+        """Take over from the shards which parameters are trained."""
+        for parameter in self.parameters:
+            parameter.full.requires_grad_(parameter.shard.requires_grad)
+        self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
+        self._scatter.choose(self.trained)
+
+    def gather(self) -> None:
+        """Start to gather the parameters, if they are not."""
+        if self.is_gathered:
+            return
+        self._under_way = True
+        self._storage.resize_(self.gathered_bytes)
+        with beside(self._stream), torch.no_grad():
+            torch._foreach_copy_(self._own, self._shards)
+            self._gather.start()
+
+    def use(self) -> None:
+        """Wait for the gathered parameters (on a GPU, let the current stream wait) and let the modules hold them."""
+        if self._under_way:
+            self._gather.wait()
+            self._under_way, self._ready = False, True
+            for parameter in self.parameters:
+                parameter.show(parameter.full)
+
+    def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Record on a stream of its own when the parameters that are being gathered have arrived."""
+        self._gather.record_end(event, stream)
+
+    def free(self) -> None:
+        """Give the memory of the gathered parameters back; the modules hold the shards."""
+        if not self.is_gathered:
+            return
+        self.use()
+        self._ready = False
+        self._storage.resize_(0)
+        for parameter in self.parameters:
+            parameter.show(parameter.shard)
+
+    def keep_gradients(self) -> None:
+        """Leave the gradients of a backward pass to a later reduction."""
+        self.has_kept = True
+        for parameter in self.trained:
+            parameter.keep_gradient()
+
+    def start_reduction(self) -> list[bool]:
+        """Start to average the gradients of a backward pass and those kept; parameters without one count as zero.
+
+        Returns:
+            for each trained parameter, whether it had a gradient here.
+        """
+        present, gradients = [], []
+        for parameter in self.trained:
+            if self.has_kept:
+                parameter.keep_gradient()
+                gradient, parameter.kept = parameter.kept, None
+            else:
+                gradient = parameter.take_gradient()
+            present.append(gradient is not None)
+            if gradient is None:
+                dtype = parameter.shard.dtype if self.has_kept else parameter.gathered_dtype
+                gradient = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
+            if self._gradient_dtype is not None and gradient.is_floating_point():
+                gradient = gradient.to(self._gradient_dtype)
+            gradients.append(gradient.contiguous())
+        self.has_kept = False
+        self._scatter.start(gradients)
+        return present
+
+    def finish_reduction(self) -> None:
+        """Add the averaged gradients to those of the shards; on a GPU, let the current stream wait for them."""
+        self._scatter.finish()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a backward pass that failed, also those that are being averaged."""
+        self.has_kept = False
+        for parameter in self.parameters:
+            parameter.full.grad = parameter.kept = None
+        self._scatter.drop()

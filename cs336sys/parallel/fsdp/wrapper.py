@@ -1,0 +1,299 @@
+"""Fully sharded data parallel training: each rank holds a slice of weights, gradients and optimizer state.
+
+Before a part of the model computes, its whole weights are gathered from all ranks, and freed after it; its gradients
+are averaged and cut into slices again. ``docs/fsdp.md`` follows the data through a step.
+
+Sources: CS336 assignment 2 (2026), section 7; Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
+(2023).
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import gather_numbers, require_process_group
+from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype, is_unit
+from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.parallel.fsdp.parameter import ShardedParameter
+from cs336sys.parallel.fsdp.parameter_distribution import distribute_parameters
+from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
+from cs336sys.parallel.fsdp.runner import UnitRunner
+from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.same_on_ranks import require_same_layout, require_same_lines
+
+
+class FSDP(nn.Module):
+    """Shards the layers of a module and trains it with all ranks.
+
+    ``Linear``, ``Embedding`` and whatever layer owns a parameter of two or more dimensions are cut along the first
+    dimension into one slice a rank; norms and the like are replicated. A training step is::
+
+        loss_function(sharded(inputs), targets).backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+
+    The result is the step of one process on the whole batch if the loss is a mean and every rank has an equal share.
+
+    - Build the optimizer after wrapping, over ``sharded.parameters()``: slices in the dtype that the module had (rank r
+      of W holds rows ``r * n`` to ``(r + 1) * n``, ``n = ceil(rows / W)``, so possibly none), and replicated
+      parameters. Any optimizer works that updates each element by itself, as AdamW and SGD do.
+    - Every rank must run the same units in the same order. Which parameters a unit uses may differ: a parameter without
+      gradient on some ranks counts as zero there, one without on all ranks keeps ``grad`` None. (Learning that no other
+      rank had a gradient that this one lacks makes the CPU wait for the GPU.)
+    - A layer's weight can be used where the layer, or a unit around it, is called, and nowhere else.
+    - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
+      wrapping: gathering stays outside of what is compiled.
+    - Backward passes may follow each other without :meth:`finish_gradient_synchronization`: gradients add up. Under
+      :meth:`no_sync` they do without communication, at the price of whole gradients on every rank.
+    - A step that raises on all ranks alike is forgotten by the next forward pass; drop the gradients that it has added.
+
+    Attributes:
+        module: the wrapped module. Between steps it holds slices.
+        units: what is gathered and freed together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        prefetch: int = 1,
+        gradient_dtype: torch.dtype | None = None,
+        unit_modules: Collection[nn.Module] | None = None,
+        initialize: Callable[[nn.Module], None] | None = None,
+        device: torch.device | None = None,
+    ):
+        """Wrap ``module`` on every rank. Its values become rank 0's; its buffers are not synchronized again.
+
+        Args:
+            module: anything with parameters. If it does not fit on one device, make it under
+                ``with torch.device("meta")``.
+            compute_dtype: floating-point weights of sharded layers are gathered and used in it, and so are
+                floating-point inputs of units; None is their own dtype. Slices, their gradients and replicated
+                parameters keep their own.
+            prefetch: how many units to gather ahead of use.
+            gradient_dtype: what gradients are sent in; None sends them in the dtype they were computed in. Half
+                precision is summed in the dtype of the slices either way.
+            unit_modules: modules to gather as a whole, instead of those in an ``nn.ModuleList``.
+            initialize: fills the parameters and buffers of one module, without its children, that was on the meta
+                device; it is called for each such module in the order of ``module.modules()``. The random numbers that
+                it draws are those of a module that initializes itself in this order. None calls ``reset_parameters()``.
+            device: where to train; None is where the parameters are, for those on the meta device that of the group.
+
+        Raises:
+            UsageError: there is no process group; the module is wrapped already; an argument is out of range; the
+                ranks' modules or settings differ (on every rank, naming the first difference); a module on the meta
+                device cannot be initialized.
+        """
+        super().__init__()
+        require_process_group(type(self).__name__)
+        _refuse_wrapped(module)
+        for name, dtype in {"compute_dtype": compute_dtype, "gradient_dtype": gradient_dtype}.items():
+            if dtype is not None and not dtype.is_floating_point:
+                raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
+        if prefetch < 0:
+            raise UsageError(f"prefetch {prefetch}: must be at least 0")
+        self.module = module
+        self._place = (dist.get_rank(), dist.get_world_size())
+        self._gradient_dtype = gradient_dtype
+        plan = plan_sharding(module, unit_modules)
+        units = [unit.name for unit in plan.units]
+        require_same_layout(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
+        sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
+        shards = [parameter.shard for parameter in sharded.values()]
+        streams = (None, None)
+        if shards and shards[0].is_cuda:
+            streams = tuple(torch.cuda.Stream(shards[0].device, priority=-1) for _ in range(2))
+        self.units = tuple(
+            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], gradient_dtype, streams)
+            for unit in plan.units
+        )
+        self._plan = plan
+        self._runner = UnitRunner(self.units, prefetch)
+        self._calls = [
+            UnitCall(self._runner, unit, part, compute_dtype) for unit in self.units for part in unit.modules
+        ]
+        called = {call.module for call in self._calls}
+        self._around_units = [
+            part for part in module.modules() if part not in called and not called.isdisjoint(part.modules())
+        ]
+        if compute_dtype is not None:
+            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
+                compute_in_own_dtype(owner, compute_dtype)
+        self._watch_gradients()
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's.
+
+        Raises:
+            UsageError: this process is not in the process group of the construction any more; a parameter was frozen or
+                unfrozen since and :meth:`refresh` was not called; the module was compiled as a whole.
+        """
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._place:
+            raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
+        for name, parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:
+                raise UsageError(f"{name} was frozen or unfrozen after it was wrapped: call refresh() on every rank")
+        for part in self._around_units:
+            if part._compiled_call_impl is not None:
+                raise UsageError(
+                    f"{type(part).__name__} is compiled as a whole, which leaves no place to gather its parts: "
+                    "compile its blocks"
+                )
+        for call in self._calls:
+            call.take_place()
+        self._runner.begin_forward()
+        output = self.module(*args, **kwargs)
+        self._runner.end_forward()
+        return output
+
+    @property
+    def sharded_parameters(self) -> dict[str, ShardedParameter]:
+        """By their first name in the wrapped module."""
+        return {parameter.names[0]: parameter for unit in self.units for parameter in unit.parameters}
+
+    @property
+    def replicated_parameters(self) -> dict[str, nn.Parameter]:
+        """By their first name in the wrapped module."""
+        return {entry.names[0]: entry.held for entry in self._plan.replicated}
+
+    def finish_gradient_synchronization(self) -> None:
+        """Make every gradient the mean over ranks: call it on every rank between backward pass and optimizer step.
+
+        On a GPU this queues the wait; the CPU does not block, unless this rank lacks gradients (see above).
+        """
+        self._runner.finish()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context keep whole gradients, in the dtype of the slices, on this rank.
+
+        For gradient accumulation with less communication: all passes of a step but the last. What they kept is averaged
+        with the last.
+        """
+        before = self._runner.synchronize
+        self._runner.synchronize = False
+        try:
+            yield
+        finally:
+            self._runner.synchronize = before
+
+    @contextlib.contextmanager
+    def watched_gathers(self) -> Iterator[GatherWatch]:
+        """Within this ``with``, note for every gather whether the weights arrived before they were needed."""
+        self._runner.watch = GatherWatch()
+        try:
+            yield self._runner.watch
+        finally:
+            self._runner.watch = None
+
+    def refresh(self) -> None:
+        """Call on every rank after ``requires_grad`` of parameters was changed, between two steps.
+
+        Raises:
+            UsageError: on every rank, if it was not changed alike.
+        """
+        entries = (*self._plan.all_sharded, *self._plan.replicated)
+        require_same_lines(
+            [f"{entry.names[0]} {'trained' if entry.held.requires_grad else 'frozen'}" for entry in entries]
+        )
+        self._watch_gradients()
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Copies of all parameters, whole, by their names in the wrapped module; tied ones under each name.
+
+        In the dtype of the slices. Every rank must call it, between two steps, and has memory for them.
+        """
+        full = {}
+        for unit in self.units:
+            for parameter in unit.parameters:
+                full |= dict.fromkeys(parameter.names, parameter.gather_whole())
+        for entry in self._plan.replicated:
+            full |= dict.fromkeys(entry.names, entry.held.detach().clone())
+        return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
+
+        Every rank must call it, after :meth:`finish_gradient_synchronization`.
+
+        Returns:
+            the norm before, the same scalar on every rank: NaN or infinite if any gradient on any rank is.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and it is: on every rank; no gradient was scaled.
+        """
+        sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
+        replicated = list(self.replicated_parameters.values())
+        norms = torch.cat((gather_numbers(_norm(sharded, norm_type)), _norm(replicated, norm_type).view(1)))
+        norm = torch.linalg.vector_norm(norms, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
+        nn.utils.clip_grads_with_norm_([*sharded, *replicated], max_norm, norm)
+        return norm
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's, between two steps: this rank's slices, without a prefix.
+
+        For a checkpoint that any number of ranks can load see :mod:`cs336sys.parallel.fsdp.checkpoint`.
+        """
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take what :meth:`state_dict` of the same rank of as many ranks returned.
+
+        Raises:
+            UsageError: ``assign``, which would replace parameters that units hold.
+        """
+        if assign:
+            raise UsageError("assign=True would replace the slices that are gathered: choose assign=False")
+        return self.module.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
+        raise UsageError("an FSDP module cannot be moved or converted: do it before it is wrapped")
+
+    def __getstate__(self) -> None:
+        raise UsageError("an FSDP module cannot be copied or pickled: gather its parameters, or save a checkpoint")
+
+    def _watch_gradients(self) -> None:
+        entries = (*self._plan.all_sharded, *self._plan.replicated)
+        self._trained = [(entry.names[0], entry.held, entry.held.requires_grad) for entry in entries]
+        self._runner.replicated = _buckets(self._plan.replicated, self._gradient_dtype)
+        for unit in self.units:
+            unit.refresh()
+
+
+def _buckets(replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None) -> list[GradientBucket]:
+    """The trained ones, in one bucket for each dtype and device."""
+    by_kind: dict[Any, dict[str, nn.Parameter]] = {}
+    for entry in replicated:
+        if entry.held.requires_grad:
+            by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
+    return [GradientBucket(named, gradient_dtype) for named in by_kind.values()]
+
+
+def _norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
+    return nn.utils.get_total_norm(gradients, norm_type)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    wrappers = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+    for name, part in module.named_modules():
+        is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
+        if is_wrapper or any(base.__name__ in wrappers for base in type(part).__mro__):
+            raise UsageError(
+                f"{name or 'the module'} ({type(part).__name__}) is wrapped already: wrap the plain module"
+            )

@@ -1,0 +1,244 @@
+"""Ranks spawned on this machine, and what becomes of them when one fails."""
+
+import contextlib
+import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel.place import Place
+from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
+from cs336sys.processes import cause_of_death, ctrl_c_ignored
+
+# How long to listen after the first failure for one that explains it: the peers of a killed rank report broken
+# connections, which can reach the parent some milliseconds before the news of the death does.
+_GRACE_S = 0.3
+
+# How long ranks that succeeded may take to leave, and those that hang to write where they are.
+_LEAVE_S = 10.0
+_STACKS_S = 3.0
+
+# The main thread is the oldest and written last, down to the line that started the process.
+_END_OF_STACKS = "in <module>"
+
+
+class RankError(RuntimeError):
+    """A rank failed: the first line says which and how, its traceback follows; ``__cause__`` is what it raised."""
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: multiprocessing.process.BaseProcess
+    connection: multiprocessing.connection.Connection
+
+    def send(self, job: bytes) -> None:
+        # A rank that died says so when its answer is read.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(job)
+
+    def receive(self) -> Any:
+        """What the rank returned, or a Failure."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())
+        self.process.join()
+        code = self.process.exitcode
+        return Failure(self.number, cause_of_death(code), details="", time_s=time.monotonic(), exit_code=code)
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has not made its own process group yet, or is gone already.
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class SpawnedRanks:
+    """Processes that run one function after another, each as one rank; they find each other through a file."""
+
+    def __init__(self, world_size: int, backend: str, timeout_s: float, high_priority: bool = False):
+        self._timeout_s = timeout_s
+        self._ranks: list[_Rank] = []
+        # Fresh, because ranks that find an earlier run's file wait for that run's ranks.
+        self._directory = Path(tempfile.mkdtemp(prefix="cs336sys-ranks-"))
+        # Also at interpreter exit, which would wait for ranks that nobody ended.
+        self._end = weakref.finalize(self, _end, self._ranks, self._directory)
+        context = multiprocessing.get_context("spawn")
+        try:
+            with ctrl_c_ignored():
+                for number in range(world_size):
+                    ours, theirs = context.Pipe()
+                    place = Place(number, world_size, local_rank=number)
+                    args = (theirs, place, backend, timeout_s, high_priority, self._directory, os.getpid())
+                    process = context.Process(target=serve, args=args)
+                    process.start()
+                    theirs.close()
+                    self._ranks.append(_Rank(number, process, ours))
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """False after :meth:`run` raised, and after the ``with`` block."""
+        return self._end.alive
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return what the ranks returned, in rank order.
+
+        Errors as in :func:`cs336sys.parallel.ranks.launch.run`; any of them ends all ranks.
+        """
+        if not self.alive:
+            raise UsageError("these ranks have ended: start new ones")
+        try:
+            job = pickle.dumps((function, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UsageError(
+                f"{function} with its arguments cannot be sent to another process ({error}): "
+                "choose a function defined at the top level of a module, and plain values"
+            ) from error
+        try:
+            for rank in self._ranks:
+                rank.send(job)
+            return self._results()
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> "SpawnedRanks":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error_type is None and self.alive:
+                for rank in self._ranks:
+                    rank.send(b"")
+                deadline = time.monotonic() + _LEAVE_S
+                for rank in self._ranks:
+                    rank.process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._end()
+
+    def _results(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = math.inf
+        while missing := [rank for rank in self._ranks if rank.number not in results]:
+            ready = _wait(missing, deadline)
+            if not ready:
+                raise self._hang_error(missing, sorted(results))
+            for rank in ready:
+                result = rank.receive()
+                if isinstance(result, Failure):
+                    raise self._error(result, [other for other in missing if other is not rank])
+                results[rank.number] = result
+            deadline = min(deadline, time.monotonic() + self._timeout_s)
+        return [results[number] for number in range(len(self._ranks))]
+
+    def _error(self, first: Failure, others: list[_Rank]) -> Exception:
+        """The exception to raise for a failure, or for another one that explains it."""
+        failures = [first]
+        deadline = time.monotonic() + _GRACE_S
+        while ready := _wait(others, deadline):
+            answers = [rank.receive() for rank in ready]
+            failures += [answer for answer in answers if isinstance(answer, Failure)]
+            others = [rank for rank in others if rank not in ready]
+        cause, *consequences = sorted(failures, key=_cause_before_consequence)
+
+        raised = _exception_chain(cause)
+        if isinstance(raised, UsageError | CapabilityError):
+            raised.add_note(f"on rank {cause.rank} of {len(self._ranks)}")
+            return raised
+        heading = f"rank {cause.rank} of {len(self._ranks)}: {cause.reason}"
+        stacks = self._written_stacks(cause.rank) if cause.exit_code is not None else ""
+        # The NCCL watchdog ends a rank that waited too long with SIGABRT.
+        if others and (cause.is_timeout or cause.exit_code == -signal.SIGABRT):
+            heading += f"; still running: rank {_enumerated(rank.number for rank in others)}"
+            stacks += self._stacks_now(others)
+        also = "\n".join(f"rank {failure.rank}: {failure.reason}" for failure in consequences)
+        parts = (heading, cause.details, stacks, also)
+        error = RankError("\n\n".join(part.strip() for part in parts if part), cause.rank)
+        error.__cause__ = raised
+        return error
+
+    def _hang_error(self, hanging: list[_Rank], done: list[int]) -> RankError:
+        heading = (
+            f"rank {_enumerated(rank.number for rank in hanging)} of {len(self._ranks)} hangs: "
+            f"not done {self._timeout_s:g} s after rank {_enumerated(done)}"
+        )
+        return RankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
+
+    def _stacks_now(self, ranks: list[_Rank]) -> str:
+        """Where running ranks are: they answer SIGUSR1 even from inside a collective or an endless loop."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACKS_S
+        while True:
+            stacks = [self._written_stacks(rank.number) for rank in ranks]
+            if time.monotonic() > deadline or all(one.rstrip().endswith(_END_OF_STACKS) for one in stacks):
+                return "".join(stacks)
+            time.sleep(0.05)
+
+    def _written_stacks(self, number: int) -> str:
+        try:
+            stacks = stacks_path(self._directory, number).read_text()
+        except FileNotFoundError:
+            return ""
+        return f"rank {number} was here:\n{stacks}\n" if stacks else ""
+
+
+def _cause_before_consequence(failure: Failure) -> tuple[int, float]:
+    """Sort key: ranks that vanished, then errors by time, then ranks that aborted, maybe because others had gone."""
+    if failure.exit_code is None:
+        return 1, failure.time_s
+    return (2 if failure.exit_code == -signal.SIGABRT else 0), failure.time_s
+
+
+def _exception_chain(failure: Failure) -> BaseException | None:
+    """What the rank raised, with its causes; None if nothing of it comes back from pickle."""
+    chain: list[BaseException] = []
+    for data in failure.pickled_errors:
+        with contextlib.suppress(Exception):
+            chain.append(pickle.loads(data))
+    for error, cause in itertools.pairwise(chain):
+        error.__cause__ = cause
+    return chain[0] if chain else None
+
+
+def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
+    """The ranks that answered or died; empty when the time is up or there are none."""
+    handles = {handle: rank for rank in ranks for handle in (rank.connection, rank.process.sentinel)}
+    timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+    ready = multiprocessing.connection.wait(handles, timeout_s) if handles else []
+    numbers = {handles[handle].number for handle in ready}
+    return [rank for rank in ranks if rank.number in numbers]
+
+
+def _enumerated(numbers: Iterator[int] | list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
+
+
+def _end(ranks: list[_Rank], directory: Path) -> None:
+    for rank in ranks:
+        rank.kill()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,190 @@
+"""The state of a sharded optimizer: put together to that of an ordinary one, and shared out again to any ranks.
+
+A state is a dict by the name of what is kept, for example ``exp_avg`` and ``step``, of one parameter. Where ranks own
+slices, tensors in it are slices too, (n,), except ``step`` and others that are not element by element.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import gather_objects, group_device, is_dense, receive_from, send_to_first
+from cs336sys.parallel.sharded_optimizer.groups import Group, given_names, parameters_of
+
+# Where the master copy of a parameter stands among its state.
+MASTER = "master_parameter"
+
+State = dict[str, Any]
+
+
+def gather_states(
+    own: Mapping[int, tuple[range, State]], parameters: Sequence[nn.Parameter], *, sliced: bool
+) -> dict[int, State] | None:
+    """Put the states of all ranks together on rank 0, one tensor of one rank at a time, in CPU memory.
+
+    Args:
+        own: by index of the parameter: which elements this rank owns, in memory order, and the state.
+        parameters: all, the same on every rank.
+        sliced: whether ranks own slices of parameters.
+
+    Returns:
+        by index of the parameter, its whole state; None on other ranks than 0.
+    """
+    small = {
+        index: (elements, {key: _small(value) for key, value in state.items()})
+        for index, (elements, state) in own.items()
+    }
+    of_ranks = gather_objects(small)
+    device = group_device()
+    if dist.get_rank() > 0:
+        for _, state in own.values():
+            if sent := [value.detach().to(device).contiguous() for value in state.values() if _is_large(value)]:
+                send_to_first(sent)
+        return None
+
+    parts: dict[int, list[tuple[range, State]]] = {}
+    for rank, states in enumerate(of_ranks):
+        for index, (elements, state) in states.items():
+            if rank == 0:
+                state = {key: _on_cpu(value) for key, value in own[index][1].items()}
+            else:
+                received = {
+                    key: torch.empty(value.shape, dtype=value.dtype, device=device)
+                    for key, value in state.items()
+                    if _is_large(value)
+                }
+                if received:
+                    receive_from(rank, list(received.values()))
+                state = {key: received[key].cpu() if key in received else value for key, value in state.items()}
+            parts.setdefault(index, []).append((elements, state))
+    return {
+        index: _joined(parts[index], parameters[index]) if sliced else parts[index][0][1] for index in sorted(parts)
+    }
+
+
+def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Refuse a state dict whose groups, names or shapes are not those of an optimizer's groups.
+
+    Raises:
+        UsageError: with the first difference.
+    """
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise UsageError(
+            f"no state of an optimizer: found {', '.join(state_dict) or 'nothing'}, not state and param_groups"
+        )
+    there, here = ([len(group["params"]) for group in side] for side in (state_dict["param_groups"], groups))
+    if there != here:
+        raise UsageError(f"the state is of another model: groups of {there} parameters there, {here} here")
+    for index, saved in enumerate(state_dict.get("parameters", [])):
+        name, shape = given_names(groups)[index], tuple(parameters_of(groups)[index].shape)
+        if tuple(saved["shape"]) != shape or (None not in (name, saved["name"]) and saved["name"] != name):
+            raise UsageError(
+                f"the state is of another model: parameter {index} is {saved['name'] or ''}{saved['shape']} there, "
+                f"{name or ''}{shape} here"
+            )
+
+
+def own_states(
+    state_dict: Mapping[str, Any],
+    share: Mapping[str, Any],
+    names: Sequence[str],
+    parameters: Sequence[nn.Parameter],
+    owned: Sequence[range],
+) -> dict[int, State]:
+    """Copies of what a rank keeps of a state dict, by index of the parameter.
+
+    Args:
+        state_dict: a whole one, or with ``share`` one rank's.
+        share: what this rank's has as ``share``.
+        owned: which elements of each parameter this rank owns.
+
+    Raises:
+        UsageError: it is another rank's, or a tensor cannot be that of its parameter.
+    """
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    states = {place: state_dict["state"][index] for place, index in enumerate(indices) if index in state_dict["state"]}
+    if "share" in state_dict:
+        saved = state_dict["share"]
+        if saved != share:
+            raise UsageError(
+                f"the state is the share of rank {saved['rank']} of {saved['world_size']} with flat={saved['flat']}, "
+                f"this is rank {share['rank']} of {share['world_size']} with flat={share['flat']}, or buckets differ: "
+                "choose a consolidated_state_dict()"
+            )
+        return {place: {key: _copy(value) for key, value in state.items()} for place, state in states.items()}
+    for place, state in states.items():
+        _check_shapes(state, names[place], parameters[place].shape, sliced=share["flat"])
+    return {
+        place: {
+            key: _in_memory_order(value, parameters[place])[owned[place].start : owned[place].stop].clone()
+            if share["flat"] and _is_elementwise(key, value, parameters[place].shape)
+            else _copy(value)
+            for key, value in state.items()
+        }
+        for place, state in states.items()
+        if owned[place]
+    }
+
+
+def _check_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
+    # An optimizer may keep a tensor of any shape, for example a row of means. So without slices a dimension may also be
+    # 1, and tensors with more or fewer dimensions than the parameter are not judged.
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key == "step" or value.numel() == 1:
+            continue
+        fits = value.shape == shape
+        if not sliced:
+            fits = value.dim() != len(shape) or all(a in (b, 1) for a, b in zip(value.shape, shape, strict=True))
+        if not fits:
+            raise UsageError(
+                f"the state is of another model: {key} of {name} is {tuple(value.shape)} there, "
+                f"the parameter is {tuple(shape)} here"
+            )
+
+
+def _small(value: Any) -> Any:
+    """What tells rank 0 to expect a tensor, or the value itself."""
+    if _is_large(value):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return _on_cpu(value)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
+    # "step" is never, to torch neither: it could be mistaken where a parameter has one element.
+    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == tuple(shape)
+
+
+def _joined(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
+    """The whole state from those of slices; what is not element by element is the same in all."""
+    whole = dict(parts[0][1])
+    for key, value in whole.items():
+        if all(_is_elementwise(key, state[key], (len(elements),)) for elements, state in parts):
+            joined = torch.empty(parameter.numel(), dtype=value.dtype)
+            for elements, state in parts:
+                joined[elements.start : elements.stop] = state[key]
+            whole[key] = joined.as_strided(parameter.shape, parameter.stride())
+    return whole
+
+
+def _in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The elements of a tensor of a parameter's shape, (numel,), in the order of the parameter's memory."""
+    if value.stride() != parameter.stride() or not is_dense(value):
+        laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+        value = laid_out.copy_(value)
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())

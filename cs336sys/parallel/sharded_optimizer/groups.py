@@ -1,0 +1,99 @@
+"""What is in the parameter groups of an optimizer: names, order and options; and how to describe it to other ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.same_on_ranks import tensor_layout
+
+Group = dict[str, Any]
+
+# The entries of a group that are no options.
+_MEMBERS = ("params", "param_names")
+
+# Options that are the same in words if they are the same.
+_PLAIN = (bool, int, float, str, type(None), list, tuple, torch.dtype)
+
+
+def parameters_of(groups: Sequence[Group]) -> list[nn.Parameter]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def given_names(groups: Sequence[Group]) -> list[str | None]:
+    """The names that parameters were given with, None for those without."""
+    return [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
+
+
+def names_of(groups: Sequence[Group]) -> list[str]:
+    """A name of its own for every parameter: the given one, or its number."""
+    names = [f"parameter {index}" if name is None else name for index, name in enumerate(given_names(groups))]
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name} (parameter {index})" for index, name in enumerate(names)]
+
+
+def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[str, nn.Parameter]:
+    """All parameters by name, in the order in which the model most likely uses them.
+
+    That is the module's. Without one, or for parameters that are not in it, groups are taken to be spread evenly over
+    the model, each in its order: often one holds the matrices of all layers, another their norms.
+    """
+    given = dict(zip(names_of(groups), parameters_of(groups), strict=True))
+    places = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
+    place_of = dict(zip(given.values(), places, strict=True))
+    if module is not None:
+        place_of |= {parameter: -1.0 / (1 + index) for index, parameter in enumerate(module.parameters())}
+    return dict(sorted(given.items(), key=lambda item: place_of[item[1]]))
+
+
+def options_of(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in _MEMBERS}
+
+
+def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
+    """Give each group the options of the one in the same place, for example a learning rate that a scheduler set."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
+def describe_options(options: Group) -> str:
+    """Options in words, without those whose words would differ between processes."""
+    shown = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
+    return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
+
+
+def describe(groups: Sequence[Group]) -> list[str]:
+    """Lines that are the same on every rank if the groups are."""
+    names = iter(names_of(groups))
+    lines = []
+    for number, group in enumerate(groups):
+        lines.append(f"group {number} with {describe_options(options_of(group))}")
+        for parameter in group["params"]:
+            state = "trained" if parameter.requires_grad else "frozen"
+            lines.append(f"{next(names)} of group {number} {tensor_layout(parameter)} {state}")
+    return lines
+
+
+def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
+    """Refuse parameters that an ordinary optimizer takes and a sharded one cannot.
+
+    Raises:
+        UsageError: one is given twice, or with ``flat`` is not of a real floating-point dtype.
+        CapabilityError: with ``flat``, one is where the process group does not communicate.
+    """
+    count = Counter(parameters_of(groups))
+    device = group_device().type
+    for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):
+        if count[parameter] > 1:
+            raise UsageError(f"{name} is given twice: give a tied weight once")
+        if flat and parameter.requires_grad and not parameter.is_floating_point():
+            raise UsageError(f"{name} is {parameter.dtype}: flat=True shards real floating-point parameters only")
+        if flat and parameter.device.type != device:
+            raise CapabilityError(
+                f"{name} is on {parameter.device}: with flat=True this process group needs it on {device}; "
+                "choose NCCL for GPUs and Gloo for the CPU, or flat=False"
+            )

@@ -1,0 +1,114 @@
+"""The optimizer of one rank's share, kept in step with the groups of all parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State
+from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
+from cs336sys.parallel.sharded_optimizer.slices import FlatShards
+from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
+
+
+class LocalOptimizer:
+    """Updates what this rank owns: for each group of all parameters it has one of the local tensors.
+
+    Args:
+        optimizer_cls, options: what is built.
+        groups: of all parameters; they get the options that the class adds.
+        shards: which know the local tensor of a parameter.
+    """
+
+    def __init__(
+        self,
+        optimizer_cls: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        groups: Sequence[Group],
+        shards: FlatShards | ParameterPartition,
+    ):
+        self._shards = shards
+        self._optimizer = optimizer_cls([self._local_group(group) for group in groups], **options)
+        copy_options(self._optimizer.param_groups, groups)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self._optimizer.defaults
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return parameters_of(self._optimizer.param_groups)
+
+    @property
+    def state(self) -> dict[Tensor, State]:
+        return self._optimizer.state
+
+    def check_options(self, group: Group) -> None:
+        """Let the class refuse a group's options, whatever it raises then."""
+        groups = self._optimizer.param_groups
+        count = len(groups)
+        try:
+            self._optimizer.add_param_group({**options_of(group), "params": []})
+        finally:
+            del groups[count:]
+
+    def add_group(self, group: Group) -> None:
+        """Add the local tensors of a group."""
+        self._optimizer.add_param_group(self._local_group(group))
+
+    def extend_groups(self, groups: Sequence[Group], parameters: set[nn.Parameter]) -> None:
+        """Add the local tensors of these parameters, which were in their groups before."""
+        for group, local_group in zip(groups, self._optimizer.param_groups, strict=True):
+            added = {"params": [parameter for parameter in group["params"] if parameter in parameters]}
+            local_group["params"] += self._local_group(added)["params"]
+
+    def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
+        """Update the local tensors with the options of the groups, which get what the step changes in them."""
+        copy_options(groups, self._optimizer.param_groups)
+        if self.tensors:
+            self._optimizer.step(**arguments)
+        copy_options(self._optimizer.param_groups, groups)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, State]:
+        """What is kept of those parameters of which anything is; the dicts themselves."""
+        local = ((parameter, self._shards.local(parameter)) for parameter in parameters)
+        return {parameter: self.state[tensor] for parameter, tensor in local if tensor in self.state}
+
+    def own_states(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[range, State]]:
+        """By index of the parameter: the elements that this rank owns, and their state with their master copy."""
+        own = {}
+        for index, parameter in enumerate(parameters):
+            tensor = self._shards.local(parameter)
+            if tensor is not None:
+                master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
+                own[index] = self._shards.owned(parameter), {**self.state.get(tensor, {}), **master}
+        return own
+
+    def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
+        """Replace state, master copies and options, the options of the groups of all parameters too.
+
+        Args:
+            states: by index of the parameter, as in :meth:`own_states`.
+            saved_groups: with the options to load.
+        """
+        parameters = parameters_of(groups)
+        numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
+        kept = {
+            numbers[self._shards.local(parameters[index])]: {k: v for k, v in state.items() if k != MASTER}
+            for index, state in states.items()
+        }
+        local_groups = [
+            {**options_of(saved), "params": [numbers[tensor] for tensor in group["params"]]}
+            for saved, group in zip(saved_groups, self._optimizer.param_groups, strict=True)
+        ]
+        self._optimizer.load_state_dict({"state": {n: s for n, s in kept.items() if s}, "param_groups": local_groups})
+        copy_options(self._optimizer.param_groups, groups)
+        self._shards.load_masters({parameters[index]: s[MASTER] for index, s in states.items() if MASTER in s})
+
+    def _local_group(self, group: Group) -> Group:
+        local = [self._shards.local(parameter) for parameter in group["params"]]
+        return {**options_of(group), "params": [tensor for tensor in local if tensor is not None]}

@@ -1,0 +1,368 @@
+"""Optimizer-state sharding (ZeRO stage 1): every rank keeps and computes its share of the optimizer's work.
+
+Sources: CS336 assignment 2, section "Optimizer State Sharding"; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from cs336sys.accounting.sharding.step import OPTIMIZER_BUCKET_MB
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
+from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
+from cs336sys.parallel.sharded_optimizer.checkpoint import check_same_model, gather_states, own_states
+from cs336sys.parallel.sharded_optimizer.groups import (
+    Group,
+    check_parameters,
+    describe,
+    describe_options,
+    given_names,
+    in_model_order,
+    names_of,
+    options_of,
+    parameters_of,
+)
+from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer
+from cs336sys.parallel.sharded_optimizer.optimizer_class import require_elementwise, require_optimizer
+from cs336sys.parallel.sharded_optimizer.slices import FlatShards
+from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer of any class, whose state is shared out over ranks; used like the class itself.
+
+    ======================  =============================================  =========================================
+    mode                    a rank updates                                 gradients
+    ======================  =============================================  =========================================
+    default                 whole parameters, about equally many elements  come averaged, for example by
+                                                                           :class:`~cs336sys.parallel.ddp.BucketedDDP`
+    ``flat=True``           a slice of every parameter, of equal size      are averaged here: wrap the model in nothing
+    ======================  =============================================  =========================================
+
+    - The result is that of ``optimizer_cls`` on one process. By default for every class that treats each parameter by
+      itself; with ``flat=True`` for those that treat each element by itself, which is tried out at construction.
+    - Construction, and adding a group, overwrite the parameters by rank 0's, and move them in memory: by default those
+      that travel together side by side, with ``flat=True`` those that do not divide into aligned slices.
+    - Every rank must make the same calls: :meth:`step`, :meth:`add_param_group`, :meth:`clip_grad_norm_`,
+      :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of groups (learning rates) must
+      be the same on every rank.
+    - A parameter without a gradient is left alone, as the class does. With ``flat=True`` that is one without a gradient
+      on all ranks; where only some have one, the others count as zero.
+    - Updated parameters are back on every rank when :meth:`step` returns; with ``module`` given, when the module that
+      uses them begins its forward pass.
+    - ``state`` holds this rank's share by parameter.
+
+    With ``flat=True`` besides:
+
+    - Backward passes take the gradients away: ``grad`` of a parameter is None after them. Clip by
+      :meth:`clip_grad_norm_`. ``torch.amp.GradScaler`` cannot work.
+    - All backward passes of a step but the last must run under :meth:`no_sync`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        flat: bool = False,
+        module: nn.Module | None = None,
+        bucket_size_mb: float | None = OPTIMIZER_BUCKET_MB,
+        master_dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        """Shard an optimizer of ``params``, on the device that they will be trained on.
+
+        Args:
+            params: parameters, pairs of name and parameter, or groups, in the order of the model; as any optimizer's.
+            optimizer_cls: the class that updates the parameters.
+            flat: share out slices of parameters, and reduce-scatter the gradients.
+            module: the model that is trained: its parts then wait for their parameters themselves, so that these arrive
+                while earlier parts compute; see :meth:`overlap_with`. It also tells the order of parameters.
+            bucket_size_mb: parameters (and with ``flat=True`` gradients) are communicated in buckets of at most so many
+                megabytes (1e6 bytes), or a single larger one; None in one bucket.
+            master_dtype: with ``flat=True``, update copies of the slices in this dtype and round them to the
+                parameters, for example ``torch.float32`` for bf16 parameters.
+            options: of ``optimizer_cls``.
+
+        Raises:
+            UsageError: on every rank: there is no process group, an argument is not what it should be, or the ranks
+                differ in parameters, groups or options, naming the first difference.
+            CapabilityError: ``flat=True`` with parameters on GPUs needs NCCL.
+        """
+        require_process_group(type(self).__name__)
+        self._local: LocalOptimizer | None = None
+        self._flat = flat
+        self._module = module
+        with same_on_every_rank() as lines:
+            require_optimizer(optimizer_cls)
+            _check_arguments(flat, module, bucket_size_mb, master_dtype)
+            super().__init__(params, {})
+            check_parameters(self.param_groups, flat=flat)
+            if flat:
+                require_elementwise(optimizer_cls, options, group_device())
+            lines.append(
+                f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
+                f"master_dtype={master_dtype}, {describe_options(options)}"
+            )
+            lines += describe(self.param_groups)
+            lines += [] if module is None else describe_module(module)
+        cap_bytes = None if bucket_size_mb is None else bucket_size_mb * 1e6
+        self._shards = FlatShards(cap_bytes, master_dtype) if flat else ParameterPartition(cap_bytes)
+        # Where each parameter that is sharded lies in memory.
+        self._places: dict[nn.Parameter, int] = {}
+        self._frozen: list[nn.Parameter] = []
+        if module is not None:
+            broadcast_from_first([*module.parameters(), *module.buffers()])
+        self._shard(self.param_groups)
+        self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._shards)
+        self.defaults = self._local.defaults
+        if module is not None:
+            self.overlap_with(module)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group on every rank, between two steps, as to any optimizer. It is shared out by itself.
+
+        Raises:
+            UsageError: on every rank, if the groups differ between them or gradients are under way.
+        """
+        if self._local is None:
+            # Called by the base constructor.
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        try:
+            with same_on_every_rank() as lines:
+                self._shards.require_between_steps()
+                super().add_param_group(param_group)
+                check_parameters(self.param_groups, flat=self._flat)
+                self._local.check_options(self.param_groups[-1])
+                lines += describe(self.param_groups)
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self._shard(self.param_groups[count:])
+        self._local.add_group(self.param_groups[-1])
+
+    def refresh(self) -> None:
+        """Call on every rank after parameters were unfrozen, between two steps.
+
+        Raises:
+            UsageError: on every rank, if they were not unfrozen alike or gradients are under way.
+        """
+        with same_on_every_rank() as lines:
+            self._shards.require_between_steps()
+            lines += describe(self.param_groups)
+        known = set(self._places)
+        self._shard(self.param_groups)
+        self._local.extend_groups(self.param_groups, set(self._places) - known)
+
+    def overlap_with(self, module: nn.Module) -> None:
+        """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
+
+        The parts are its children, in place of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) the
+        container's children. Parameters must be used by nothing else before the part's forward pass has begun, but for
+        ``state_dict()``, which waits for all: call :meth:`wait_for_parameters` before reading them elsewhere.
+        Parameters of no part are waited for in :meth:`step`.
+        """
+        self._shards.exchange.overlap_with(module)
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters may be used: on a GPU, by what is queued after this on its stream."""
+        self._shards.exchange.wait()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With ``flat=True``, backward passes in this context add to this rank's gradients only.
+
+        For gradient accumulation: all passes of a step but the last. What they added is averaged with the last.
+
+        Raises:
+            UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
+        """
+        with self._flat_shards("no_sync").no_sync():
+            yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """With ``flat=True``, complete the means of the gradients now; :meth:`step` does so otherwise.
+
+        Raises:
+            UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
+        """
+        self._flat_shards("finish_gradient_synchronization").finish_gradients()
+
+    @property
+    def own_tensors(self) -> list[Tensor]:
+        """What this rank updates: parameters, or with ``flat=True`` slices of them or their master copies, (n,) each.
+
+        Their ``grad`` are the averaged gradients that it has, once they are complete.
+        """
+        return self._local.tensors
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the averaged gradients so that the norm of all together is at most ``max_norm``.
+
+        Returns:
+            the norm before, (), the same on every rank: not finite if any gradient on any rank is not, so that all
+            ranks can skip the step alike.
+        """
+        return self._shards.clip_grad_norm(max_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; with ``flat=True`` after a backward pass without :meth:`step`, call it on every rank."""
+        self._shards.discard_gradients()
+        super().zero_grad(set_to_none)
+        self._local.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's share and start to bring the others' here.
+
+        Args:
+            closure: computes the loss and the gradients anew. Called once, before the update, on every rank.
+            kwargs: of the class's ``step``.
+
+        Returns:
+            what the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, a parameter was unfrozen without :meth:`refresh`, or was moved.
+            RuntimeError: another rank died or timed out; a note names the parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_places()
+        self._shards.prepare_step()
+        self._local.step(self.param_groups, kwargs)
+        with torch.no_grad():
+            self._shards.publish()
+        if len(self.state) != len(self._local.state):
+            self._link_state()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share of the state, without communication: for the same rank of as many ranks.
+
+        In the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
+        """
+        own = self._local.own_states(self._parameters)
+        kept = {index: state for index, (_, state) in own.items() if state}
+        return {**super().state_dict(), "state": kept, "share": self._share()}
+
+    def consolidated_state_dict(self) -> dict[str, Any] | None:
+        """The whole state on rank 0, in CPU memory; None on other ranks. Call it on every rank.
+
+        It is what an ``optimizer_cls`` on one process has, and loads into one, and into sharded optimizers on any
+        number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy stands in the
+        parameter's state as ``master_parameter``.
+        """
+        states = gather_states(self._local.own_states(self._parameters), self._parameters, sliced=self._flat)
+        if states is None:
+            return None
+        named = zip(given_names(self.param_groups), self._parameters, strict=True)
+        return {
+            "state": states,
+            "param_groups": super().state_dict()["param_groups"],
+            "parameters": [{"name": name, "shape": tuple(parameter.shape)} for name, parameter in named],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's :meth:`state_dict`, or a whole state: consolidated, or of an optimizer on one process.
+
+        Call it on every rank. Load the model's parameters before. Master copies that the state lacks begin as the
+        parameters are.
+
+        Raises:
+            UsageError: on every rank, and nothing is loaded: the state is of another model, another rank's share, or
+                options differ between ranks.
+        """
+        with same_on_every_rank() as lines:
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
+            check_same_model(state_dict, self.param_groups)
+            owned = [self._shards.owned(parameter) for parameter in self._parameters]
+            states = own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
+            lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
+        with torch.no_grad():
+            self._local.load(states, state_dict["param_groups"], self.param_groups)
+        self._link_state()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError("a sharded optimizer cannot be copied or pickled: choose consolidated_state_dict()")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks for this before it steps.
+        if self._flat:
+            raise UsageError("GradScaler cannot see the gradients of flat=True: choose bf16, or flat=False")
+        return False
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self.param_groups)
+
+    def _shard(self, groups: list[Group]) -> None:
+        """Share out the parameters of groups that are trained and were not shared out before."""
+        added = {parameter for parameter in parameters_of(groups) if parameter not in self._places}
+        ordered = {
+            name: parameter
+            for name, parameter in in_model_order(self.param_groups, self._module).items()
+            if parameter in added
+        }
+        broadcast_from_first(list(ordered.values()))
+        trained = {name: parameter for name, parameter in ordered.items() if parameter.requires_grad}
+        self._shards.adopt(trained)
+        self._places |= {parameter: parameter.data_ptr() for parameter in trained.values()}
+        self._frozen = [parameter for parameter in self._parameters if parameter not in self._places]
+
+    def _check_places(self) -> None:
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                name = self._name(parameter)
+                raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
+        for parameter, place in self._places.items():
+            if parameter.data_ptr() != place:
+                name = self._name(parameter)
+                raise UsageError(f"{name} was moved after it was sharded: build the optimizer after moving the model")
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
+
+    def _flat_shards(self, method: str) -> FlatShards:
+        if not self._flat:
+            raise UsageError(f"{method}() needs flat=True: without, call that of the data parallel wrapper")
+        return self._shards
+
+    def _link_state(self) -> None:
+        """Let ``state`` show what the local optimizer keeps, by parameter."""
+        self.state = defaultdict(dict, self._local.state_of(self._parameters))
+
+    def _share(self) -> dict[str, Any]:
+        ranges = [self._shards.owned(parameter) for parameter in self._parameters]
+        return {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "flat": self._flat,
+            "owned": [(elements.start, elements.stop) for elements in ranges],
+        }
+
+
+def _check_arguments(
+    flat: bool, module: nn.Module | None, bucket_size_mb: float | None, master_dtype: torch.dtype | None
+) -> None:
+    if module is not None and not isinstance(module, nn.Module):
+        raise UsageError(f"module {module}: must be a torch.nn.Module")
+    if bucket_size_mb is not None and not bucket_size_mb > 0:
+        raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
+    if master_dtype is not None and not (flat and master_dtype.is_floating_point):
+        raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")

@@ -1,0 +1,280 @@
+"""Optimizer-state sharding by slices: every rank updates an equal slice of every parameter.
+
+Gradients are reduce-scattered while the backward pass computes the next ones, and updated slices are all-gathered while
+the next forward pass already runs: together as many bytes as one all-reduce (ZeRO, https://arxiv.org/abs/1910.02054,
+section 7.2.1). A parameter is cut where it lies if it divides into aligned slices, so nothing is copied on the way; the
+others of a bucket are moved into one padded buffer, of which they are views from then on.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.sharding.optimizer import flat_pieces
+from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.collectives import (
+    MeanScatter,
+    SliceGather,
+    group_device,
+    is_dense,
+    memory_view,
+    sum_over_ranks,
+)
+from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, is_synchronized
+from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        elements: which elements of the parameter, in memory order.
+        weights: those elements, (n,), a view of the parameter's memory.
+        updated: what the optimizer updates, (n,): the same memory, or a master copy in another dtype.
+    """
+
+    elements: range
+    weights: Tensor
+    updated: nn.Parameter
+
+
+class ScatteredBucket(GradientBucket):
+    """Gradients of which each rank gets the mean of its slices, in one launch; whole gradients are dropped after it.
+
+    Args:
+        parameters: by name; contiguous in memory, of one dtype and device.
+        master_dtype: of the copies that are updated; None updates the parameters themselves.
+
+    Attributes:
+        pieces: the parameters' memory, (W * slice,) each; one that is packed holds several parameters.
+        segments: this rank's, by parameter; one that lies in other ranks' slices alone has none.
+        predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], master_dtype: torch.dtype | None):
+        super().__init__(parameters, gradient_dtype=None)
+        self.pieces: list[Tensor] = []
+        self.segments: dict[nn.Parameter, Segment] = {}
+        self.predecessor: ScatteredBucket | None = None
+        self._master_dtype = master_dtype
+        members = list(parameters.values())
+        sample = members[0]
+        sizes = [parameter.numel() for parameter in members]
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._layout = flat_pieces(sizes, world_size)
+        # This rank's slices of the gradients, piece after piece, consist of gap, segment, gap, segment, ..., gap.
+        self._cuts: list[int] = []
+        # Which parameter each segment between the gaps belongs to.
+        self._cut_out: list[int] = []
+        before = end = 0
+        for piece in self._layout:
+            if piece.is_packed:
+                memory = sample.detach().new_zeros(world_size * piece.slice_size)
+                for index, start in piece.starts.items():
+                    move_into(memory, start, members[index])
+            else:
+                memory = memory_view(members[next(iter(piece.starts))]).view(-1)
+            self.pieces.append(memory)
+            for index, start in piece.starts.items():
+                elements = piece.owned(index, sizes[index], rank)
+                if elements:
+                    weights = memory[start + elements.start : start + elements.stop]
+                    updated = weights if master_dtype is None else weights.to(master_dtype)
+                    self.segments[members[index]] = Segment(elements, weights, nn.Parameter(updated))
+                    own_start = before + start + elements.start - rank * piece.slice_size
+                    self._cuts += [own_start - end, len(elements)]
+                    self._cut_out.append(index)
+                    end = own_start + len(elements)
+            before += piece.slice_size
+        self._cuts.append(before - end)
+        self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
+        # This rank's slices of the mean gradients, between launch() and finish().
+        self._own: Tensor | None = None
+
+    def launch(self) -> None:
+        """Start to reduce-scatter all gradients, zeros for those that this rank lacks, and take them away."""
+        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
+        gradients = [memory.view(-1) for memory in self._memory()]
+        self._substitutes = {}
+        whole = []
+        for piece, memory in zip(self._layout, self.pieces, strict=True):
+            if piece.is_packed:
+                # Zeros, so that who looks for NaN in what is sent finds none in the gaps.
+                packed = torch.zeros_like(memory)
+                members = [gradients[index] for index in piece.starts]
+                starts = piece.starts.values()
+                places = [packed[start : start + len(one)] for start, one in zip(starts, members, strict=True)]
+                torch._foreach_copy_(places, members)
+                whole.append(packed)
+            else:
+                whole.append(gradients[next(iter(piece.starts))])
+        sizes = [piece.slice_size for piece in self._layout]
+        self._own = self.pieces[0].new_empty(sum(sizes))
+        self._scatter.start(self._own.split(sizes), whole)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.predecessor is not None:
+            self.predecessor.wait()
+
+    def wait(self) -> None:
+        """Return when this rank's slices may be used; the whole gradients are dropped."""
+        self._scatter.wait()
+
+    def finish(self, present_anywhere: list[bool]) -> None:
+        """Give the optimizer its segments of the gradients that exist on any rank, and begin a new step."""
+        own = self._own.to(self._master_dtype or self._own.dtype)
+        parameters = list(self.parameters.values())
+        for index, gradient in zip(self._cut_out, own.split_with_sizes(self._cuts)[1::2], strict=True):
+            if present_anywhere[index]:
+                updated = self.segments[parameters[index]].updated
+                # A gradient is left from an earlier step if none were zeroed after it.
+                updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
+        self._own = None
+        self.waiting = set(self.parameters.values())
+
+
+class FlatShards:
+    """Which slices of parameters this rank updates, and the ways of gradients to them and of updates to all ranks.
+
+    Args:
+        cap_bytes: of the gradients, and of the parameters, sent in one operation.
+        master_dtype: as in :class:`ScatteredBucket`.
+
+    Attributes:
+        exchange: completes every parameter from all ranks' slices.
+    """
+
+    def __init__(self, cap_bytes: float | None, master_dtype: torch.dtype | None):
+        self.exchange = ParameterExchange()
+        self._cap_bytes = cap_bytes
+        self._master_dtype = master_dtype
+        self._buckets: list[ScatteredBucket] = []
+        self._segments: dict[nn.Parameter, Segment] = {}
+        self._synchronizer = GradientSynchronizer([], overlap=True)
+        # Whether the segments have their gradients of this step already.
+        self._finished = False
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Cut parameters, which are in the order in which the forward pass needs them."""
+        named = [(name, parameter) for name, parameter in parameters.items() if parameter.numel()]
+        for name, parameter in named:
+            if is_synchronized(parameter):
+                raise UsageError(
+                    f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
+                    "unwrap the module or delete that optimizer"
+                )
+            if not is_dense(parameter):
+                parameter.data = parameter.detach().contiguous()
+        specs = [
+            TensorSpec(parameter, parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
+            for _, parameter in named
+        ]
+        adopted = [
+            ScatteredBucket(dict(named[index] for index in indices), self._master_dtype)
+            for indices in assign_buckets(specs, self._cap_bytes)
+        ]
+        self._buckets += adopted
+        for bucket in adopted:
+            self._segments |= bucket.segments
+        # One bucket fills and two are being reduced: more would keep all gradients alive if communication is slow.
+        for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
+            later.predecessor = earlier
+        enabled = self._synchronizer.enabled
+        # The former one's hooks go with it.
+        del self._synchronizer
+        self._synchronizer = GradientSynchronizer(self._buckets, overlap=True)
+        self._synchronizer.enabled = enabled
+        for bucket in reversed(adopted):
+            gather = SliceGather(bucket.pieces, ", ".join(bucket.parameters))
+            self.exchange.append(ExchangeBucket(frozenset(bucket.parameters.values()), gather))
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        """What this rank's optimizer updates of a parameter, (n,); None if that is nothing."""
+        segment = self._segments.get(parameter)
+        return None if segment is None else segment.updated
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        """Which elements of a parameter, in memory order, this rank updates."""
+        segment = self._segments.get(parameter)
+        return range(0) if segment is None else segment.elements
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context add to this rank's gradients only."""
+        before = self._synchronizer.enabled
+        self._synchronizer.enabled = False
+        try:
+            yield
+        finally:
+            self._synchronizer.enabled = before
+
+    def require_between_steps(self) -> None:
+        """Refuse a change while gradients are under way.
+
+        Raises:
+            UsageError: they are.
+        """
+        if self._under_way:
+            raise UsageError("gradients are under way: call step() or zero_grad() first")
+
+    def finish_gradients(self) -> None:
+        """Give every segment its mean gradient, unless it has it already."""
+        if self._under_way or not self._finished:
+            self._synchronizer.finish()
+        self._finished = True
+
+    def discard_gradients(self) -> None:
+        """Let no gradient be under way; what segments have got is dropped by the optimizer that updates them."""
+        if self._under_way:
+            self._synchronizer.finish()
+        self._finished = False
+
+    def prepare_step(self) -> None:
+        """Complete the gradients."""
+        self.finish_gradients()
+
+    def publish(self) -> None:
+        """Start to send the slices that this rank has updated, in the parameters' dtype."""
+        self._finished = False
+        if self._master_dtype is not None and self._segments:
+            segments = self._segments.values()
+            torch._foreach_copy_([segment.weights for segment in segments], [segment.updated for segment in segments])
+        self.exchange.start()
+
+    def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set this rank's master copies, the others to what the parameters are, and round them to the parameters."""
+        if self._master_dtype is not None:
+            for parameter, segment in self._segments.items():
+                segment.updated.copy_(masters.get(parameter, segment.weights))
+            self.publish()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Complete the gradients and scale them; returns their norm, the same on every rank."""
+        self.finish_gradients()
+        norms = []
+        for bucket in self._buckets:
+            gradients = [
+                segment.updated.grad for segment in bucket.segments.values() if segment.updated.grad is not None
+            ]
+            if gradients:
+                # Norms of half-precision gradients in fp32, and their sum in fp64 so that it does not overflow.
+                dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+                norms.append(torch.stack(torch._foreach_norm(gradients, 2, dtype)).to(group_device(), torch.float64))
+        square = (
+            torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=group_device())
+        )
+        norm = sum_over_ranks(square).sqrt().to(torch.float32)
+        nn.utils.clip_grads_with_norm_([segment.updated for segment in self._segments.values()], max_norm, norm)
+        return norm
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether gradients came in that no segment has got yet."""
+        return any(len(bucket.waiting) < len(bucket.parameters) for bucket in self._buckets)

@@ -1,0 +1,114 @@
+"""Optimizer-state sharding by whole parameters: each is updated by one rank, which then sends it to the others.
+
+The parameters of a bucket that one rank updates are moved side by side in memory, so that they travel as one: a
+broadcast costs the CPU some time whatever its size, also within a group. Nothing is copied on the way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.sharding.optimizer import ALIGNMENT, greedy_partition
+from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.collectives import Broadcasts, is_dense
+from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
+
+
+class ParameterPartition:
+    """Which parameters this rank updates, and the way of updated parameters to all ranks.
+
+    Gradients are left alone: whoever computes them (a data parallel wrapper) averages them over ranks.
+
+    Args:
+        cap_bytes: of the parameters sent in one operation.
+
+    Attributes:
+        exchange: sends every parameter from the rank that updates it.
+    """
+
+    def __init__(self, cap_bytes: float | None):
+        self.exchange = ParameterExchange()
+        self._cap_bytes = cap_bytes
+        self._held_bytes = [0] * dist.get_world_size()
+        self._owners: dict[nn.Parameter, int] = {}
+        self._names: dict[nn.Parameter, str] = {}
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Share out parameters, which are in the order in which the forward pass needs them."""
+        adopted = list(parameters.values())
+        specs = [
+            TensorSpec(parameter, parameter.numel() * parameter.element_size(), parameter.device)
+            for parameter in adopted
+        ]
+        owners = greedy_partition([spec.size_bytes for spec in specs], self._held_bytes)
+        for spec, owner in zip(specs, owners, strict=True):
+            self._held_bytes[owner] += spec.size_bytes
+        self._owners |= zip(adopted, owners, strict=True)
+        self._names |= {parameter: name for name, parameter in parameters.items()}
+
+        for indices in reversed(assign_buckets(specs, self._cap_bytes)):
+            bucket = [adopted[index] for index in reversed(indices)]
+            names = ", ".join(self._names[parameter] for parameter in bucket)
+            tensors, sources = zip(*self._lay_together(bucket), strict=True)
+            broadcasts = Broadcasts(tensors, sources, names)
+            self.exchange.append(ExchangeBucket(frozenset(bucket), broadcasts))
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        """What this rank's optimizer updates of a parameter: all or nothing."""
+        return parameter if self._owners.get(parameter) == dist.get_rank() else None
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        """Which elements of a parameter, in memory order, this rank updates."""
+        return range(parameter.numel() if self.local(parameter) is not None else 0)
+
+    def require_between_steps(self) -> None:
+        """Any time will do: gradients are not touched here."""
+
+    def discard_gradients(self) -> None:
+        """There are none but the parameters' own."""
+
+    def prepare_step(self) -> None:
+        """Check the gradients.
+
+        Raises:
+            UsageError: one is sparse.
+        """
+        for parameter, name in self._names.items():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise UsageError(f"{name} has a sparse gradient, which cannot be sharded: choose sparse=False")
+
+    def publish(self) -> None:
+        """Start to send what this rank has updated."""
+        self.exchange.start()
+
+    def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Parameters are updated themselves: there are no master copies."""
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients, which every rank has whole; returns their norm."""
+        return nn.utils.clip_grad_norm_(self._owners, max_norm)
+
+    def _lay_together(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
+        """Tensors that hold these parameters, and the rank that sends each: if it can be, one for each rank and dtype.
+
+        Parameters stay where they are if they have gaps in memory, or if another one after them would not be aligned.
+        """
+        together: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if is_dense(parameter) and parameter.numel() % ALIGNMENT == 0:
+                together.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
+            else:
+                yield parameter, self._owners[parameter]
+        for (owner, _), members in together.items():
+            if len(members) == 1:
+                yield members[0], owner
+                continue
+            memory = members[0].detach().new_empty(sum(parameter.numel() for parameter in members))
+            start = 0
+            for parameter in members:
+                move_into(memory, start, parameter)
+                start += parameter.numel()
+            yield memory, owner

@@ -1,0 +1,50 @@
+"""The files that ``memprof --snapshot DIR`` leaves beside each cell's memory snapshot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
+from cs336sys.report.machine import machine_words
+from cs336sys.report.memory.page import memory_page
+from cs336sys.report.memory.plots import plot_timeline
+from cs336sys.report.memory.tables import memory_tables
+from cs336sys.report.outputs import check_writable, unwritable
+from cs336sys.results import Cell, Run
+from cs336sys.workload import MemoryWorkload
+
+
+def check_directory(directory: Path | None) -> None:
+    """Find out before anything is measured whether files can be written there.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if directory is not None:
+        check_writable(directory / "memory.pickle", "--snapshot")
+
+
+def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:
+    """The timeline of every measured cell as ``.png`` and ``.svg``, and its page as ``.html``.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    for cell in cells:
+        if cell.status != "ok":
+            continue
+        workload = MemoryWorkload.from_configuration(cell.configuration)
+        path = directory / workload.name
+        title = ", ".join([_title(workload), *machine_words(run)])
+        try:
+            plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
+            page = memory_page(cell, title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
+            path.with_name(f"{path.name}.html").write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise unwritable(path, "--snapshot", error) from error
+
+
+def _title(workload: MemoryWorkload) -> str:
+    training, size = workload.training, workload.training.size
+    parts = [f"{size.name}: batch {size.batch_size} x context {size.context}", training.mode, training.precision]
+    parts += [f"{training.attention} attention", f"compile {training.compile}"]
+    return ", ".join([*parts, f"checkpointing {workload.checkpointing}"])

@@ -1,0 +1,229 @@
+"""The tables of ``memprof``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cs336sys.accounting.activations import block_activations
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.measure.allocations.timeline import CATEGORIES, PHASES
+from cs336sys.report.memory.checkpointing import strategies_table, workload_peak
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.sizes import ModelSize
+from cs336sys.workload import MemoryWorkload
+
+MEMORY_SETTINGS = SETTING_COLUMNS | {"checkpointing": Column("checkpointing", "checkpointing")}
+_ALWAYS_SHOWN = ("context", "mode", "precision", "compile", "checkpointing")
+
+# A block's largest saved tensors are listed one by one, the others together.
+_LISTED_TENSORS = 5
+
+# The allocator rounds sizes up, so its counters and the sum of the sizes asked for differ a little.
+_COUNTER_TOLERANCE = 0.05
+
+
+def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Table]:
+    """Peaks, phases by category, the ``top`` largest allocations, a block's saved tensors, and strategies compared."""
+    identity = identity_columns(cells)
+    measured = [cell for cell in cells if cell.status == "ok"]
+    tables = [
+        _peaks(cells, run),
+        phases_table(measured, identity),
+        allocations_table(measured, identity, top),
+        _block(_first_strategy(measured), identity),
+        _saved_tensors(_first_strategy(measured), identity),
+        strategies_table(cells, identity),
+    ]
+    return [tables[0], *(table for table in tables[1:] if table is not None and table.rows)]
+
+
+def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
+    """What tells the sweep's cells apart."""
+    return Column("size", "size"), *shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
+
+
+def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
+    settings = shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN)
+    columns = (
+        *SIZE_COLUMNS,
+        *settings.values(),
+        *(Column(f"{phase}_gib", phase, "gib") for phase in PHASES),
+        Column("peak_gib", "peak", "gib"),
+        Column("peak_phase", "in"),
+        Column("reserved_gib", "reserved", "gib"),
+        Column("predicted_gib", "predicted", "gib"),
+        Column("predicted_over_measured", "predicted / measured", "ratio"),
+        Column("traced_gib", "traced", "gib"),
+        Column("step_ms", "step", "ms"),
+        Column("status", "status"),
+    )
+    rows = []
+    for cell in cells:
+        workload = _workload(cell)
+        row = cell.configuration | {"parameters": count_parameters(workload.training.size), "status": cell.status}
+        row["predicted_gib"] = workload_peak(workload).total_gib
+        if cell.status == "ok":
+            row |= cell.derived | {"step_ms": cell.samples["step"]}
+            row |= {f"{phase['phase']}_gib": phase["allocated"] / GIB for phase in cell.derived["phases"]}
+            row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
+            traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]
+            row["traced_gib"] = max(traced) / GIB if traced else None
+        rows.append(row)
+    notes = [*method_notes(cells), *_warnings(cells)]
+    if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
+        notes.append(
+            "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
+        )
+    return Table("memprof", title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
+
+
+def _warnings(cells: Sequence[Cell]) -> list[str]:
+    notes = []
+    for cell in cells:
+        if cell.status != "ok":
+            continue
+        lost, phases = cell.derived["lost_events"], cell.derived["phases"]
+        if lost:
+            notes.append(
+                f"warning: {_workload(cell).name}: the history was full and lost its first {lost} events, so its "
+                "categories, allocations and pictures are incomplete; the peaks are not"
+            )
+            continue
+        listed = max(sum(phase[category] for category in CATEGORIES) for phase in phases)
+        counted = max(phase["allocated"] for phase in phases)
+        if abs(listed / counted - 1) > _COUNTER_TOLERANCE:
+            notes.append(
+                f"warning: {_workload(cell).name}: the recorded step's allocations add up to "
+                f"{format_quantity(listed / GIB, 'gib')}, the allocator counted {format_quantity(counted / GIB, 'gib')}"
+            )
+    return notes
+
+
+def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+    """The widest moment of every phase, by category."""
+    columns = (
+        *identity,
+        Column("phase", "phase"),
+        Column("allocated_gib", "allocated", "gib"),
+        Column("reserved_gib", "reserved", "gib"),
+        Column("traced_gib", "traced", "gib"),
+        *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in CATEGORIES),
+    )
+    rows = []
+    for cell in cells:
+        traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
+        for phase in cell.derived["phases"]:
+            row = cell.configuration | {"phase": phase["phase"], "allocated_gib": phase["allocated"] / GIB}
+            row |= {f"{category.replace(' ', '_')}_gib": phase[category] / GIB for category in CATEGORIES}
+            row["reserved_gib"] = None if phase["reserved"] is None else phase["reserved"] / GIB
+            row["traced_gib"] = traced[phase["phase"]] / GIB if traced else None
+            rows.append(row)
+    note = "Each category where the phase holds the most. Activations: what is left for the backward pass."
+    return Table("phases", "where memory goes: the widest moment of each phase", columns, rows, notes=(note,))
+
+
+def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: int) -> Table:
+    """The largest allocations, one row for all that the same code makes in one block after another."""
+    columns = (
+        *identity,
+        Column("size_bytes", "size of one", "bytes"),
+        Column("count", "made", "count"),
+        Column("peak_count", "alive at the peak", "count"),
+        Column("phase", "phase"),
+        Column("category", "category"),
+        Column("module", "module"),
+        Column("operation", "operation"),
+        Column("code", "code"),
+    )
+    rows = [
+        cell.configuration | group | {"size_bytes": group["size"], "size": cell.configuration["size"]}
+        for cell in cells
+        for group in cell.derived["largest"][:top]
+    ]
+    return Table("allocations", f"the {top} largest kinds of allocations of a step", columns, rows)
+
+
+def _block(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+    """One residual-stream activation, and what one block in the middle saves, frees and emits."""
+    columns = (
+        *identity,
+        Column("stream_bytes", "residual stream", "bytes"),
+        Column("stream_derivation", "batch x context x d_model x bytes"),
+        Column("saved_bytes", "a block saves", "bytes"),
+        Column("saved_predicted_bytes", "predicted", "bytes"),
+        Column("forward_growth_bytes", "forward adds", "bytes"),
+        Column("backward_change_bytes", "backward changes", "bytes"),
+        Column("gradients_by_difference_bytes", "backward + saved", "bytes"),
+        Column("gradients_bytes", "gradients emitted", "bytes"),
+        Column("gradients_expected_bytes", "4 x parameters", "bytes"),
+    )
+    rows = []
+    for cell in cells:
+        training = _workload(cell).training
+        size = training.size
+        stream = 4 * size.batch_size * size.context * size.d_model
+        row = cell.configuration | {
+            "stream_bytes": stream,
+            "stream_derivation": f"{size.batch_size} x {size.context} x {size.d_model} x 4",
+        }
+        if training.mode != "forward":
+            row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
+            if training.compile == "off":
+                row["saved_predicted_bytes"] = block_activations(size, training.precision, training.attention).total
+        changes = cell.derived["block"]
+        if changes is not None:
+            row |= {f"{name}_bytes": value for name, value in changes.items()}
+            row["gradients_expected_bytes"] = 4 * _block_parameters(training.size)
+            if changes["backward_change"] is not None:
+                row["gradients_by_difference_bytes"] = changes["backward_change"] + changes["forward_growth"]
+        rows.append(row)
+    return Table("block", "one residual-stream activation, and one block", columns, rows)
+
+
+def _block_parameters(size: ModelSize) -> int:
+    return count_parameters(replace(size, num_layers=1)) - count_parameters(replace(size, num_layers=0))
+
+
+def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+    columns = (
+        *identity,
+        Column("tensor", "tensor"),
+        Column("shape", "shape"),
+        Column("dtype", "dtype"),
+        Column("size_bytes", "saved", "bytes"),
+        Column("share_percent", "share", "percent"),
+        Column("operation", "operation"),
+        Column("module", "module"),
+        Column("code", "code"),
+    )
+    rows = []
+    for cell in cells:
+        tensors = cell.derived.get("saved_tensors", ())
+        total = sum(tensor["size"] for tensor in tensors)
+        listed = [
+            tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
+            for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)
+        ]
+        rest = tensors[_LISTED_TENSORS:]
+        listed.append({"tensor": f"{len(rest)} others", "size": sum(tensor["size"] for tensor in rest)})
+        listed.append({"tensor": "all", "size": total})
+        for tensor in listed if total else ():
+            share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
+            rows.append(cell.configuration | tensor | share | {"size": cell.configuration["size"]})
+    note = "Every storage once; the block's parameters, and views of them, do not count."
+    return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=(note,))
+
+
+def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
+    """Checkpoints change nothing inside a block, so one cell speaks for all strategies."""
+    firsts: dict[str, Cell] = {}
+    for cell in cells:
+        firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
+    return list(firsts.values())
+
+
+def _workload(cell: Cell) -> MemoryWorkload:
+    return MemoryWorkload.from_configuration(cell.configuration)

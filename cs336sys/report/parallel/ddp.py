@@ -1,0 +1,212 @@
+"""The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_on_link_bytes, overhead_on_link_s
+from cs336sys.accounting.collectives import AlphaBeta
+from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.numbers import format_number, format_quantity
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.workload import ParallelWorkload
+
+PARALLEL_SETTING_COLUMNS = {
+    "world_size": Column("world_size", "ranks"),
+    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
+    "gradient_dtype": Column("gradient_dtype", "gradients sent in"),
+    "high_priority": Column("high_priority", "high priority"),
+}
+_ALWAYS_SHOWN = ("precision", "compile")
+
+# Settings by which the cells of one comparison differ.
+_COMPARED = ("strategy", "bucket_mb", "trace")
+
+PHASES = ("forward", "backward", "synchronize", "optimizer")
+
+
+def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Steps and what they communicate, their phases, and a sweep of bucket sizes beside the model of its overhead."""
+    shown = shown_settings(cells, PARALLEL_SETTING_COLUMNS, _ALWAYS_SHOWN)
+    own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
+    tables = [
+        Table(
+            "ddp",
+            title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
+            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
+            step_rows(cells, "naive", _COMPARED),
+            notes=(*_step_notes(cells), *method_notes(cells)),
+        )
+    ]
+    measured = [cell for cell in cells if cell.status == "ok"]
+    if measured:
+        tables.append(_phase_table(measured, (Column("size", "size"), *own)))
+    bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
+    if bucketed:
+        tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
+    return tables
+
+
+_STEP_COLUMNS = (
+    Column("step_ms", "step", "ms"),
+    Column("unsynchronized_ms", "without communication", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("exposed_percent", "of the step", "percent"),
+    Column("communication_ms", "communication alone", "ms"),
+    Column("hidden_percent", "hidden", "percent"),
+    Column("speedup", "over naive", "ratio"),
+    Column("calls", "calls", "count"),
+    Column("communicated_bytes", "communicated", "decimal_bytes"),
+    Column("peak_gib", "peak", "gib"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("largest_difference", "largest difference"),
+    Column("relative_difference_percent", "relative", "percent"),
+    Column("status", "status"),
+)
+
+
+def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
+
+    def comparison(cell: Cell) -> str:
+        return configuration_key(cell.configuration, ignore=compared)
+
+    baselines = {
+        comparison(cell): cell.samples["step"].median
+        for cell in cells
+        if cell.configuration["strategy"] == baseline and cell.status == "ok"
+    }
+    rows = []
+    for cell in cells:
+        workload = ParallelWorkload.from_configuration(cell.configuration)
+        row = cell.configuration | {"parameters": count_parameters(workload.training.size)}
+        row |= cell.derived | {"status": cell.status}
+        row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
+        if cell.status == "ok" and comparison(cell) in baselines:
+            row["speedup"] = baselines[comparison(cell)] / cell.samples["step"].median
+        rows.append(row)
+    return rows
+
+
+def _step_notes(cells: Sequence[Cell]) -> list[str]:
+    notes = []
+    if any(cell.status == "ok" for cell in cells):
+        notes.append(
+            "exposed: median step less the median of the same step without communication; "
+            "hidden: the part of the communication alone that is not exposed"
+        )
+    return [*notes, *check_notes(cells)]
+
+
+def check_notes(cells: Sequence[Cell]) -> list[str]:
+    """Which models were checked with fewer layers."""
+    notes = []
+    for cell in cells:
+        size, layers = cell.configuration["size"], cell.configuration["num_layers"]
+        checked = cell.derived.get("checked_layers", layers)
+        if checked != layers:
+            notes.append(f"{size}: weights compared with {checked} of {layers} layers, for want of memory")
+    return list(dict.fromkeys(notes))
+
+
+def _phase_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    columns = (
+        *own,
+        *(Column(f"{phase}_ms", phase, "ms") for phase in PHASES),
+        Column("wall_ms", "CPU wall", "ms"),
+        Column("overlap_percent", "communication beside computing", "percent"),
+    )
+    notes = (
+        "synchronize: from the end of the backward pass until gradients are averaged; torch's DDP does it in the "
+        "backward pass",
+        "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
+        "one profiled step of rank 0",
+    )
+    return Table("phases", "phases of the step", columns, step_rows(cells, "naive", _COMPARED), notes)
+
+
+def link_of(cell: Cell) -> AlphaBeta:
+    """Latency and bandwidth of all-reduces, measured with a cell of strategy ``bucketed``."""
+    return AlphaBeta(cell.derived["link_latency_s"], cell.derived["link_bytes_per_s"])
+
+
+def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The measured bucketed cells that differ in nothing but the bucket size, in its order."""
+    sweeps: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.status == "ok" and cell.configuration["strategy"] == "bucketed":
+            sweeps.setdefault(configuration_key(cell.configuration, ignore=_COMPARED), []).append(cell)
+    return [sorted(sweep, key=lambda cell: cell.configuration["bucket_mb"]) for sweep in sweeps.values()]
+
+
+def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
+    for sweep in bucket_sweeps(cells):
+        for cell in sweep:
+            link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
+            predicted_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+            rows.append(
+                cell.configuration
+                | {
+                    "buckets": count,
+                    "mean_bucket_bytes": total / count,
+                    "predicted_ms": 1e3 * predicted_s,
+                    "exposed_ms": cell.derived["exposed_ms"],
+                    "step_ms": cell.samples["step"],
+                }
+            )
+        notes.append(_optimum(sweep))
+    columns = (
+        *own,
+        Column("bucket_mb", "bucket, MB"),
+        Column("buckets", "buckets", "count"),
+        Column("mean_bucket_bytes", "mean bucket", "decimal_bytes"),
+        Column("predicted_ms", "predicted overhead", "ms"),
+        Column("exposed_ms", "exposed", "ms"),
+        Column("step_ms", "step", "ms"),
+    )
+    return Table("buckets", "bucket sizes and the model of their overhead", columns, rows, tuple(dict.fromkeys(notes)))
+
+
+def _optimum(sweep: Sequence[Cell]) -> str:
+    link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+    best_bytes = optimal_bucket_on_link_bytes(total, link)
+    link_words = (
+        f"w {format_quantity(link.bytes_per_s / 1e9, 'gbps')} and o {format_quantity(1e6 * link.latency_s, 'us')}, "
+        "fitted to all-reduces just measured"
+    )
+    if best_bytes == 0:
+        return f"{link_words}: calls look free, so the model prefers the smallest buckets"
+    overhead_ms = 1e3 * overhead_on_link_s(total, best_bytes, link)
+    return (
+        f"{link_words}: least overhead, {format_quantity(overhead_ms, 'ms')}, predicted for buckets of "
+        f"{format_number(float(best_bytes), 'decimal_bytes')}"
+    )
+
+
+def plan_table(workloads: Sequence[ParallelWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with the memory of a rank's training state."""
+    rows = []
+    for workload in workloads:
+        state = training_state(workload.training.size, workload.training.precision)
+        rows.append(
+            workload.configuration()
+            | {
+                "parameters": count_parameters(workload.training.size),
+                "share": workload.share,
+                "state_gib": state.total / GIB,
+                "gradients_gib": state.gradients / GIB,
+            }
+        )
+    columns = (
+        *SIZE_COLUMNS,
+        *PARALLEL_SETTING_COLUMNS.values(),
+        Column("strategy", "mode"),
+        Column("bucket_mb", "bucket, MB"),
+        Column("share", "sequences a rank"),
+        Column("state_gib", "parameters, gradients and optimizer of a rank", "gib"),
+        Column("gradients_gib", "gradients to average", "gib"),
+    )
+    return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows)

@@ -1,0 +1,209 @@
+"""The tables of ``shard``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.step import (
+    MOMENTS,
+    RankMemory,
+    ShardedStep,
+    predicted_memory,
+    predicted_sent_bytes,
+)
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.parallel.ddp import PHASES, check_notes, step_rows
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.results import Cell, Run
+from cs336sys.workload import ParallelWorkload
+
+SHARDING_SETTING_COLUMNS = {
+    "world_size": Column("world_size", "ranks"),
+    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
+    "checkpointing": Column("checkpointing", "checkpointing"),
+}
+_ALWAYS_SHOWN = ("precision", "compile")
+_STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
+
+# Settings by which the cells of one comparison differ.
+_COMPARED = ("strategy", "prefetch", "trace")
+
+COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "rest": "activations and buffers",
+}
+
+
+def sharded_step(workload: ParallelWorkload) -> ShardedStep:
+    """What ``accounting`` needs to know of a cell."""
+    training = workload.training
+    return ShardedStep(
+        workload.strategy,
+        training.size,
+        workload.world_size,
+        training.precision,
+        training.attention,
+        workload.checkpointing,
+        1 if workload.prefetch is None else workload.prefetch,
+    )
+
+
+def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Steps and what they send, their phases, memory at four moments, and how late gathers were."""
+    shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
+    own = (*shown.values(), *_STRATEGY_COLUMNS)
+    rows = _step_rows(cells)
+    measured = [cell for cell in cells if cell.status == "ok"]
+    tables = [
+        Table(
+            "shard",
+            title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
+            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
+            rows,
+            notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells)),
+        )
+    ]
+    if measured:
+        identity = (Column("size", "size"), *own)
+        tables.append(_phase_table([row for row in rows if row["status"] == "ok"], identity))
+        tables.append(_memory_table(measured, identity))
+        if any(cell.derived["gathers"] for cell in measured):
+            tables.append(_gather_table(measured, identity))
+    return tables
+
+
+_STEP_COLUMNS = (
+    Column("step_ms", "step", "ms"),
+    Column("speedup", "over none", "ratio"),
+    Column("unsynchronized_ms", "without communication", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("bare_ms", "nothing computed beside", "ms"),
+    Column("communication_ms", "communication alone", "ms"),
+    Column("calls", "calls", "count"),
+    Column("sent_bytes", "sent", "decimal_bytes"),
+    Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
+    Column("peak_gib", "peak", "gib"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("largest_difference", "largest difference"),
+    Column("relative_difference_percent", "relative", "percent"),
+    Column("status", "status"),
+)
+
+
+def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    rows = step_rows(cells, "none", _COMPARED)
+    for row, cell in zip(rows, cells, strict=True):
+        if cell.status == "ok":
+            workload = ParallelWorkload.from_configuration(cell.configuration)
+            row["predicted_sent_bytes"] = predicted_sent_bytes(sharded_step(workload))
+    return rows
+
+
+def _step_notes(cells: Sequence[Cell]) -> list[str]:
+    if not any(cell.status == "ok" for cell in cells):
+        return []
+    return [
+        "exposed: median step less the median of the same step without communication, which updates all parameters on "
+        "every rank: where ranks share the optimizer's work it can be negative",
+        "nothing computed beside: time of one profiled step of rank 0 in which communication alone ran",
+    ]
+
+
+def _phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...]) -> Table:
+    columns = (
+        *identity,
+        *(Column(f"{phase}_ms", phase, "ms") for phase in PHASES),
+        Column("wall_ms", "CPU wall", "ms"),
+        Column("overlap_percent", "communication beside computing", "percent"),
+    )
+    notes = (
+        "synchronize: from the end of the backward pass until gradients are averaged; torch's strategies do it in the "
+        "backward pass",
+    )
+    return Table("phases", "phases of the step", columns, rows, notes)
+
+
+def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
+    """What a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
+    workload = ParallelWorkload.from_configuration(cell.configuration)
+    return {
+        "measured": [RankMemory(**held) for held in cell.derived["memory"]],
+        "predicted": predicted_memory(sharded_step(workload)),
+    }
+
+
+def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    columns = (
+        *identity,
+        Column("moment", "moment"),
+        Column("source", "source"),
+        *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
+        Column("total_gib", "total", "gib"),
+    )
+    notes = [
+        "of the rank that holds most; predicted: tensors of eager execution, without the communication library's own",
+        "after the optimizer, gradients are dropped; all moments but the first are of the second step",
+    ]
+    rows = []
+    for cell in cells:
+        by_source = memory_of(cell)
+        if not by_source["measured"]:
+            notes.append(f"{cell.configuration['strategy']}: the allocator's history was too short for two steps")
+        for moment in MOMENTS:
+            for source, moments in by_source.items():
+                for held in moments:
+                    if held.moment == moment:
+                        parts = {f"{name}_gib": getattr(held, name) / GIB for name in COMPONENTS}
+                        row = {"moment": moment, "source": source, "total_gib": held.total_gib}
+                        rows.append(cell.configuration | row | parts)
+    return Table("memory", "memory of a rank", columns, rows, tuple(notes))
+
+
+def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    rows, notes = [], ["late: from the moment that a unit waits for nothing but its weights until they have arrived"]
+    for cell in cells:
+        late = {(gather["unit"], gather["is_backward"]): gather["late_ms"] for gather in cell.derived["gathers"]}
+        for unit in dict.fromkeys(unit for unit, _ in late):
+            forward, backward = late.get((unit, False)), late.get((unit, True))
+            rows.append(cell.configuration | {"unit": unit, "forward_late_ms": forward, "backward_late_ms": backward})
+        if late:
+            in_time = sum(value <= 0 for value in late.values())
+            waiting = sum(max(value, 0.0) for value in late.values())
+            notes.append(
+                f"{cell.configuration['size']}, prefetch {cell.configuration['prefetch']}: {in_time} of {len(late)} "
+                f"gathers ended before their use; all others together {format_quantity(waiting, 'ms')} late"
+            )
+    columns = (
+        *identity,
+        Column("unit", "unit"),
+        Column("forward_late_ms", "late in the forward pass", "ms"),
+        Column("backward_late_ms", "late in the backward pass", "ms"),
+    )
+    return Table("gathers", "gather end against use", columns, rows, tuple(dict.fromkeys(notes)))
+
+
+def plan_table(workloads: Sequence[ParallelWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with what a rank is predicted to hold and to send."""
+    rows = []
+    for workload in workloads:
+        step = sharded_step(workload)
+        row = workload.configuration() | {"parameters": count_parameters(workload.training.size)}
+        row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in predicted_memory(step)}
+        rows.append(row | {"share": workload.share, "predicted_sent_bytes": predicted_sent_bytes(step)})
+    columns = (
+        *SIZE_COLUMNS,
+        *SHARDING_SETTING_COLUMNS.values(),
+        *_STRATEGY_COLUMNS,
+        Column("share", "sequences a rank"),
+        *(Column(f"{_column_name(moment)}_gib", moment, "gib") for moment in MOMENTS),
+        Column("predicted_sent_bytes", "sent", "decimal_bytes"),
+    )
+    return Table("plan", "shard: cells and the memory of a rank (nothing was run)", columns, rows)
+
+
+def _column_name(moment: str) -> str:
+    return moment.replace(" ", "_")

@@ -1,0 +1,92 @@
+"""Fully sharded training on paper: exact values by hand. tests/parallel/fsdp compares them with what runs."""
+
+import math
+
+import pytest
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding import fsdp
+from cs336sys.errors import UsageError
+from cs336sys.sizes import SIZES, ModelSize
+
+SMALL = ModelSize("", d_model=8, d_ff=12, num_layers=2, num_heads=2, vocab_size=10)
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "expected"),
+    [(8, 2, [4, 4]), (7, 2, [4, 3]), (3, 4, [1, 1, 1, 0]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (6, 1, [6])],
+)
+def test_rows_are_cut_as_torch_chunks(rows, world_size, expected):
+    cut = [fsdp.own_rows(rows, rank, world_size) for rank in range(world_size)]
+    assert [len(own) for own in cut] == expected
+    assert [row for own in cut for row in own] == list(range(rows))
+
+
+def test_gathered_parameters_are_padded_and_aligned():
+    # 4 rows of 5 fp32 elements are 80 bytes; 3 rows on 2 ranks have room for 4.
+    assert fsdp.padded_bytes((3, 5), 4, 2) == 80
+    assert fsdp.gathered_layout([((3, 5), 4), ((64, 2), 2), ((1,), 4)], 2) == ([0, 256, 512], 768)
+
+
+def test_units_are_embedding_blocks_and_head():
+    units = fsdp.sharded_units(SMALL)
+    assert list(units) == ["token_embeddings", "layers.0", "layers.1", "lm_head"]
+    assert units["layers.1"] == [(8, 8)] * 4 + [(12, 8), (8, 12), (12, 8)]
+    assert fsdp.replicated_elements(SMALL) == 5 * 8
+    sharded = sum(math.prod(shape) for shapes in units.values() for shape in shapes)
+    assert sharded + 5 * 8 == count_parameters(SMALL)
+
+
+def test_state_of_ranks_adds_up_to_all_parameters_and_the_norms_once_more_a_rank():
+    for world_size in (1, 2, 3, 4):
+        states = [fsdp.fully_sharded_state(SMALL, rank, world_size) for rank in range(world_size)]
+        copies = (world_size - 1) * 5 * 8
+        assert sum(state.parameters for state in states) == 4 * (count_parameters(SMALL) + copies)
+        assert all(state.total == 4 * state.parameters for state in states)
+        assert all(state.gradients == state.parameters for state in states)
+    # 10 rows over 4 ranks: 3, 3, 3, 1; 8 rows: 2 each; 12: 3 each.
+    last = fsdp.fully_sharded_state(SMALL, 3, 4)
+    assert last.parameters == 4 * (2 * 1 * 8 + 2 * (4 * 2 * 8 + 2 * 3 * 8 + 2 * 12) + 40)
+
+
+def test_peak_of_the_model_of_3_4_billion_parameters():
+    """Two ranks, bf16: the state halves, and what comes on top is five blocks of 105 M parameters at two bytes."""
+    size = SIZES["2.7b"]
+    peak = fsdp.fully_sharded_peak(size, 2, 2)
+    block = 2 * (4 * 2560**2 + 3 * 2560 * 10240)
+    assert peak.gathered == peak.whole_gradients == 2 * block
+    assert peak.received == block
+    assert peak.state.total == 16 * ((count_parameters(size) - 65 * 2560) // 2 + 65 * 2560)
+    assert peak.total == peak.state.total + 5 * block
+    # In fp32 the mean arrives where it stays.
+    assert fsdp.fully_sharded_peak(size, 4, 2).received == 0
+    # 2560 rows over 3 ranks: everything is exchanged.
+    assert fsdp.fully_sharded_peak(size, 4, 3).received > 2 * block
+
+
+def test_prefetching_more_holds_more():
+    assert fsdp.most_gathered([1, 5, 5, 2], 0) == 5
+    assert fsdp.most_gathered([1, 5, 5, 2], 1) == 10
+    assert fsdp.most_gathered([1, 5, 5, 2], 2) == 12
+    assert fsdp.most_gathered([1, 5, 5, 2], 9) == 13
+
+
+def test_communication_of_a_step():
+    """Weights twice but for the head's, gradients once: one and a half times what data parallel training sends."""
+    sharded = count_parameters(SMALL) - 5 * 8
+    step = fsdp.step_communication(SMALL, 2, 2)
+    assert (step.all_gather, step.reduce_scatter, step.all_reduce) == (2 * (2 * sharded - 80), 2 * sharded, 4 * 40)
+    assert step.total == 2 * (3 * sharded - 80) + 160
+    assert step.sent_bytes(2) == (step.all_gather + step.reduce_scatter) / 2 + step.all_reduce
+    assert step.sent_bytes(1) == 0
+    # Three ranks have room for 12 of the 10 rows of embedding and head, and for 9 of 8.
+    block = 4 * 9 * 8 + 2 * 12 * 8 + 9 * 12
+    assert fsdp.step_communication(SMALL, 4, 3).all_gather == 4 * (3 * 12 * 8 + 4 * block)
+    assert fsdp.step_communication(SMALL, 4, 3).reduce_scatter == 4 * sharded
+
+
+def test_impossible_ranks_are_refused():
+    with pytest.raises(UsageError, match="world size 0: must be at least 1"):
+        fsdp.step_communication(SMALL, 4, 0)
+    with pytest.raises(UsageError, match="rank 2 of 2: must be between 0 and 1"):
+        fsdp.fully_sharded_state(SMALL, 2, 2)

@@ -1,0 +1,158 @@
+"""Who holds what of sharded state: worked by hand, on properties, and for the handout's sizes."""
+
+import itertools
+import math
+import random
+
+import pytest
+from cs336_basics.model import BasicsTransformerLM
+
+from cs336sys.accounting.memory import TrainingState
+from cs336sys.accounting.parameters import count_parameters, parameter_shapes
+from cs336sys.accounting.sharding.optimizer import (
+    ALIGNMENT,
+    Piece,
+    flat_optimizer_state,
+    flat_pieces,
+    gradients_in_flight,
+    greedy_partition,
+    sharded_optimizer_state,
+)
+from cs336sys.errors import UsageError
+from cs336sys.sizes import SIZES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held", "owners"),
+    [
+        # 7, 5, 4, 4, 2 and 1: 7 to rank 0, 5 and 4 to 1, 4 to 0, 2 to 1, 1 to 0.
+        ((4, 7, 1, 5, 4, 2), (0, 0), [1, 0, 0, 1, 0, 1]),
+        ((3, 3, 3, 3), (0, 0), [0, 1, 0, 1]),
+        ((3, 3), (5, 0), [1, 1]),
+        ((2,), (0, 0, 0), [0]),
+        ((), (0, 0), []),
+        ((0, 0), (0, 0), [0, 0]),
+    ],
+)
+def test_partition_worked_by_hand(sizes, held, owners):
+    assert greedy_partition(sizes, held) == owners
+
+
+def test_fullest_rank_keeps_grahams_bound():
+    """At most 4/3 - 1/(3 W) of the best partition, which is found by trying all."""
+    chance = random.Random(0)
+    for _ in range(100):
+        world_size = chance.randint(2, 3)
+        sizes = [chance.randint(1, 60) for _ in range(chance.randint(1, 7))]
+        partitions = itertools.product(range(world_size), repeat=len(sizes))
+        best = min(max(totals(sizes, owners, world_size)) for owners in partitions)
+        greedy = totals(sizes, greedy_partition(sizes, [0] * world_size), world_size)
+        assert max(greedy) <= (4 / 3 - 1 / (3 * world_size)) * best
+        assert sum(greedy) == sum(sizes)
+
+
+def totals(sizes, owners, world_size):
+    held = [0] * world_size
+    for size, owner in zip(sizes, owners, strict=True):
+        held[owner] += size
+    return held
+
+
+def test_pieces_worked_by_hand():
+    # At two ranks 256 divides into slices of two times 64 elements, 192 and 1 do not; packed, they end at 64 + 192.
+    pieces = flat_pieces([1, 256, 192], 2)
+    assert pieces == [
+        Piece({1: 0}, 128, is_packed=False),
+        Piece({0: 0, 2: 64}, 128, is_packed=True),
+    ]
+    packed = pieces[1]
+    assert [packed.owned(0, 1, rank) for rank in range(2)] == [range(0, 1), range(0, 0)]
+    assert [packed.owned(2, 192, rank) for rank in range(2)] == [range(0, 64), range(64, 192)]
+    assert flat_pieces([64, 128], 1) == [Piece({0: 0}, 64, is_packed=False), Piece({1: 0}, 128, is_packed=False)]
+    assert flat_pieces([0], 2) == flat_pieces([], 2) == []
+
+
+def test_every_element_has_one_owner_and_slices_are_aligned():
+    chance = random.Random(0)
+    for _ in range(200):
+        world_size = chance.randint(1, 5)
+        sizes = [chance.choice((0, 1, 63, 64, 65, 128, 320, 640, 1600)) for _ in range(chance.randint(1, 8))]
+        pieces = flat_pieces(sizes, world_size)
+        owned = {index: [] for index in range(len(sizes))}
+        for piece in pieces:
+            assert piece.slice_size % ALIGNMENT == 0
+            assert all(start % ALIGNMENT == 0 for start in piece.starts.values())
+            spans = sorted((start, start + sizes[index]) for index, start in piece.starts.items())
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+            assert spans[-1][1] <= world_size * piece.slice_size
+            for index in piece.starts:
+                owned[index] += [n for rank in range(world_size) for n in piece.owned(index, sizes[index], rank)]
+        assert all(elements == list(range(sizes[index])) for index, elements in owned.items())
+        # Padding is at most one slice's alignment for every rank and one for every packed tensor.
+        padded = sum(world_size * piece.slice_size for piece in pieces)
+        assert padded - sum(sizes) < ALIGNMENT * (world_size + len(sizes))
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_parameter_shapes_are_those_of_the_model(name):
+    size = SIZES[name]
+    model = BasicsTransformerLM(
+        vocab_size=size.vocab_size,
+        context_length=size.context,
+        d_model=size.d_model,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        d_ff=size.d_ff,
+        rope_theta=10_000.0,
+    ).to("meta")
+    assert list(parameter_shapes(size).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def elements(name):
+    return [math.prod(shape) for shape in parameter_shapes(SIZES[name]).values()]
+
+
+def test_optimizer_memory_of_xl_halves():
+    """AdamW's moments: 8 bytes for each of 1,998,235,200 parameters, half of which is 7,992,940,800 bytes."""
+    assert count_parameters(SIZES["xl"]) == 1_998_235_200
+    whole = sharded_optimizer_state(elements("xl"), 1)
+    assert whole == [TrainingState(7_992_940_800, 7_992_940_800, 15_985_881_600, 0)]
+    first, second = sharded_optimizer_state(elements("xl"), 2)
+    assert first.optimizer_state + second.optimizer_state == whole[0].optimizer_state
+    # One norm of 1600 parameters is left over: there are 97.
+    assert first.optimizer_state - second.optimizer_state == 8 * 1600
+    # Slices differ by what fills up the last one: 64 elements, for 97 norms in one bucket.
+    flat = flat_optimizer_state([elements("xl")], 2)
+    assert [state.optimizer_state for state in flat] == [7_992_940_800 + 8 * 32, 7_992_940_800 - 8 * 32]
+    assert flat[0].parameters == 7_992_940_800 + 4 * 64
+    assert flat[0].gradients == flat[1].gradients == flat[0].parameters / 2
+
+
+def test_bytes_worked_by_hand():
+    # 256 is cut in two, 1 and 192 are packed into 256: rank 0 has 128 + 1 + 64 elements, rank 1 128 + 128.
+    assert flat_optimizer_state([[1, 256, 192]], 2) == [
+        TrainingState(4 * 512, 4 * 256, 8 * 193, 0),
+        TrainingState(4 * 512, 4 * 256, 8 * 256, 0),
+    ]
+    assert flat_optimizer_state([[256], [1, 192]], 2, element_bytes=2, master_bytes=4, moments=1) == [
+        TrainingState(2 * 512, 4 * 256, 4 * 193, 4 * 193),
+        TrainingState(2 * 512, 4 * 256, 4 * 256, 4 * 256),
+    ]
+    # A tensor that lies in the first slice alone: the other rank keeps nothing of its bucket.
+    assert flat_optimizer_state([[3]], 2) == [TrainingState(4 * 128, 4 * 64, 8 * 3, 0), TrainingState(4 * 128, 0, 0, 0)]
+    assert sharded_optimizer_state([1, 256, 192], 2, element_bytes=2) == [
+        TrainingState(2 * 449, 2 * 449, 4 * 256, 0),
+        TrainingState(2 * 449, 2 * 449, 4 * 193, 0),
+    ]
+
+
+def test_gradients_in_flight_are_three_buckets():
+    assert gradients_in_flight([1, 5, 2, 4, 9, 3]) == 16
+    assert gradients_in_flight([7, 1]) == 8
+    assert gradients_in_flight([]) == 0
+
+
+@pytest.mark.parametrize("count", [lambda n: sharded_optimizer_state([1], n), lambda n: flat_optimizer_state([[1]], n)])
+def test_impossible_world_size_is_refused(count):
+    with pytest.raises(UsageError, match="world size 0: must be at least 1"):
+        count(0)

@@ -1,0 +1,86 @@
+"""What the ranks of test_collective_timing run."""
+
+import time
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.experiments import collectives
+from cs336sys.experiments.collectives import time_collective
+
+
+def time_all(workloads):
+    return [time_collective(workload) for workload in workloads]
+
+
+def nothing(*tensors, **options):
+    """A collective that returns at once and has moved nothing."""
+
+
+def swapped(collective, tensor, *rest, **options):
+    """A collective that delivers two neighbours in each other's place, on rank 1 only."""
+    collective(tensor, *rest, **options)
+    if dist.get_rank() == 1:
+        tensor[2:4] = tensor[2:4].flip(0)
+
+
+def not_a_number(collective, tensor, *rest, **options):
+    collective(tensor, *rest, **options)
+    tensor[-1] = float("nan")
+
+
+FAULTS = {"nothing": nothing, "swapped": swapped, "nan": not_a_number}
+
+
+def time_faulty(workload, fault):
+    """Wrong elements and number of times, with a collective that is at fault."""
+    places = {
+        "all_reduce": (dist, "all_reduce"),
+        "broadcast": (dist, "broadcast"),
+        "all_gather": (collectives, "all_gather_single"),
+        "reduce_scatter": (collectives, "reduce_scatter_single"),
+    }
+    module, name = places[workload.collective]
+    faulty = FAULTS[fault]
+    if fault != "nothing":
+        faulty = partial(faulty, getattr(module, name))
+    with mock.patch.object(module, name, faulty):
+        times = time_collective(workload)
+    return times.wrong_elements, len(times.back_to_back_us), len(times.synchronized_us)
+
+
+def times_with_a_late_rank(workload, sleep_s):
+    """The times of a collective in which rank 1 is late by ``sleep_s`` in every call."""
+    call = dist.all_reduce
+
+    def late(tensor):
+        if dist.get_rank() == 1:
+            time.sleep(sleep_s)
+        call(tensor)
+
+    with mock.patch.object(dist, "all_reduce", late):
+        return time_collective(workload)
+
+
+def added_us(workload):
+    """How much longer a call of the timed loop takes than one of a bare loop over torch's function, at best.
+
+    Short loops of both in turn, so that each meets a quiet moment of the machine.
+    """
+    calls = 20
+    device = collectives.group_device()
+    call, _ = collectives.prepare(workload, device)
+    tensor = torch.zeros(workload.elements, device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    ours, bare = [], []
+    for _ in range(200):
+        ours.append(sum(collectives._back_to_back_us(call, calls, device)) / calls)
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(calls):
+            dist.all_reduce(tensor)
+        wait()
+        bare.append(1e6 * (time.perf_counter() - started) / calls)
+    return min(ours) - min(bare)

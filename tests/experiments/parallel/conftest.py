@@ -1,0 +1,15 @@
+"""Ranks that all tests here share, and the engine uses too; each computes with one thread."""
+
+import pytest
+
+from cs336sys.parallel.ranks import launch
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """``ranks(world_size)`` are the Gloo ranks that the engine keeps."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+        yield lambda world_size=2: launch.kept(world_size, backend="gloo", timeout_s=120.0)
+        launch.end_kept()

@@ -1,0 +1,49 @@
+"""What the tests of sharded training run on ranks."""
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from cs336sys.experiments.parallel import sharded_strategies
+from cs336sys.experiments.parallel.communication import recorded_communication
+from cs336sys.experiments.parallel.memory import build_recorded
+from cs336sys.experiments.parallel.rank import verify_on_rank
+from cs336sys.experiments.parallel.step import ParallelStep
+
+_RIGHT = dict(sharded_strategies.SHARDED_STRATEGIES)
+
+
+def verify_all(workloads):
+    return [verify_on_rank(workload) for workload in workloads]
+
+
+def observe_all(workloads):
+    """For each, the memory at four moments and the bytes that a step sends."""
+    observed, device = [], torch.device("cpu")
+    for workload in workloads:
+        step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
+        with recorded_communication() as communications:
+            step()
+        sent = [one.sent_bytes(workload.world_size) for one in communications if not one.is_flags]
+        observed.append((memory, sum(sent)))
+    return observed
+
+
+def break_fsdp() -> None:
+    """From now on fsdp loses the gradients of the LM head's rows on this rank."""
+
+    def prepare(*arguments):
+        replica = _RIGHT["fsdp"](*arguments)
+
+        def synchronize():
+            replica.synchronize()
+            replica.model.sharded_parameters["lm_head.weight"].shard.grad = None
+
+        return replace(replica, synchronize=synchronize)
+
+    sharded_strategies.SHARDED_STRATEGIES["fsdp"] = prepare
+
+
+def repair() -> None:
+    sharded_strategies.SHARDED_STRATEGIES.update(_RIGHT)

@@ -1,0 +1,283 @@
+"""The engine of ``ddp``, on Gloo ranks that all tests share."""
+
+import gzip
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import training_ranks
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.parallel import measurement
+from cs336sys.experiments.parallel.measurement import _slowest, measure_parallel_training
+from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
+from cs336sys.experiments.parallel.timeline import _timeline
+from cs336sys.experiments.parallel.verification import TOLERANCES
+from cs336sys.measure.cells import Worker
+from cs336sys.results import Samples
+from cs336sys.sizes import choose_size
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+
+SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
+PARAMETERS = 652_928
+TENSORS = 21
+
+
+def workload(strategy, **settings):
+    """Settings of the ranks or of the training, by their names."""
+    own = {name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace") if name in settings}
+    bucket_mb = settings.pop("bucket_mb", 0.5) if strategy == "bucketed" else None
+    training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
+    return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, **own)
+
+
+def largest(differences):
+    return max(difference.relative for difference in differences)
+
+
+@pytest.mark.parametrize("strategy", DATA_PARALLEL_STRATEGIES)
+def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
+    differences = ranks().run(verify_on_rank, workload(strategy))
+    # Far within the tolerance, which leaves room for deeper models.
+    assert largest(differences) < TOLERANCES["fp32"] / 50
+    assert all(difference.num_layers == 2 for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("overlap", {"precision": "bf16", "optimizer": "fused"}), ("bucketed", {"gradient_dtype": "bf16"})],
+)
+def test_lower_precision_moves_weights_by_its_rounding(ranks, strategy, settings):
+    differences = ranks().run(verify_on_rank, workload(strategy, **settings))
+    assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 5
+
+
+@pytest.mark.parametrize(
+    ("how", "parameter"),
+    [
+        ("sum", None),
+        ("norm left out", "layers.0.ln1.weight"),
+        ("head left out", "lm_head.weight"),
+        ("stale", None),
+        ("nan", "token_embeddings.weight"),
+    ],
+)
+def test_wrong_strategies_are_found(ranks, how, parameter):
+    """In the precision with the widest tolerance, and although Adam's steps hardly depend on a gradient's size."""
+    differences = ranks().run(training_ranks.verify_broken, workload("overlap", precision="bf16"), how)
+    worst = max(differences, key=lambda difference: difference.relative)
+    assert worst.relative > 2 * TOLERANCES["bf16"]
+    if parameter is not None:
+        assert worst.parameter == parameter
+
+
+def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
+    shared = ranks()
+    shared.run(training_ranks.break_overlap, "head left out")
+    try:
+        outcome = measure_parallel_training(workload("overlap").configuration(), lambda stage: None)
+    finally:
+        shared.run(training_ranks.repair)
+    assert outcome.status == "wrong"
+    assert outcome.samples == {}
+    assert "exposed_ms" not in outcome.derived
+    assert outcome.derived["largest_difference"] > 1e-3
+    assert outcome.reason.startswith("overlap: after 5 steps lm_head.weight is ")
+    assert outcome.reason.endswith("% of its way off where one process takes it, more than rounding explains (0.1 %)")
+    assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "torch"])
+def test_compiled_blocks_train_the_same_weights(ranks, strategy):
+    results = ranks().run(training_ranks.verify_compiled, workload(strategy, compile="block"))
+    assert largest([difference for difference, _ in results]) < TOLERANCES["fp32"]
+    # Forward of a block and the loss: a wrapper must not make torch compile more, nor less.
+    assert [graphs for _, graphs in results] == [2, 2]
+
+
+def test_every_collective_of_a_step_is_recorded_and_can_run_alone(ranks):
+    flags = ("allreduce_", TENSORS, "uint8")
+    for strategy, calls in {"unsynchronized": 0, "naive": TENSORS, "flat": 1}.items():
+        for found, untouched in ranks().run(training_ranks.recorded, workload(strategy)):
+            assert untouched
+            assert found[calls:] == ([flags] if calls else [])
+            assert [(name, dtype) for name, _, dtype in found[:calls]] == calls * [("allreduce_", "float32")]
+            # Gradients in a flat buffer start at multiples of 64 elements, and all sizes are such multiples here.
+            assert sum(size for _, size, _ in found[:calls]) == (4 * PARAMETERS if calls else 0)
+    bucketed, _ = ranks().run(training_ranks.recorded, workload("bucketed", bucket_mb=1))[0]
+    *buckets, last = bucketed
+    assert last == flags
+    assert {name for name, _, _ in buckets} <= {"allreduce_", "allreduce_coalesced_"}
+    assert sum(size for _, size, _ in buckets) == 4 * PARAMETERS
+    assert all(size <= 1_000_000 for _, size, _ in buckets)
+    halved, _ = ranks().run(training_ranks.recorded, workload("flat", gradient_dtype="bf16"))[0]
+    assert halved == [("allreduce_", 2 * PARAMETERS, "bfloat16"), flags]
+    of_torch, _ = ranks().run(training_ranks.recorded, workload("torch"))[0]
+    assert sum(size for name, size, _ in of_torch if name == "allreduce_") == 4 * PARAMETERS
+
+
+def test_collectives_that_waited_at_once_run_alone_without_waiting(ranks):
+    """NCCL returns a null pointer from those: to wait for that crashed ``shard --strategy torch-fsdp``."""
+    launched, alone = ranks().run(training_ranks.replayed_synchronous)[0]
+    assert [is_asynchronous for _, is_asynchronous in launched] == 7 * [False]
+    assert alone == [(name, True) for name, _ in launched]
+
+
+def test_communication_at_once_is_done_when_it_is_launched(ranks):
+    """A collective that was under way when torch.profiler ended corrupted the heap: 1 run in 16 died of SIGSEGV."""
+    assert ranks().run(training_ranks.done_when_launched) == [True, True]
+
+
+def test_torch_sends_no_bf16_on_a_cpu(ranks):
+    with pytest.raises(
+        CapabilityError, match="strategy 'torch': torch's DDP sends gradients in bf16 through NCCL alone"
+    ):
+        ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
+
+
+def test_timeline_shows_where_communication_runs(ranks):
+    after, _ = ranks().run(training_ranks.timeline, workload("naive"))
+    during, _ = ranks().run(training_ranks.timeline, workload("overlap"))
+    assert list(after.phases) == ["forward", "backward", "synchronize", "optimizer"]
+    assert list(after.phases.values()) == sorted(after.phases.values())
+    # The two clocks start within a fraction of the backward pass of each other.
+    slack = 0.3 * (after.phases["backward"] - after.phases["forward"])
+    assert after.communicate[0][0] > after.phases["backward"] - slack
+    assert during.communicate[0][0] < during.phases["backward"] - slack / 2
+    assert during.overlap_ms > after.overlap_ms
+
+
+def test_ranges_show_phases_and_launches(ranks):
+    """In the backward pass where buckets overlap with it, and after it where they do not."""
+    phases = ["forward", "/forward", "backward", "/backward", "synchronize", "/synchronize", "optimizer", "/optimizer"]
+    during, _ = ranks().run(training_ranks.marks, workload("bucketed"))
+    launches = [name for name in during if "launch" in name]
+    assert launches[:2] == ["launch bucket 0", "/launch bucket 0"]
+    assert during == [*phases[:3], *launches, *phases[3:]]
+    after, _ = ranks().run(training_ranks.marks, workload("flat"))
+    assert after == [*phases[:5], "launch bucket 0", "/launch bucket 0", *phases[5:]]
+
+
+def test_timeline_counts_unions_of_intervals():
+    compute = [(1_000_000, 3_000_000), (2_000_000, 4_000_000), (10_000_000, 11_000_000)]
+    communicate = [(3_500_000, 9_000_000), (3_600_000, 5_000_000), (10_500_000, 10_600_000)]
+    found = _timeline(compute, communicate, {"forward": 2.0})
+    assert found.compute == [(0.0, 3.0), (9.0, 10.0)]
+    assert found.communicate == [(2.5, 8.0), (9.5, 9.6)]
+    assert (found.compute_ms, found.communication_ms) == (4.0, pytest.approx(5.6))
+    assert found.overlap_ms == pytest.approx(0.6)
+    # Two pieces a 10000th of the step apart are one in the picture, and two in the sum.
+    close = _timeline([(0, 1_000_000), (1_000_200, 2_000_000)], [], {})
+    assert close.compute == [(0.0, 2.0)]
+    assert close.compute_ms == pytest.approx(1.9998)
+
+
+def test_a_cell_has_what_its_columns_need(ranks, tmp_path, monkeypatch):
+    ranks()
+    monkeypatch.setattr(measurement, "_unsynchronized", {})
+    monkeypatch.setattr(measurement, "_links", {})
+    stages = []
+    cell = workload("bucketed", trace=str(tmp_path))
+    outcome = measure_parallel_training(cell.configuration(), stages.append)
+    assert outcome.status == "ok"
+    samples, derived = outcome.samples, outcome.derived
+    assert stages == [
+        "checking bucketed against one process",
+        "timing steps without communication",
+        "timing bucketed",
+        "timing all-reduces",
+    ]
+    phases = {"forward", "backward", "synchronize", "optimizer"}
+    assert set(samples) == phases | {"step", "wall", "unsynchronized", "communication"}
+    assert {len(samples[name].measured) for name in samples} == {3}
+    assert derived["exposed_ms"] == samples["step"].median - samples["unsynchronized"].median
+    assert derived["exposed_percent"] == pytest.approx(100 * derived["exposed_ms"] / samples["step"].median)
+    assert 0 <= derived["hidden_percent"] <= 100
+    assert derived["communicated_bytes"] == 4 * PARAMETERS + TENSORS
+    assert derived["calls"] == derived["gradient_calls"] + 1
+    assert derived["gradient_calls"] >= 4 * PARAMETERS / 500_000
+    assert derived["tokens_per_s"] == pytest.approx(4 * 16 / samples["step"].mean * 1e3)
+    assert derived["link_latency_s"] >= 0 < derived["link_bytes_per_s"]
+    json.dumps(asdict(outcome))
+
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith("tiny_context16_batch4_fp32_off_reference_course_world2_gradients-fp32_bucketed_0.5mb")
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert phases | {"launch bucket 0", f"launch bucket {derived['gradient_calls'] - 1}"} <= names
+
+    # Steps without communication serve all strategies.
+    measure_parallel_training(workload("torch").configuration(), stages.append)
+    assert stages[4:] == ["checking torch against one process", "timing torch"]
+
+
+def test_three_ranks_share_a_batch_of_six(ranks):
+    shared = workload("overlap", world_size=3, size=replace(SIZE, batch_size=6))
+    assert largest(ranks(3).run(verify_on_rank, shared)) < TOLERANCES["fp32"]
+
+
+def test_ranks_end_with_the_process_that_measures():
+    """Which would otherwise wait for them at its end, until it is killed."""
+    worker = Worker("training_ranks:measure_with_a_kept_rank")
+    assert worker.measure({}, timeout_s=None, progress=lambda stage: None).status == "ok"
+    process = worker._process
+    worker.close()
+    assert process.exitcode == 0
+
+
+def test_the_slowest_rank_counts():
+    def of_rank(*times):
+        samples = {"step": Samples("ms", "cpu clock", measured=times[1:], warmup=times[:1])}
+        return RankMeasurement(samples, None, 0, 0, 0, None)
+
+    slowest = _slowest([of_rank(9.0, 1.0, 5.0), of_rank(8.0, 2.0, 4.0)])["step"]
+    assert (slowest.warmup, slowest.measured) == ((9.0,), (2.0, 5.0))
+    assert slowest.method == "cpu clock, maximum over ranks"
+
+
+@pytest.mark.multigpu
+def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks):
+    """In fp32 and with 1024 tokens the GPUs always compute in the backward pass, even where the CPU is slow."""
+    outcomes = {}
+    size = choose_size("small", batch_size=4, context=1024)
+    for strategy in DATA_PARALLEL_STRATEGIES:
+        settings = {"size": size, "precision": "fp32", "optimizer": "fused", "device": "cuda"}
+        settings |= {"warmup": 3, "steps": 5} | ({"bucket_mb": 25} if strategy == "bucketed" else {})
+        outcomes[strategy] = measure_parallel_training(
+            workload(strategy, **settings).configuration(), lambda stage: None
+        )
+    assert {outcome.status for outcome in outcomes.values()} == {"ok"}
+    derived = {strategy: outcome.derived for strategy, outcome in outcomes.items()}
+    for strategy in DATA_PARALLEL_STRATEGIES:
+        assert derived[strategy]["peak_gib"] <= 1.01 * derived["torch"]["peak_gib"], strategy
+        assert derived[strategy]["timeline"]["communicate"], strategy
+    for strategy in ("naive", "flat"):
+        assert derived[strategy]["overlap_percent"] < 10
+    for strategy in ("overlap", "bucketed", "torch"):
+        assert derived[strategy]["overlap_percent"] > 30
+    assert outcomes["naive"].samples["step"].method == "cuda events, maximum over ranks"
+
+
+def test_configuration_is_the_workload():
+    original = workload("bucketed", precision="bf16", bucket_mb=7)
+    assert ParallelWorkload.from_configuration(json.loads(json.dumps(original.configuration()))) == original
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"strategy": "ring"}, "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, torch"),
+        ({"world_size": 3}, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
+        ({"world_size": 0}, "--world-size 0: must be at least 1"),
+        ({"strategy": "bucketed"}, "strategy 'bucketed' needs one"),
+        ({"bucket_mb": 1.0}, "and others have none"),
+        ({"strategy": "bucketed", "bucket_mb": 0.0}, "--bucket-mb 0: must be a positive number of megabytes"),
+        ({"strategy": "bucketed", "bucket_mb": -2.0}, "--bucket-mb -2: must be a positive number of megabytes"),
+        ({"strategy": "bucketed", "bucket_mb": float("nan")}, "must be a positive number of megabytes"),
+        ({"gradient_dtype": "fp8"}, "unknown gradient_dtype 'fp8': choose from fp32, bf16, fp16"),
+        ({"backend": "nccl"}, "backend 'nccl' communicates between GPUs"),
+        ({"training": Workload(SIZE, mode="forward")}, "mode 'forward': ranks that share a batch can only train"),
+    ],
+)
+def test_workloads_that_cannot_be_are_refused(settings, sentence):
+    with pytest.raises(UsageError, match=sentence.replace("(", r"\(")):
+        ParallelWorkload(**{"training": Workload(SIZE, device="cpu"), "strategy": "naive"} | settings)

@@ -1,0 +1,216 @@
+"""What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336sys.experiments.parallel import strategies
+from cs336sys.experiments.parallel.communication import communication_at_once, recorded_communication, run_alone
+from cs336sys.experiments.parallel.rank import verify_on_rank
+from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.experiments.parallel.timeline import profile_step
+from cs336sys.experiments.parallel.verification import Difference
+from cs336sys.measure.cells import Outcome
+from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
+from cs336sys.parallel.ranks import launch
+
+CPU = torch.device("cpu")
+
+_RIGHT = dict(strategies.STRATEGIES)
+
+
+def break_overlap(how: str) -> None:
+    """From now on strategy ``overlap`` is wrong on this rank."""
+    strategies.STRATEGIES["overlap"] = _broken(_BREAKS[how])
+
+
+def repair() -> None:
+    strategies.STRATEGIES.update(_RIGHT)
+
+
+def verify_broken(workload, how: str) -> Difference:
+    break_overlap(how)
+    try:
+        return verify_on_rank(workload)
+    finally:
+        repair()
+
+
+def _broken(breaks: Callable) -> strategies.Prepare:
+    def prepare(*arguments):
+        replica = _RIGHT["overlap"](*arguments)
+        gradients = breaks(list(replica.model.module.named_parameters()))
+
+        def synchronize():
+            replica.synchronize()
+            gradients()
+
+        return replace(replica, synchronize=synchronize)
+
+    return prepare
+
+
+def _sum_in_place_of_mean(named):
+    def gradients():
+        for _, parameter in named:
+            parameter.grad.mul_(dist.get_world_size())
+
+    return gradients
+
+
+def _own_gradient_of(wanted):
+    def breaks(named):
+        own = {}
+        parameter = dict(named)[wanted]
+        parameter.register_hook(lambda gradient: own.update(gradient=gradient.clone()))
+
+        def gradients():
+            parameter.grad.copy_(own["gradient"])
+
+        return gradients
+
+    return breaks
+
+
+def _gradients_of_the_step_before(named):
+    before = {}
+
+    def gradients():
+        for name, parameter in named:
+            now = parameter.grad.clone()
+            parameter.grad.copy_(before.get(name, now))
+            before[name] = now
+
+    return gradients
+
+
+def _not_a_number_on_rank_1(named):
+    def gradients():
+        if dist.get_rank() == 1:
+            named[0][1].grad[0] = torch.nan
+
+    return gradients
+
+
+_BREAKS = {
+    "sum": _sum_in_place_of_mean,
+    "norm left out": _own_gradient_of("layers.0.ln1.weight"),
+    "head left out": _own_gradient_of("lm_head.weight"),
+    "stale": _gradients_of_the_step_before,
+    "nan": _not_a_number_on_rank_1,
+}
+
+
+def recorded(workload):
+    """The collectives of a step, as (operator, bytes, dtype), and whether they run alone without touching the model."""
+    step = ParallelStep(workload, CPU)
+    step()
+    with recorded_communication() as communications:
+        step()
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    run_alone([communication.launcher() for communication in communications])
+    untouched = all(map(torch.equal, before, step.model.parameters()))
+    return [(item.name, item.bytes, item.dtype) for item in communications], untouched
+
+
+class _AsynchronousLaunches(TorchDispatchMode):
+    """Lists the collectives that are launched, and whether each returns without waiting."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "c10d":
+            parameters = operator._schema.arguments
+            given = dict(zip([parameter.name for parameter in parameters], args, strict=False)) | (kwargs or {})
+            default = next(parameter.default_value for parameter in parameters if parameter.name == "async_op")
+            self.found.append((operator.name().removeprefix("c10d::"), given.get("async_op", default)))
+        return operator(*args, **(kwargs or {}))
+
+
+def replayed_synchronous():
+    """Collectives that wait at once, and the same run alone, as (operator, whether it was launched asynchronously)."""
+    tensor, gathered, part = torch.ones(4), torch.empty(8), torch.empty(2)
+    with _AsynchronousLaunches() as launches, recorded_communication() as communications:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        all_gather_single(gathered, tensor)
+        reduce_scatter_single(part, tensor)
+        dist.all_to_all_single(gathered, gathered.clone())
+        dist.all_gather(list(tensor.chunk(2)), part)
+        dist.barrier()
+    with _AsynchronousLaunches() as alone:
+        run_alone([communication.launcher() for communication in communications])
+    return launches.found, alone.found
+
+
+def done_when_launched():
+    """Whether a collective to which rank 1 comes late is done when its launch returns."""
+    tensor = torch.ones(4)
+    dist.barrier()
+    with communication_at_once():
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        work = dist.all_reduce(tensor, async_op=True)
+        done = work.is_completed()
+    work.wait()
+    return done
+
+
+class _ListedMarks:
+    """Names of ranges in the order in which they open and, with a slash, close."""
+
+    def __init__(self):
+        self.names = []
+
+    def start(self, name):
+        self.names.append(name)
+        return lambda: self.names.append(f"/{name}")
+
+    @contextlib.contextmanager
+    def range(self, name):
+        end = self.start(name)
+        yield
+        end()
+
+
+def marks(workload):
+    step = ParallelStep(workload, CPU)
+    step()
+    listed = _ListedMarks()
+    step.mark(listed)
+    step()
+    return listed.names
+
+
+def timeline(workload):
+    step = ParallelStep(workload, CPU)
+    step()
+    return profile_step(step.phases, CPU)
+
+
+def verify_compiled(workload) -> tuple[Difference, int]:
+    """With AOT autograd, which hooks meet, but without the minutes that code generation takes; counts the graphs."""
+    from torch._dynamo.utils import counters
+
+    original = torch.compile
+    torch.compile = lambda code, **settings: original(code, backend="aot_eager", **settings)
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        return verify_on_rank(workload), counters["stats"]["unique_graphs"]
+    finally:
+        torch.compile = original
+        torch.compiler.reset()
+
+
+def measure_with_a_kept_rank(configuration, progress):
+    """A cell, measured in a worker, whose ranks stay for the next one."""
+    assert launch.kept(1, backend="gloo").run(dist.get_world_size) == [1]
+    return Outcome("ok")

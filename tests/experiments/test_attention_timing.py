@@ -1,0 +1,138 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.attention import (
+    TOLERANCES,
+    implementation,
+    measure_attn,
+    measure_flash,
+    random_inputs,
+    reference_results,
+    relative_errors,
+)
+from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.workload import AttentionWorkload
+
+CPU = torch.device("cpu")
+
+
+def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True):
+    return AttentionWorkload(name, 2, 3, context, head_dim, dtype, causal, device="cpu")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_in_row_blocks_equals_the_whole_matrix(causal, monkeypatch):
+    monkeypatch.setattr("cs336sys.experiments.attention._REFERENCE_ROWS", 20)
+    shape = workload(causal=causal)
+    inputs = random_inputs(shape, CPU)
+    operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]
+    out, _ = reference_attention(*operands, causal)
+    gradients = torch.autograd.grad(out, operands, inputs.grad_out.double())
+    reference_results.cache_clear()
+    results = reference_results(shape, CPU)
+    for name, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        torch.testing.assert_close(results[name], expected.detach(), rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["eager", "tiled", "compiled", "sdpa-flash"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_implementations_agree_with_the_reference(name, causal):
+    shape = workload(name, causal=causal)
+    with implementation(name, causal, shape.context, CPU) as attention:
+        errors = relative_errors(attention, shape, CPU)
+    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert max(errors.values()) < TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("broken", ["out", "dq", "dk", "dv"])
+def test_an_error_shows_up_under_its_own_name(broken):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, wrong):
+            ctx.wrong = wrong
+            return query.clone(), key.clone(), value.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return *(g * 1.5 if f"d{n}" == ctx.wrong else g for n, g in zip("qkv", gradients, strict=True)), None
+
+    def attention(query, key, value):
+        with implementation("eager", True, query.shape[-2], CPU) as eager:
+            out = eager(*Broken.apply(query, key, value, broken))
+        return out + (out.detach() * 0.5 if broken == "out" else 0)
+
+    errors = relative_errors(attention, workload(), CPU)
+    assert {name for name, error in errors.items() if error > 0.4} == {broken}
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled"])
+def test_flash_cell_is_checked_and_timed(name):
+    outcome = measure_flash(workload(name).configuration() | {"repetition_ms": 5}, lambda stage: None)
+    assert outcome.status == "ok"
+    assert set(outcome.samples) == {"forward", "backward", "end_to_end"}
+    pairs = 2 * 3 * 48 * 48 * 8
+    # 4 B H S^2 D forward, half of it if causal, 2.5 times that backward.
+    expected = {"forward": 2 * pairs, "backward": 5 * pairs, "end_to_end": 7 * pairs}
+    for part, flops in expected.items():
+        seconds = outcome.samples[part].median / 1e3
+        assert outcome.derived[f"{part}_tflops"] == pytest.approx(flops / seconds / 1e12)
+
+
+def test_rounds_share_one_reference():
+    reference_results.cache_clear()
+    for number in (1, 2):
+        configuration = replace(workload(), round=number).configuration() | {"repetition_ms": 1}
+        assert measure_flash(configuration, lambda stage: None).status == "ok"
+    assert reference_results.cache_info().misses == 1
+
+
+def test_wrong_implementation_gets_no_time(monkeypatch):
+    monkeypatch.setattr("cs336sys.experiments.attention.plain_attention", lambda q, k, v, is_causal: (q + k + v) * 2)
+    outcome = measure_flash(workload().configuration(), lambda stage: None)
+    assert (outcome.status, outcome.samples) == ("wrong", {})
+    assert outcome.reason.startswith("relative error over 0.0001: out by ")
+    assert outcome.derived["out_error"] > 0.1
+
+
+def test_nan_is_wrong(monkeypatch):
+    monkeypatch.setattr(
+        "cs336sys.experiments.attention.plain_attention", lambda q, k, v, is_causal: (q + k + v) * torch.nan
+    )
+    assert measure_flash(workload().configuration(), lambda stage: None).status == "wrong"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("name", ["sdpa-cudnn", "flex", "triton"])
+def test_what_a_cpu_lacks_is_a_capability_error(name, monkeypatch):
+    monkeypatch.setattr("cs336sys.kernels.attention.operators.INTERPRETED", False)
+    with pytest.raises(CapabilityError):
+        measure_flash(workload(name).configuration(), lambda stage: None)
+
+
+def test_attn_cell_times_forward_and_backward():
+    configuration = workload(causal=False).configuration() | {"warmup": 1, "steps": 3}
+    outcome = measure_attn(configuration, lambda stage: None)
+    assert {name: len(samples.measured) for name, samples in outcome.samples.items()} == {
+        "forward": 3,
+        "backward": 3,
+        "step": 3,
+        "wall": 3,
+    }
+    assert outcome.derived == {"held_gib": None, "peak_gib": None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_gpu_attn_cell_holds_what_the_accounting_predicts(causal):
+    from cs336sys.accounting.activations import attention_memory
+
+    shape = AttentionWorkload("eager", 8, 1, 2048, 64, "fp32", causal, device="cuda")
+    outcome = measure_attn(shape.configuration() | {"warmup": 1, "steps": 2}, lambda stage: None)
+    predicted = attention_memory(8, 2048, 64, "fp32", causal=causal, implementation="eager")
+    # random_inputs also holds the output's gradient.
+    grad_out = 8 * 2048 * 64 * 4
+    assert outcome.derived["held_gib"] == pytest.approx((predicted.held + grad_out) / 2**30, rel=0.02)
+    assert outcome.derived["peak_gib"] == pytest.approx((predicted.peak + grad_out) / 2**30, rel=0.02)

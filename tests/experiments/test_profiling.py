@@ -1,0 +1,240 @@
+"""A cell of ``nsys``: which profiler is used, what becomes of failures, and what is kept."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_nsys import put_nsys
+from profile_files import NsysReport, train_step
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments import profiling
+from cs336sys.measure.diagnosis.profilers import Profiler
+from cs336sys.measure.profile import nsys as nsight_systems
+from cs336sys.measure.profile.summary import Profile
+from cs336sys.measure.range_names import run_name
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ProfileWorkload, Workload
+
+TINY = Workload(choose_size("tiny", context=8, batch_size=1), warmup=1, steps=2)
+
+
+def silent(stage):
+    pass
+
+
+@pytest.fixture
+def nsys(tmp_path):
+    """The Profiler of a fake nsys whose reports hold one step."""
+    report = NsysReport(tmp_path / "report.sqlite")
+    train_step(report)
+    database = report.write()
+
+    def make(**settings):
+        return Profiler(put_nsys(tmp_path / "nsys", database, **settings), "2025.3.1.0")
+
+    return make
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Let a cell on the CPU use this nsys."""
+    return lambda nsys: monkeypatch.setattr(profiling, "_choose_nsys", lambda profiler, device: (nsys, None))
+
+
+@pytest.mark.parametrize("mode", ["forward", "train"])
+def test_a_cell_on_the_cpu(mode):
+    workload = ProfileWorkload(replace(TINY, mode=mode, device="cpu"))
+    outcome = profiling.measure_profile(workload.configuration(), silent)
+    assert outcome.status == "ok"
+    profile = Profile.from_json(json.loads(json.dumps(outcome.derived["profile"])))
+    expected = ["forward", "loss", *(["backward", "optimizer"] if mode == "train" else [])]
+    assert [row.name for row in profile.phases] == expected
+    assert list(outcome.samples) == [*expected, "step", "wall", "annotated"]
+    assert {row.count for row in (*profile.phases, profile.step)} == {2}
+    assert {part.name: part.count for part in profile.parts} == {
+        "computing attention scores": 4,
+        "computing softmax": 4,
+        "final matmul": 4,
+    }
+    assert profile.configuration == workload.training.configuration()
+    assert (outcome.derived["profiler"], outcome.derived["profiler_reason"]) == ("torch.profiler", None)
+    assert sum(row.kernel_ns for row in profile.phases) >= 0.9 * profile.step.kernel_ns
+    matmuls = [k for k in profile.kernels if k.kernel == "aten::mm" and k.range == "forward"]
+    # Seven weights in each of two layers, and the output head; two steps.
+    assert [k.count for k in matmuls] == [2 * (7 * 2 + 1)]
+
+
+def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
+    choose(nsys())
+    workload = ProfileWorkload(TINY, "nsys", keep=str(tmp_path / "kept"))
+    outcome = profiling.measure_profile(workload.configuration(), silent)
+    profile = Profile.from_json(outcome.derived["profile"])
+    assert outcome.derived["profiler"] == "Nsight Systems 2025.3.1.0"
+    assert [row.kernels for row in profile.phases] == [2, 1, 3, 1]
+    assert "step" in outcome.samples, "timed without a profiler too"
+    name = TINY.name
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {f"{name}.nsys-rep", f"{name}.sqlite"}
+    options = json.loads((tmp_path / "nsys" / "options.json").read_text())
+    assert {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--cuda-graph-trace=node"} <= set(options)
+    module, configuration = options[options.index("-m") + 1 : options.index("-m") + 3]
+    assert module == "cs336sys.experiments.profiling"
+    assert Workload.from_configuration(json.loads(configuration)) == TINY
+
+
+def test_what_the_profiled_process_says_is_the_outcome(nsys, choose):
+    choose(nsys(outcome='{"status": "oom", "reason": "out of memory at warm-up: no room"}', leaves_report=False))
+    outcome = profiling.measure_profile(ProfileWorkload(TINY, "auto").configuration(), silent)
+    assert (outcome.status, outcome.reason) == ("oom", "out of memory at warm-up: no room")
+
+
+def test_a_profiled_process_that_dies_is_an_error(nsys, choose):
+    choose(nsys(outcome=""))
+    outcome = profiling.measure_profile(ProfileWorkload(TINY, "nsys").configuration(), silent)
+    assert (outcome.status, outcome.reason) == ("error", "the profiled process ended before its steps were done")
+
+
+def test_an_nsys_that_leaves_no_report_is_refused_or_replaced(nsys, choose):
+    choose(nsys(leaves_report=False))
+    sentence = "nsys 2025.3.1.0 left no report: Importer error status: libdw.so.1 cannot be loaded"
+    with pytest.raises(CapabilityError, match=sentence):
+        profiling.measure_profile(ProfileWorkload(TINY, "nsys").configuration(), silent)
+    outcome = profiling.measure_profile(ProfileWorkload(TINY, "auto").configuration(), silent)
+    assert outcome.status == "ok"
+    assert outcome.derived["profiler"] == "torch.profiler"
+    assert outcome.derived["profiler_reason"].startswith(sentence)
+
+
+def test_the_window_holds_the_measured_steps_and_not_the_warm_up():
+    events = []
+
+    class Marks:
+        def start(self, name):
+            events.append(f"+{name}")
+            return lambda: events.append(f"-{name}")
+
+        def range(self, name):
+            return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def window():
+        events.append("start capture")
+        yield
+        events.append("stop capture")
+
+    workload = replace(TINY, device="cpu", mode="forward-backward", steps=1)
+    profiling._run_annotated(workload, torch.device("cpu"), Marks(), window(), silent)
+    run = run_name(workload.configuration())
+    step = [f"{sign}{name}" for name in ("forward", "loss", "backward") for sign in "+-"]
+    phases = [event for event in events if not event.endswith(" backward")]
+    assert phases == [
+        *("+warm-up", "-warm-up", "start capture", f"+{run}", "+warm-up", "-warm-up", "+step", *step, "-step"),
+        *(f"-{run}", "stop capture"),
+    ]
+    in_backward = events[events.index("+backward") : events.index("-backward")]
+    assert "+block 1 backward" in in_backward
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
+    """Where CUPTI fails, torch.profiler's trace holds the CPU's operations alone."""
+    real_step = profiling.TrainStep
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(profiling, "TrainStep", lambda workload, device: real_step(workload, torch.device("cpu")))
+    with pytest.raises(CapabilityError, match=r"torch\.profiler saw no work on the GPU"):
+        profiling._under_torch_profiler(ProfileWorkload(TINY), torch.device("cuda"), tmp_path, silent)
+
+
+@pytest.mark.parametrize(
+    ("profiler", "device", "installed", "expected"),
+    [
+        ("auto", "cuda", True, "nsys"),
+        ("nsys", "cuda", True, "nsys"),
+        ("torch", "cuda", True, None),
+        ("auto", "cpu", True, None),
+        ("auto", "cuda", False, "nsys is not installed"),
+        ("nsys", "cuda", False, CapabilityError),
+        ("nsys", "cpu", True, CapabilityError),
+    ],
+)
+def test_the_choice_of_the_profiler(nsys, monkeypatch, profiler, device, installed, expected):
+    found = nsys() if installed else None
+    monkeypatch.setattr(profiling, "find_nsys", lambda: found)
+    monkeypatch.setattr(nsight_systems, "makes_reports", lambda path: True)
+    if expected is CapabilityError:
+        with pytest.raises(CapabilityError, match="profiler 'nsys'"):
+            profiling._choose_nsys(profiler, torch.device(device))
+        return
+    chosen, why_not = profiling._choose_nsys(profiler, torch.device(device))
+    assert chosen == (found if expected == "nsys" else None)
+    assert why_not == (expected if expected != "nsys" else None)
+
+
+def test_an_nsys_without_its_importer_is_not_used(nsys, monkeypatch):
+    monkeypatch.setattr(profiling, "find_nsys", nsys)
+    monkeypatch.setattr(nsight_systems, "makes_reports", lambda path: False)
+    assert profiling._choose_nsys("auto", torch.device("cuda")) == (None, "nsys 2025.3.1.0 lacks libdw.so.1")
+
+
+def test_export_of_a_report_from_a_newer_version(nsys, tmp_path):
+    report = tmp_path / "newer.nsys-rep"
+    report.write_bytes(b"\x00\x01\x02")
+    with pytest.raises(UsageError, match=r"cannot export .*newer.nsys-rep, .*: .*was written by version 2099\.1"):
+        nsight_systems.export(nsys(), report, tmp_path / "out.sqlite")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NSYS_PROFILING_SESSION_ID": "1234"},
+        {"CUDA_INJECTION64_PATH": "/opt/nvidia/nsys/target/libToolsInjection64.so"},
+        {"LD_PRELOAD": "/opt/nvidia/nsys/target/libToolsInjectionProxy64.so"},
+    ],
+)
+def test_a_process_knows_that_it_is_profiled(monkeypatch, variables):
+    for name in ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    assert not nsight_systems.is_profiled()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert nsight_systems.is_profiled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_profiled_process_writes_its_outcome(tmp_path):
+    configuration = json.dumps(TINY.configuration())
+    profiling._main(configuration, str(tmp_path / "outcome.json"))
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["status"] == "unsupported"
+    assert outcome["reason"].startswith("nsys traces work on a GPU, and there is none here")
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_by_torch_profiler():
+    workload = ProfileWorkload(replace(TINY, device="cuda"), "torch")
+    outcome = profiling.measure_profile(workload.configuration(), silent)
+    profile = Profile.from_json(outcome.derived["profile"])
+    kernels = {row.name: row.kernels for row in profile.phases}
+    assert profile.is_gpu
+    assert kernels["backward"] > kernels["forward"] > 0
+    assert profile.attributed_percent > 99
+    assert sum(row.kernel_ns for row in profile.phases) == pytest.approx(profile.step.kernel_ns, rel=0.01)
+    assert {part.name for part in profile.parts if part.kernels}
+
+
+@pytest.mark.gpu
+def test_nsys_and_torch_profiler_agree_on_a_gpu():
+    nsys, why_not = profiling._choose_nsys("auto", torch.device("cuda"))
+    if nsys is None:
+        pytest.skip(why_not)
+    training = Workload(choose_size("small", context=256), device="cuda", steps=3)
+    profiles = []
+    for profiler in ("nsys", "torch"):
+        outcome = profiling.measure_profile(ProfileWorkload(training, profiler).configuration(), silent)
+        profiles.append(Profile.from_json(outcome.derived["profile"]))
+    of_nsys, of_torch = profiles
+    for a, b in zip(of_nsys.phases, of_torch.phases, strict=True):
+        assert (a.name, a.kernels) == (b.name, b.kernels)
+        assert a.kernel_ns == pytest.approx(b.kernel_ns, rel=0.03)

@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.training import TrainStep, measure_training
+from cs336sys.measure.device import choose_device
+from cs336sys.sizes import choose_size
+from cs336sys.workload import PHASES, Workload
+
+SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
+CPU = torch.device("cpu")
+
+
+def train(steps=1, **settings):
+    step = TrainStep(Workload(SIZE, device="cpu", **settings), CPU)
+    losses = []
+    for _ in range(steps):
+        step()
+        losses.append(step.loss.item())
+    return step, losses
+
+
+@pytest.mark.parametrize("mode", PHASES)
+def test_step_has_the_phases_of_its_mode(mode):
+    step, _ = train(mode=mode)
+    assert tuple(step.phases) == PHASES[mode]
+    assert step.loss.requires_grad == (mode != "forward")
+    assert all(parameter.grad is None for parameter in step.model.parameters()), "gradients are kept between steps"
+
+
+@pytest.mark.parametrize("optimizer", ["course", "fused"])
+def test_training_lowers_the_loss_of_the_batch(optimizer):
+    _, losses = train(steps=8, optimizer=optimizer)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_without_an_optimizer_the_weights_stay():
+    _, losses = train(steps=3, mode="forward-backward")
+    assert losses[0] == losses[-1]
+
+
+def test_optimizers_take_the_same_steps():
+    _, course = train(steps=4)
+    _, fused = train(steps=4, optimizer="fused")
+    assert course == pytest.approx(fused, rel=1e-5)
+
+
+def test_seed_decides_weights_and_batch():
+    assert train(seed=1)[1] == train(seed=1)[1]
+    assert train(seed=1)[1] != train(seed=2)[1]
+
+
+def test_sdpa_takes_the_models_place_in_attention_and_changes_no_loss():
+    called = []
+    step, losses = train(steps=3, attention="sdpa")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    called = {event.key for event in profiler.key_averages()}
+    assert "aten::scaled_dot_product_attention" in called
+    assert losses == pytest.approx(train(steps=3)[1], rel=1e-5)
+    step, _ = train()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    assert "aten::scaled_dot_product_attention" not in {event.key for event in profiler.key_averages()}
+
+
+def test_flash_attention_follows_the_models_loss():
+    assert train(steps=5, attention="flash")[1] == pytest.approx(train(steps=5)[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_changes_the_loss_a_little_and_keeps_fp32_parameters(precision):
+    step, losses = train(steps=3, precision=precision)
+    _, exact = train(steps=3)
+    assert losses == pytest.approx(exact, rel=0.02)
+    assert losses != exact
+    assert {parameter.dtype for parameter in step.model.parameters()} == {torch.float32}
+    assert step.scaler.is_enabled() == (precision == "fp16")
+
+
+def test_block_mode_compiles_one_block_for_all(monkeypatch):
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    # Module.compile calls torch.compile, too.
+    compile_with_inductor = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda code, **settings: compile_with_inductor(code, backend=record, **settings)
+    )
+    torch.compiler.reset()
+    assert SIZE.num_layers == 2
+    _, losses = train(steps=2, compile="block")
+    assert len(graphs) == 2, "one graph for both blocks and one for the loss"
+    torch.compiler.reset()
+    assert losses == pytest.approx(train(steps=2)[1], rel=1e-5)
+
+
+def test_cell_has_every_phase_and_derived_columns_that_fit_them():
+    workload = Workload(SIZE, device="cpu", warmup=1, steps=3)
+    stages = []
+    outcome = measure_training(workload.configuration(), stages.append)
+    samples, derived = outcome.samples, outcome.derived
+    assert stages == ["building the model", "warm-up 1/1", "step 1/3", "step 2/3", "step 3/3"]
+    assert {(len(series.warmup), len(series.measured)) for series in samples.values()} == {(1, 3)}
+    assert set(samples) == {"forward", "backward", "optimizer", "step", "wall"}
+    for phases in zip(*(samples[name].measured for name in (*PHASES["train"], "step", "wall")), strict=True):
+        *parts, step_ms, wall_ms = phases
+        assert sum(parts) == pytest.approx(step_ms)
+        assert wall_ms >= step_ms
+    assert derived["tokens_per_s"] == pytest.approx(2 * 16 / (samples["step"].mean / 1e3))
+    assert derived["first_step_s"] * 1e3 > samples["step"].warmup[0]
+    assert (derived["peak_gib"], derived["mfu_percent"], derived["gpu_busy_ms"]) == (None, None, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none():
+    with pytest.raises(CapabilityError, match="device 'cuda': torch sees no CUDA GPU here"):
+        choose_device("cuda")
+    assert choose_device("auto") == CPU
+
+
+@pytest.mark.gpu
+def test_gpu_cell_counts_memory_and_busy_time():
+    workload = Workload(choose_size("small", context=128), precision="bf16", device="cuda", warmup=2, steps=3)
+    outcome = measure_training(workload.configuration(), lambda stage: None)
+    state_gib = 4 * 4 * outcome.derived["parameters"] / 2**30
+    assert state_gib < outcome.derived["peak_gib"] < 3 * state_gib
+    assert 0 < outcome.derived["gpu_busy_ms"] <= 1.05 * outcome.samples["wall"].median
+    assert outcome.samples["step"].method == "cuda events"

@@ -1,0 +1,84 @@
+"""What the Triton and the Hopper kernels are both held against: the float64 reference, and sums that are exact."""
+
+import math
+
+import torch
+
+from cs336sys.kernels.attention.operators import FlashAttentionTriton
+from cs336sys.kernels.attention.reference import reference_attention
+
+ON_GPU = torch.cuda.is_available()
+
+# Largest error of an element, relative to the largest element or 1, the size of the inputs. Half dtypes round P, dS and
+# the results to 11 and 8 bits; products in float32 are exact in the interpreter and three TF32 products on a GPU.
+TOLERANCES = {torch.float32: 2e-5 if ON_GPU else 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+STRIDES = {
+    "slices of one packed tensor": lambda x: torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]],
+    "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+    "elements far apart": lambda x: x.mT.contiguous().mT,
+    "heads expanded": lambda x: x[:, :1].expand_as(x),
+    "not 16-byte aligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+}
+
+
+def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return tuple(
+        torch.randn(*leading, length, head_dim, dtype=dtype, device=device, generator=generator).requires_grad_()
+        for length in (num_queries, num_keys, num_keys)
+    )
+
+
+def assert_matches_float64(inputs, is_causal, grad_out=None, float32_precision="tf32x3", kernels="triton"):
+    out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision, False, kernels)
+    if grad_out is None:
+        grad_out = torch.randn(out.shape, dtype=out.dtype, device=out.device)
+    logsumexp = out.grad_fn.saved_tensors[-1]
+    gradients = torch.autograd.grad(out, inputs, grad_out)
+    expected_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal)
+    expected_gradients = torch.autograd.grad(expected_out, expected_inputs, grad_out.double())
+
+    names = ("out", "logsumexp", "dq", "dk", "dv")
+    actual = (out, logsumexp, *gradients)
+    expected = (expected_out, expected_logsumexp, *expected_gradients)
+    for name, tensor, expected_tensor in zip(names, actual, expected, strict=True):
+        assert tensor.shape == expected_tensor.shape, name
+        assert tensor.dtype == (torch.float32 if name == "logsumexp" else inputs[0].dtype), name
+        error = (tensor.double() - expected_tensor).abs().max().item()
+        scale = expected_tensor.abs().max().clamp(min=1.0).item()
+        tolerance = TOLERANCES[torch.float32 if name == "logsumexp" else inputs[0].dtype]
+        assert error <= tolerance * scale, f"{name}: {error / scale:.1e} of the largest element, {tolerance} allowed"
+
+
+def exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed):
+    """Query i picks exactly one key: its score is so far ahead that all other weights underflow to 0.
+
+    Keys are their number's binary digits as +-1, queries 2^10 times the digits of the key they pick. Values and output
+    gradients are small integers, whose sums are exact in any order.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    digits = max(1, math.ceil(math.log2(num_keys)))
+    assert digits <= head_dim
+    key = torch.zeros(num_keys, head_dim)
+    key[:, :digits] = (torch.arange(num_keys)[:, None] >> torch.arange(digits) & 1) * 2.0 - 1.0
+    last = torch.arange(num_queries).clamp(max=num_keys - 1) if is_causal else torch.full((num_queries,), num_keys - 1)
+    picked = (torch.rand(num_queries, generator=generator) * (last + 1)).long()
+    query = key[picked] * 2.0**10
+    value = torch.randint(-8, 9, (num_keys, head_dim), generator=generator).float()
+    grad_out = torch.randint(-2, 3, (num_queries, head_dim), generator=generator).float()
+    inputs = tuple(tensor.to(device, dtype).requires_grad_() for tensor in (query, key, value))
+    return inputs, grad_out.to(device, dtype), picked.to(device)
+
+
+def assert_exact(num_queries, num_keys, head_dim, is_causal, dtype, device, seed=0, kernels="triton"):
+    inputs, grad_out, picked = exact_inputs(num_queries, num_keys, head_dim, is_causal, dtype, device, seed)
+    out = FlashAttentionTriton.apply(*inputs, is_causal, "tf32x3", False, kernels)
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, inputs, grad_out)
+    value = inputs[2].detach()
+    assert torch.equal(out, value[picked])
+    assert torch.equal(grad_value, torch.zeros_like(value).index_add(0, picked, grad_out))
+    # The weight is exactly 1, so dP - D = 0 exactly.
+    assert not grad_query.any()
+    assert not grad_key.any()

@@ -1,0 +1,190 @@
+"""Compiles the attention kernels for sm_90 on any machine, as an H200 would get them; prints what came out as JSON.
+
+Run without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR. The plans choose settings, constants and descriptors
+themselves; only the driver below them is exchanged for one that compiles and does not launch.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper import plans as hopper_plans
+from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
+from cs336sys.kernels.attention.plan import Launch
+from cs336sys.kernels.attention.triton import plans as triton_plans
+from cs336sys.kernels.attention.triton.plans import Plan
+
+CAPABILITY = (9, 0)
+NUM_MULTIPROCESSORS = 132
+MAX_SHARED_BYTES = 232448
+
+# (shape, dtype, is_causal)
+TRITON_CONFIGURATIONS = {
+    "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
+    "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
+    "head dim 64 full": ((1, 16, 16384, 64), torch.bfloat16, False),
+    "head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
+    "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
+    "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
+    "one short head": ((1, 1, 1024, 64), torch.float16, True),
+    "one short head, head dim 128": ((1, 1, 1024, 128), torch.bfloat16, True),
+    "float32": ((1, 16, 8192, 64), torch.float32, True),
+    "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
+}
+HOPPER_CONFIGURATIONS = {
+    "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
+    "hopper, head dim 32": ((1, 16, 16384, 32), torch.bfloat16, True),
+    "hopper, head dim 32 full": ((1, 16, 16384, 32), torch.float16, False),
+    "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
+    "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
+    "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
+    "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
+    "hopper, head dim 256": ((1, 16, 16384, 256), torch.bfloat16, True),
+    "hopper, head dim 256 full": ((1, 16, 16384, 256), torch.float16, False),
+}
+
+
+class CompileOnlyDriver:
+    class utils:
+        @staticmethod
+        def load_binary(name, cubin, shared_bytes, device):
+            return None, None, 0, 0, 1024
+
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": MAX_SHARED_BYTES}
+
+    class launcher_cls:
+        def __init__(self, source, metadata):
+            pass
+
+        def __call__(self, *args):
+            pass
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+
+
+def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
+    """What ptxas says of a kernel, and how often its disassembly has the instructions that matter."""
+    sass = disassemble(compiled.asm["cubin"])
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
+        "serialized": "serialized" in ptxas_log,
+        "reallocates_registers": "setmaxnreg" in compiled.asm["ptx"],
+        "limited": compiled.metadata.maxnreg is not None,
+        "num_warps": compiled.metadata.num_warps,
+        "shared_bytes": compiled.metadata.shared,
+        "tensor_core": len(re.findall(r"\bHG?MMA\.", sass)),
+        "exp2_beside_product": exp2_beside_product(sass),
+        "tma_load": len(re.findall(r"\bUTMALDG\.", sass)),
+        "tma_reduce": len(re.findall(r"\bUTMAREDG\.", sass)),
+    }
+
+
+def disassemble(cubin: bytes) -> str:
+    # compiled.asm["sass"] ends at address 0xffff in triton 3.6.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def exp2_beside_product(sass: str) -> list[int]:
+    """Exponentials between a wait that leaves one product running and the next wait, where there are any."""
+    _, *stretches = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, ", sass)
+    counts = [stretch.count("MUFU.EX2") for stretch in stretches if stretch.startswith("0x1")]
+    return [count for count in counts if count]
+
+
+descriptions = {}  # by the hash of the kernel: configurations share some, and ptxas sees each once
+
+
+def compile_and_describe(launch: Launch, *tensors) -> dict:
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        launch(*tensors)
+    compiled = launch.compiled
+    if compiled.hash not in descriptions:
+        descriptions[compiled.hash] = describe(compiled, log.getvalue())
+    return descriptions[compiled.hash]
+
+
+def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: torch.Tensor) -> None:
+    """Runs a plan, and describes under its name in ``report`` what it compiles for each of its steps that has one."""
+
+    def described(launch, name):
+        return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
+
+    plan.steps = [
+        (described(launch, name) if name else launch, slots)
+        for name, (launch, slots) in zip(names, plan.steps, strict=True)
+    ]
+    plan(*tensors)
+
+
+def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
+    query, key, value, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(4))
+    out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
+    grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels)
+    report = {}
+
+    forward_names = ["forward", "combine"][: len(forward.steps)]
+    compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
+    if kernels == "hopper" and query.shape[-1] not in availability.BACKWARD_HEAD_DIMS:
+        return report
+    backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
+    passes = [launch._kernel for launch, _ in backward.steps]
+    others = triton_plans.prepare_kernel, triton_plans.convert_grad_query_kernel
+    names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
+    step_names = [None if one in others else next(names) for one in passes]
+    compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)
+    return report
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(CompileOnlyDriver())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    problem_on_this_machine = triton_plans.make_problem
+
+    def problem_on_hopper(query, key, operands, *options):
+        return dataclasses.replace(
+            problem_on_this_machine(query, key, operands, *options),
+            capability=CAPABILITY,
+            num_multiprocessors=NUM_MULTIPROCESSORS,
+            tma_allowed=all(operand.fits_tma for operand in operands),
+        )
+
+    hopper_plans.make_problem = triton_plans.make_problem = problem_on_hopper
+    reports = {}
+    for kernels, configurations in (("triton", TRITON_CONFIGURATIONS), ("hopper", HOPPER_CONFIGURATIONS)):
+        for name, configuration in configurations.items():
+            # The other kernels print their ptxas log as well.
+            with contextlib.redirect_stdout(sys.stderr):
+                reports[name] = compile_configuration(kernels, *configuration)
+            if "combine" in reports[name]:
+                reports["combine"] = {"combine": reports[name].pop("combine")}
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The Hopper kernels: what refuses them anywhere, and what they compute on a GPU that has them."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_checks import STRIDES, assert_exact, assert_matches_float64, random_inputs
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, operators
+from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.kernels.attention.triton.settings import Problem
+
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", availability.HEAD_DIMS)
+
+
+def on_hopper(function):
+    lacks = "no CUDA GPU"
+    if torch.cuda.is_available():
+        lacks = availability.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
+    return pytest.mark.gpu(pytest.mark.skipif(lacks is not None, reason=str(lacks))(function))
+
+
+def pretend_query(**changes):
+    """What why_unavailable looks at, of a query on an H200."""
+    query = {"is_cuda": True, "device": "cuda:0", "dtype": torch.bfloat16, "shape": torch.Size((2, 16, 1024, 64))}
+    return SimpleNamespace(**query | changes)
+
+
+@pytest.fixture
+def pretend_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+
+
+def test_takes_what_it_was_made_for(pretend_hopper):
+    assert availability.why_unavailable(pretend_query()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"is_cuda": False, "device": "cpu"}, "runs on CUDA tensors, got cpu"),
+        ({"dtype": torch.float32}, "takes float16 and bfloat16, got torch.float32"),
+        ({"shape": torch.Size((1, 8, 80))}, "takes head dimension 16, 32, 64, 128 or 256, got 80"),
+        ({"shape": torch.Size((2**18, 2**13, 64))}, "addresses fewer than 2^31 rows"),
+    ],
+    ids=["cpu", "dtype", "head dim", "too long"],
+)
+def test_says_what_it_does_not_take(changes, text, pretend_hopper):
+    assert text in availability.why_unavailable(pretend_query(**changes))
+
+
+def test_other_gpus_are_refused_by_name(monkeypatch, pretend_hopper):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0" in availability.why_unavailable(
+        pretend_query()
+    )
+
+
+@pytest.mark.parametrize(("version", "found"), [((3, 5), "3.5"), ((), "none")])
+def test_old_triton_is_refused(version, found, monkeypatch, pretend_hopper):
+    monkeypatch.setattr(availability, "_triton_version", lambda: version)
+    assert availability.why_unavailable(pretend_query()).endswith(f"needs triton 3.6 or later, found {found}")
+
+
+def test_refusal_reaches_the_user():
+    query = torch.randn(1, 4, 64, dtype=torch.float16)
+    with pytest.raises(CapabilityError, match="'hopper' runs on CUDA tensors, got cpu"):
+        flash_attention(query, query, query, implementation="hopper")
+    with pytest.raises(UsageError, match="kernels 'cuda' do not exist: choose one of auto, triton, hopper"):
+        FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
+
+
+def problem(num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tma_allowed=True):
+    return Problem(
+        head_dim, torch.bfloat16, "tf32x3", True, num_sequences, num_queries, num_keys, (9, 0), 132, tma_allowed
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tma_allowed": False},
+        {"num_sequences": 1, "num_queries": 8192, "num_keys": 8192, "head_dim": 128},
+        {"num_sequences": 1, "num_queries": 1024, "num_keys": 1024},
+        {"num_sequences": 64, "num_queries": 512, "num_keys": 512},
+    ],
+    ids=["strides", "few items", "short", "short keys"],
+)
+def test_auto_leaves_the_rest_to_triton(changes):
+    assert not hopper_forward_is_faster(problem(**changes))
+    assert not hopper_backward_is_faster(problem(**changes))
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "head_dim", "forward", "backward"),
+    [
+        (16, 16384, 16, True, False),
+        (128, 2048, 16, False, False),
+        (16, 16384, 32, True, True),
+        (128, 2048, 32, True, False),
+        (100, 512, 32, False, False),
+        (16, 16384, 64, True, True),
+        (128, 2048, 64, True, True),
+        (16, 16384, 128, True, True),
+        (128, 2048, 128, True, True),
+        (16, 16384, 256, True, False),
+        (100, 512, 256, True, False),
+        (1, 16384, 256, False, False),
+        (16, 1024, 64, False, False),
+        (16, 1024, 128, True, False),
+        (1, 16384, 128, True, False),
+        (1, 32768, 64, False, True),
+        (4, 8192, 64, False, True),
+        (4, 8192, 128, True, True),
+        (100, 1024, 64, True, True),
+        (144, 512, 128, True, True),
+        (64, 512, 64, False, False),
+        (80, 512, 64, False, True),
+        (400, 512, 64, False, True),
+    ],
+)
+def test_auto_decides_for_either_pass_by_itself(num_sequences, length, head_dim, forward, backward):
+    measured = problem(num_sequences, length, length, head_dim)
+    assert hopper_forward_is_faster(measured) == forward
+    assert hopper_backward_is_faster(measured) == backward
+
+
+@pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
+def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
+    """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
+    monkeypatch.setattr(availability, "why_unavailable", lambda query: None)
+
+    def problem_on_hopper(query, key, operands, *options):
+        fits = all(operand.fits_tma for operand in operands)
+        return problem(query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], tma_allowed=fits)
+
+    monkeypatch.setattr(operators, "make_problem", problem_on_hopper)
+    query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
+    whole, narrow = query.new_empty(1, num_sequences, 16384, 64), query[..., :64]
+    assert operators._takes_hopper("auto", (whole, whole), True, hopper_forward_is_faster) == chosen
+    assert not operators._takes_hopper("auto", (whole, narrow), True, hopper_forward_is_faster)
+    assert operators._takes_hopper("hopper", (whole, narrow), True, hopper_forward_is_faster)
+    assert not operators._takes_hopper("triton", (whole, whole), True, hopper_forward_is_faster)
+
+
+@on_hopper
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("dtype", availability.DTYPES, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"),
+    [(1, 1), (1, 300), (300, 1), (64, 128), (129, 129), (17, 700), (700, 17), (333, 517), (1000, 1000)],
+)
+def test_lengths(num_queries, num_keys, dtype, head_dim, is_causal, device, poisoned_empty):
+    inputs = random_inputs((2, 3), num_queries, num_keys, head_dim, dtype, device)
+    assert_matches_float64(inputs, is_causal, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+def test_more_heads_than_multiprocessors(head_dim, device):
+    assert_matches_float64(random_inputs((20, 16), 400, 400, head_dim, torch.bfloat16, device), True, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+@pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
+def test_strides(layout, head_dim, device):
+    query, key, value = random_inputs((2, 3), 200, 200, head_dim, torch.float16, device)
+    inputs = tuple(layout(tensor.detach()).requires_grad_() for tensor in (query, key, value))
+    assert_matches_float64(inputs, True, layout(torch.randn_like(query)), kernels="hopper")
+
+
+@on_hopper
+@CAUSAL
+@HEAD_DIMS
+@pytest.mark.parametrize("seed", range(20))
+def test_exact_integer_data(seed, head_dim, is_causal, device):
+    """The assembler of triton 3.6 to 3.8 may reuse a register before an asynchronous product has read it."""
+    num_queries, num_keys = [(1000, 1000), (300, 1300), (1300, 300), (4096, 4096)][seed % 4]
+    assert_exact(num_queries, num_keys, head_dim, is_causal, torch.float16, device, seed, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+def test_row_without_a_finite_score_gives_zeros(head_dim, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 200, 200, head_dim, torch.float16, device))
+    query[0, 7, 3] = math.inf
+    key[0, :, 3] = -1.0
+    out = FlashAttentionTriton.apply(query, key, value, True, "tf32x3", False, "hopper")
+    expected, _ = reference_attention(query.float(), key.float(), value.float(), True)
+    assert not out[0, 7].any()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@on_hopper
+@HEAD_DIMS
+def test_nan_in_a_key_reaches_all_queries_that_see_it(head_dim, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 200, 200, head_dim, torch.float16, device))
+    key[0, 137, 3] = math.nan
+    out = FlashAttentionTriton.apply(query, key, value, True, "tf32x3", False, "hopper")
+    assert out[0, 137:].isnan().all()
+    assert not out[0, :137].isnan().any()
+
+
+@on_hopper
+@HEAD_DIMS
+def test_scores_so_low_that_their_sum_overflows_backward(head_dim, device):
+    query, key, value = random_inputs((1,), 20, 17, head_dim, torch.float16, device)
+    query = torch.full_like(query, 10.0).requires_grad_()
+    key = torch.full_like(key, -5.0).requires_grad_()
+    out = FlashAttentionTriton.apply(query, key, value, False, "tf32x3", False, "hopper")
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
+
+
+@on_hopper
+@HEAD_DIMS
+def test_backward_is_plain_triton_where_dk_and_dv_take_too_many_registers(head_dim, device):
+    operators.forget_plans()
+    inputs = random_inputs((2, 2), 300, 300, head_dim, torch.bfloat16, device)
+    flash_attention(*inputs, True, implementation="hopper").sum().backward()
+    backward = "HopperBackwardPlan" if head_dim in availability.BACKWARD_HEAD_DIMS else "BackwardPlan"
+    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", backward]
+
+
+@on_hopper
+@HEAD_DIMS
+def test_deterministic_gradients_repeat(head_dim, device):
+    inputs = random_inputs((4, 4), 1000, 1000, head_dim, torch.bfloat16, device)
+    first, second = (
+        torch.autograd.grad(flash_attention(*inputs, True, implementation="hopper", deterministic=True).sum(), inputs)
+        for _ in range(2)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_auto_takes_them_in_either_pass_unless_it_must_be_deterministic(deterministic, device):
+    operators.forget_plans()
+    inputs = random_inputs((8, 16), 1024, 1024, 64, torch.bfloat16, device)
+    flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
+    backward = "BackwardPlan" if deterministic else "HopperBackwardPlan"
+    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", backward]
+
+
+@on_hopper
+@pytest.mark.parametrize("implementation", ["auto", "hopper"])
+def test_compile_keeps_one_graph(implementation, device):
+    inputs = random_inputs((4, 16), 1024, 1024, 64, torch.bfloat16, device)
+
+    def block(query, key, value):
+        return flash_attention(query * 2.0, key, value, True, implementation=implementation).sin()
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(*inputs), block(*inputs), rtol=2e-2, atol=2e-2)

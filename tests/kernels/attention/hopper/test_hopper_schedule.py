@@ -1,0 +1,380 @@
+"""The order of work of the Hopper kernels, emulated with their own integer arithmetic: Gluon has no interpreter."""
+
+import collections
+import itertools
+
+import pytest
+
+from cs336sys.kernels.attention.hopper.schedule import as_table, key_tiles, ordered_items, query_tiles, share_out
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def sees(query, key, num_queries, num_keys, is_causal):
+    return query < num_queries and key < num_keys and (key <= query or not is_causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize(("num_sequences", "per_group"), [(1, 1), (5, 2), (16, 4), (7, 7)])
+@pytest.mark.parametrize("num_tiles", [1, 3, 86])
+@pytest.mark.parametrize("num_programs", [1, 2, 13, 132])
+def test_table_gives_every_item_to_one_program(num_programs, num_tiles, num_sequences, per_group, is_causal):
+    items = ordered_items(num_tiles, num_sequences, per_group, is_causal)
+    table = as_table(share_out(items, range(1, num_tiles + 1), num_programs))
+    seen = []
+    for program in range(num_programs):
+        count, first = table[program]
+        seen += table[first : first + count]
+    assert sorted(seen) == list(itertools.product(range(num_tiles), range(num_sequences)))
+    assert len(table) == num_programs + len(seen)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_sequences", "per_group"), [(128, 16, 4), (86, 16, 16), (16, 128, 32)])
+def test_sharing_out_balances_a_causal_mask(num_tiles, num_sequences, per_group):
+    """16 heads of 16384 queries and 128 of 2048, on 132 programs: nobody has 3 % more key tiles than the average."""
+    costs = [1 + tile for tile in range(num_tiles)]
+    shares = share_out(ordered_items(num_tiles, num_sequences, per_group, True), costs, 132)
+    loads = [sum(costs[tile] for tile, _ in share) for share in shares]
+    assert max(loads) < 1.03 * sum(loads) / len(loads)
+
+
+def test_as_many_programs_as_items_get_one_each_in_order():
+    items = list(ordered_items(3, 5, 2, True))
+    assert share_out(items, [1, 2, 3], len(items)) == [[item] for item in items]
+
+
+def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
+    order = list(ordered_items(3, 5, 2, True))
+    first_group = [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+    assert order[:6] == first_group
+    assert order[12:] == [(2, 4), (1, 4), (0, 4)]
+    assert list(ordered_items(3, 2, 2, False)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@CAUSAL
+@pytest.mark.parametrize(("consumers", "key_rows"), [(2, 128), (3, 128), (3, 64), (2, 64)])
+def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal):
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        for item_query in range(0, num_queries, 64 * consumers):
+            _, item_end = key_tiles(item_query, 64 * consumers, num_queries, num_keys, key_rows, is_causal)
+            assert item_end >= 1
+            ends = []
+            for consumer in range(consumers):
+                first_query = item_query + 64 * consumer
+                whole, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+                ends.append(end)
+                last_query = min(first_query + 64, num_queries) - 1
+                for tile in range(-(-num_keys // key_rows) + 1):
+                    keys = tile * key_rows, (tile + 1) * key_rows - 1
+                    if last_query < first_query:
+                        some = every = False
+                    else:
+                        some = sees(last_query, keys[0], num_queries, num_keys, is_causal)
+                        every = sees(first_query, keys[1], num_queries, num_keys, is_causal)
+                    assert (tile < end) == some
+                    assert (tile < whole) == every
+                    if tile == end - 1:
+                        # So that no row of the first tile visited is without a score.
+                        assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
+            # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
+            assert item_end == max(ends)
+
+
+@CAUSAL
+def test_queries_that_see_a_block_of_keys(is_causal):
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        for first_key in range(0, num_keys, 128):
+            first, end = query_tiles(first_key, num_queries, 64, is_causal)
+            visited = {query for tile in range(first, end) for query in range(64 * tile, 64 * tile + 64)}
+            keys = range(first_key, min(first_key + 128, num_keys))
+            needed = {
+                query
+                for query in range(num_queries)
+                if any(sees(query, key, num_queries, num_keys, is_causal) for key in (keys[0], keys[-1]))
+            }
+            assert needed <= visited
+            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal.
+            assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal) for tile in range(first + 2, end))
+
+
+class Barriers:
+    """Counted barriers: [phases completed, arrivals] of each.
+
+    A wait for use n of a slot is a wait for a number of phases, which is how the kernels' parities must be read: a test
+    fails if anybody were two phases ahead.
+    """
+
+    def __init__(self, **counts):
+        self._counts = counts
+        self._states = collections.defaultdict(lambda: [0, 0])
+
+    def arrive(self, kind, *where):
+        state = self._states[kind, *where]
+        state[1] += 1
+        if state[1] == self._counts[kind]:
+            state[0], state[1] = state[0] + 1, 0
+
+    def passes(self, kind, *where, parity):
+        """Whether mbarrier.wait(parity) returns: the phase of that parity is the last completed one."""
+        return (self._states[kind, *where][0] - 1) % 2 == parity
+
+
+def simulate(
+    consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False, own_out_tiles=True
+):
+    """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
+    barriers = Barriers(ready=1, free=consumers, query_ready=1, query_free=1, turn=1)
+    arrive, passes = barriers.arrive, barriers.passes
+    ring = {}
+    reads = collections.defaultdict(list)
+
+    rows = 64 * consumers
+    num_tiles = -(-num_queries // rows)
+    (share,) = share_out(ordered_items(num_tiles, num_sequences, num_sequences, is_causal), [1] * num_tiles, 1)
+
+    def items():
+        for turn, (tile, sequence) in enumerate(share):
+            yield turn, tile * rows, sequence
+
+    def load(name, use, content):
+        slot = use % stages
+        while not passes("free", name, slot, parity=((use // stages) & 1) ^ 1):
+            yield
+        ring[name, slot] = content
+        arrive("ready", name, slot)
+
+    def producer():
+        first_use = 0
+        for turn, first_query, sequence in items():
+            _, end = key_tiles(first_query, rows, num_queries, num_keys, key_rows, is_causal)
+            yield from load("key", first_use, (sequence, end - 1))
+            for consumer in range(consumers):
+                while not passes("query_free", consumer, parity=(turn & 1) ^ 1):
+                    yield
+                ring["query", consumer] = (sequence, first_query + 64 * consumer)
+                arrive("query_ready", consumer)
+            for i in range(1, end):
+                yield from load("key", first_use + i, (sequence, end - 1 - i))
+                yield from load("value", first_use + i - 1, (sequence, end - i))
+            first_use += end
+            yield from load("value", first_use - 1, (sequence, 0))
+
+    def consumer(me):
+        def read(name, use):
+            slot = use % stages
+            while not passes("ready", name, slot, parity=(use // stages) & 1):
+                yield
+            return ring[name, slot]
+
+        def turn_of(use):
+            if take_turns:
+                while not passes("turn", me, parity=(use & 1) ^ (1 if me == 0 else 0)):
+                    yield
+
+        def pass_turn():
+            if take_turns:
+                arrive("turn", (me + 1) % consumers)
+
+        first_use = 0
+        for turn, item_query, sequence in items():
+            first_query = item_query + 64 * me
+            _, item_end = key_tiles(item_query, rows, num_queries, num_keys, key_rows, is_causal)
+            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+            for use in range(first_use, first_use + item_end - end):
+                yield from turn_of(use)
+                pass_turn()
+                yield from read("key", use)
+                arrive("free", "key", use % stages)
+                yield from read("value", use)
+                arrive("free", "value", use % stages)
+            while not passes("query_ready", me, parity=turn & 1):
+                yield
+            assert ring["query", me] == (sequence, first_query)
+            use = first_use + item_end - end
+            if end:
+                key = yield from read("key", use)
+            for i in range(end):
+                yield from turn_of(use + i)
+                if i:
+                    value = yield from read("value", use + i - 1)
+                    reads[me, sequence, first_query].append(("value", *value))
+                pass_turn()
+                yield
+                # Still there when the products are complete.
+                assert ring["key", (use + i) % stages] == key
+                reads[me, sequence, first_query].append(("key", *key))
+                arrive("free", "key", (use + i) % stages)
+                yield
+                if i + 1 < end:
+                    key = yield from read("key", use + i + 1)
+                if i:
+                    assert ring["value", (use + i - 1) % stages] == value
+                    arrive("free", "value", (use + i - 1) % stages)
+            if own_out_tiles or not end:
+                arrive("query_free", me)
+            if end:
+                value = yield from read("value", use + end - 1)
+                reads[me, sequence, first_query].append(("value", *value))
+                arrive("free", "value", (use + end - 1) % stages)
+                if not own_out_tiles:
+                    ring["query", me] = "output"
+                    yield
+                    # Still there when it is stored.
+                    assert ring["query", me] == "output"
+                    arrive("query_free", me)
+            first_use += item_end
+
+    return producer, consumer, reads
+
+
+@CAUSAL
+@pytest.mark.parametrize("take_turns", [False, True], ids=["free", "turns"])
+@pytest.mark.parametrize(
+    ("consumers", "stages", "key_rows", "own_out_tiles"),
+    [(2, 2, 128, True), (3, 2, 128, True), (3, 3, 64, True), (2, 2, 64, False)],
+)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (500, 700), (700, 300), (65, 1000)])
+def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
+    num_queries, num_keys, consumers, stages, key_rows, own_out_tiles, take_turns, is_causal
+):
+    for seed in range(8):
+        producer, consumer, reads = simulate(
+            consumers,
+            stages,
+            key_rows,
+            num_queries,
+            num_keys,
+            is_causal,
+            take_turns=take_turns,
+            own_out_tiles=own_out_tiles,
+        )
+        _run_in_random_order([producer(), *(consumer(me) for me in range(consumers))], seed)
+        for (me, sequence, first_query), read in reads.items():
+            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+            for name in ("key", "value"):
+                tiles = [(of, tile) for what, of, tile in read if what == name]
+                assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
+
+
+def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
+    """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get."""
+    barriers = Barriers(
+        key_ready=1,
+        query_ready=1,
+        grad_out_ready=1,
+        tile_free=2,
+        grad_scores_ready=2,
+        grad_scores_free=1,
+        grad_query_done=1,
+        results_ready=1,
+    )
+    memory = {}
+    sums = collections.defaultdict(list)
+    first, end = query_tiles(first_key, num_queries, 64, is_causal)
+
+    def wait(kind, *where, parity):
+        while not barriers.passes(kind, *where, parity=parity):
+            yield
+
+    def producer():
+        memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
+        barriers.arrive("key_ready")
+        for tile in range(first, end):
+            use = tile - first
+            slot = use % stages
+            yield from wait("tile_free", slot, parity=((use // stages) & 1) ^ 1)
+            for name in ("query", "grad_out"):
+                memory[name, slot] = tile
+                barriers.arrive(f"{name}_ready", slot)
+                yield
+        for consumer in range(2):
+            yield from wait("results_ready", consumer, parity=0)
+            assert memory["key" if has_reducer else "grad_query", consumer] == "dK"
+            assert memory["value", consumer] == "dV"
+
+    def add_grad_query(name, tile, buffer):
+        """dS of both consumers is there when the product begins, and still there when it is complete."""
+        for _ in range(2):
+            assert [memory["grad_scores", buffer, consumer] for consumer in range(2)] == [tile, tile]
+            assert [memory["key", consumer] for consumer in range(2)] == ["input", "input"]
+            yield
+        sums[name].append(tile)
+
+    def scores_of(tile):
+        use = tile - first
+        yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
+        return memory["query", use % stages]
+
+    def consumer(me):
+        yield from wait("key_ready", parity=0)
+        if has_reducer and first < end:
+            scores = yield from scores_of(first)
+        for tile in range(first, end):
+            use = tile - first
+            slot, buffer = use % stages, use % 2
+            if not has_reducer:
+                scores = yield from scores_of(tile)
+            yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
+            assert scores == memory["grad_out", slot] == tile
+            yield
+            if has_reducer:
+                yield from wait("grad_scores_free", buffer, parity=((use // 2) & 1) ^ 1)
+            memory["grad_scores", buffer, me] = tile
+            barriers.arrive("grad_scores_ready", buffer)
+            yield
+            if not has_reducer:
+                yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
+                yield from add_grad_query(("dQ", me), tile, buffer)
+            elif tile + 1 < end:
+                scores = yield from scores_of(tile + 1)
+            assert memory["query", slot] == memory["grad_out", slot] == tile
+            sums["dK", me].append(tile)
+            barriers.arrive("tile_free", slot)
+            yield
+        memory["value", me] = "dV"
+        if has_reducer:
+            yield from wait("grad_query_done", parity=0)
+        memory["key" if has_reducer else "grad_query", me] = "dK"
+        barriers.arrive("results_ready", me)
+
+    def reducer():
+        yield from wait("key_ready", parity=0)
+        for tile in range(first, end):
+            use = tile - first
+            yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
+            yield from add_grad_query("dQ", tile, use % 2)
+            barriers.arrive("grad_scores_free", use % 2)
+        barriers.arrive("grad_query_done")
+
+    coroutines = [producer(), consumer(0), consumer(1)]
+    return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
+
+
+@CAUSAL
+@pytest.mark.parametrize("has_reducer", [False, True], ids=["exchange", "reducer"])
+@pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
+def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
+    first_key, num_queries, has_reducer, is_causal
+):
+    for seed in range(20):
+        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, has_reducer)
+        _run_in_random_order(coroutines, seed)
+        names = [("dK", 0), ("dK", 1), *(["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)])]
+        assert [sums[name] for name in names] == [list(tiles)] * len(names)
+
+
+def _run_in_random_order(coroutines, seed):
+    import random
+
+    choose = random.Random(seed)
+    running = list(coroutines)
+    for _ in range(200_000):
+        if not running:
+            return
+        one = choose.choice(running)
+        try:
+            next(one)
+        except StopIteration:
+            running.remove(one)
+    raise AssertionError("deadlock")

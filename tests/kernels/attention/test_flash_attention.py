@@ -1,0 +1,184 @@
+"""``flash_attention``: choice of an implementation, and what happens around the kernels in PyTorch."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import IMPLEMENTATIONS, FlashAttentionTriton, flash_attention
+from cs336sys.kernels.attention.reference import reference_attention
+
+# The Hopper kernels have tests of their own, on the GPU that they need.
+ANYWHERE = [name for name in IMPLEMENTATIONS if name != "hopper"]
+
+
+@pytest.fixture
+def inputs(device):
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, 3, length, 32, device=device, requires_grad=True) for length in (40, 50, 50))
+
+
+def triton_attention(query, key, value):
+    return flash_attention(query, key, value, True, implementation="triton")
+
+
+def value_and_gradients(function, inputs):
+    out = function(*inputs)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
+def test_implementations_agree_with_pytorch(implementation, is_causal, inputs):
+    def attention(query, key, value):
+        return flash_attention(query, key, value, is_causal, implementation=implementation)
+
+    def pytorch(query, key, value):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    for actual, expected in zip(
+        value_and_gradients(attention, inputs), value_and_gradients(pytorch, inputs), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_auto_follows_the_device(inputs, device):
+    out = flash_attention(*inputs)
+    assert {"cuda": "FlashAttentionTriton", "cpu": "FlashAttentionTorch"}[device.type] in out.grad_fn.name()
+
+
+def test_unknown_implementation_is_refused_with_the_choices(inputs):
+    with pytest.raises(UsageError, match="'fast' does not exist: choose one of auto, triton, hopper, tiled, reference"):
+        flash_attention(*inputs, implementation="fast")
+
+
+def test_lacking_implementation_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr("cs336sys.kernels.attention.operators.INTERPRETED", False)
+    query = torch.randn(1, 4, 16)
+    with pytest.raises(CapabilityError, match="run on CUDA tensors, got cpu"):
+        flash_attention(query, query, query, implementation="triton")
+    assert flash_attention(query, query, query).shape == query.shape
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "tiled", "reference"])
+def test_precision_is_refused_where_it_has_no_effect(implementation, inputs):
+    with pytest.raises(UsageError, match="only 'triton' takes it"):
+        flash_attention(*inputs, implementation=implementation, float32_precision="ieee")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("shapes", "error", "text"),
+    [
+        (((4, 16), (4, 32), (4, 32)), ValueError, "same head dimension"),
+        (((2, 4, 16), (3, 4, 16), (3, 4, 16)), ValueError, "same leading dimensions"),
+        (((4, 16), (0, 16), (0, 16)), ValueError, "sequence length 0"),
+    ],
+    ids=["head dim", "leading", "no keys"],
+)
+def test_inputs_that_do_not_fit_are_refused(shapes, error, text, implementation, device):
+    with pytest.raises(error, match=text):
+        flash_attention(*(torch.randn(shape, device=device) for shape in shapes), implementation=implementation)
+
+
+def test_mixed_dtypes_are_refused_but_not_under_autocast(inputs, device):
+    query, key, value = inputs
+    mixed = query, key.bfloat16(), value
+    with pytest.raises(TypeError, match="same dtype"):
+        triton_attention(*mixed)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = triton_attention(*mixed)
+        expected, _ = reference_attention(*(tensor.bfloat16().float() for tensor in mixed), is_causal=True)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    assert torch.autograd.grad(out.sum(), query)[0].dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone(inputs, device):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = flash_attention(*(tensor.double() for tensor in inputs), implementation="tiled")
+    assert out.dtype == torch.float64
+
+
+@pytest.mark.parametrize("entry", [triton_attention, FlashAttentionTriton.apply], ids=["function", "class"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compile_keeps_one_graph(backend, entry, inputs):
+    def block(query, key, value):
+        return entry(query * 2.0, key, value).sin()
+
+    expected = value_and_gradients(block, inputs)
+    torch._dynamo.reset()
+    compiled = value_and_gradients(torch.compile(block, fullgraph=True, backend=backend), inputs)
+    for actual, one in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(actual, one, rtol=1e-4, atol=1e-4)
+
+
+def test_operators_keep_the_rules_of_pytorch(inputs):
+    """Schema, fake results of the same shapes and strides, and a registered backward, by torch's own checks."""
+    arguments = (*inputs, True, "tf32x3", True, "triton")
+    torch.library.opcheck(torch.ops.cs336sys.flash_attention_forward, arguments)
+    transposed = tuple(tensor.detach().transpose(1, 2) for tensor in inputs)
+    torch.library.opcheck(
+        torch.ops.cs336sys.flash_attention_forward,
+        (*(tensor.contiguous().transpose(1, 2) for tensor in transposed), True, "tf32x3", True, "triton"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant, inputs):
+    def checkpointed(*tensors):
+        return checkpoint(triton_attention, *tensors, use_reentrant=use_reentrant)
+
+    gradients = {}
+    for name, function in (("plain", triton_attention), ("checkpointed", checkpointed)):
+        function(*inputs).square().sum().backward()
+        gradients[name] = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+    for one, other in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_kept_elsewhere_may_come_back_with_other_strides(device):
+    """As ``torch.autograd.graph.save_on_cpu`` gives them; and of one forward plan, so only their strides differ."""
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(2, n, 3, 32, device=device).transpose(1, 2).requires_grad_() for n in (40, 50, 50))
+    expected = value_and_gradients(triton_attention, inputs)
+    for length in (40, 50):
+        unpack = lambda tensor, length=length: tensor.contiguous() if tensor.shape[-2] == length else tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            actual = value_and_gradients(triton_attention, inputs)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("entry", [flash_attention, FlashAttentionTriton.apply], ids=["function", "class"])
+def test_flops_are_counted(entry, is_causal, inputs):
+    options = {"implementation": "triton"} if entry is flash_attention else {}
+    with FlopCounterMode(display=False) as counter:
+        entry(*inputs, is_causal, **options).sum().backward()
+    forward = 4 * 2 * 3 * 40 * 50 * 32 // (2 if is_causal else 1)
+    assert counter.get_total_flops() == forward + forward * 5 // 2
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_torch_func_is_refused_in_one_sentence(transform, inputs):
+    with pytest.raises(RuntimeError, match="cannot be transformed by"):
+        transform(lambda query: triton_attention(query, query, query).sum())(inputs[0].detach())
+
+
+def test_every_combination_of_gradients(inputs):
+    """A gradient is right whichever others are asked for."""
+    expected = value_and_gradients(triton_attention, inputs)[1:]
+    for needed in itertools.product([False, True], repeat=3):
+        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needed, strict=True)]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        if wanted:
+            gradients = torch.autograd.grad(triton_attention(*tensors).square().sum(), wanted)
+            for gradient, one in zip(gradients, itertools.compress(expected, needed), strict=True):
+                torch.testing.assert_close(gradient, one, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,588 @@
+"""The C++ of native_call on the CPU: it launches "kernels" of this file, through a function in the driver's place."""
+
+import ctypes
+import gc
+import itertools
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from cs336sys.kernels.attention import flash_attention, native_call
+from cs336sys.kernels.attention.plan import Descriptors
+from cs336sys.kernels.attention.triton.plans import Scratch
+
+SHAPE = (2, 3, 8, 16)
+# As the attention kernels': the tests' plans are for the fifth.
+ALL_OPTIONS = tuple(itertools.product((False, True), ("tf32x3", "ieee"), (False, True), ("auto", "triton")))
+OPTIONS = 5
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+    *[ctypes.c_int] * 4,
+)
+
+
+def floats_at(parameter: int, count: int) -> torch.Tensor:
+    """The memory whose address a launch was given, as (count,) float32 that can be written."""
+    address = ctypes.cast(parameter, ctypes.POINTER(ctypes.c_uint64))[0]
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+class Driver:
+    """In the place of the CUDA driver: ``kernels`` by their number are called with the parameters' addresses."""
+
+    def __init__(self):
+        self.kernels = {}
+        self.launches = []  # (grid, threads, shared bytes, stream)
+        self.encoded = []  # what each TMA descriptor was made of
+        self.error = 0
+        self._launch, self._encode = _LAUNCH(self.launch), _ENCODE(self.encode)
+
+    def addresses(self) -> tuple[int, int]:
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (self._launch, self._encode))
+
+    def launch(self, function, *arguments) -> int:
+        *grid_and_threads, shared, stream, parameters, _ = arguments
+        self.launches.append((tuple(grid_and_threads[:3]), tuple(grid_and_threads[3:]), shared, stream))
+        if not self.error:
+            self.kernels[function](parameters)
+        return self.error
+
+    def encode(self, descriptor, dtype, rank, address, shape, strides, box, element_strides, *modes) -> int:
+        self.encoded.append(
+            (dtype, address, shape[:rank], strides[: rank - 1], box[:rank], element_strides[:rank], modes)
+        )
+        ctypes.memset(descriptor, len(self.encoded), 128)
+        return self.error
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """A copy, so that what these tests set is not set for attention on a GPU."""
+    if native_call.compiler() is None:
+        pytest.skip("no C++ compiler")
+    return native_call.import_from(shutil.copy(native_call.built_library(), tmp_path_factory.mktemp("native")))
+
+
+@pytest.fixture
+def driver(native):
+    driver = Driver()
+    native.use_driver(*driver.addresses())
+    return driver
+
+
+def inputs(**options) -> list[torch.Tensor]:
+    return [torch.randn(SHAPE, requires_grad=True, **options) for _ in range(3)]
+
+
+def layout(native, tensor: torch.Tensor):
+    return native.Layout(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+COUNT = torch.Size(SHAPE).numel()
+
+
+def write_out(parameters) -> None:
+    """Out = 2 q + 3 k - v and a logsumexp of ones: no attention, but every tensor counts."""
+    query, key, value, out = (floats_at(parameters[i], COUNT) for i in range(4))
+    out.copy_(2 * query + 3 * key - value)
+    floats_at(parameters[4], COUNT // SHAPE[-1]).fill_(1)
+
+
+def write_gradients(parameters) -> None:
+    """Right only if the forward's results, and the output's gradient, are in their slots."""
+    query, key, value, out = (floats_at(parameters[i], COUNT) for i in range(4))
+    grad_out, *grads = (floats_at(parameters[i], COUNT) for i in (5, 6, 7, 8))
+    logsumexp = floats_at(parameters[4], COUNT // SHAPE[-1])
+    assert torch.equal(out, 2 * query + 3 * key - value)
+    for grad, factor in zip(grads, (2, 3, -1), strict=True):
+        grad.copy_(factor * grad_out * logsumexp.repeat_interleave(SHAPE[-1]))
+
+
+@pytest.fixture
+def known(native, driver):
+    """The module with a plan for float32 inputs of SHAPE, forward and backward, under OPTIONS."""
+    tensors = [tensor.detach() for tensor in inputs()]
+    logsumexp = torch.empty(SHAPE[:-1])
+    driver.kernels |= {1: write_out, 2: write_gradients}
+    results = [layout(native, tensors[0]), layout(native, logsumexp)]
+    native.add_forward(tensors, OPTIONS, native.Plan(results, [], [native.Launch(1, 7, 128, 0, list(range(5)))]))
+    launch = native.Launch(2, 9, 256, 1000, list(range(9)))
+    given = [*tensors, tensors[0], logsumexp, tensors[0]]
+    native.add_backward(given, OPTIONS, native.Plan([layout(native, one) for one in tensors], [], [launch]))
+    native.use_options(ALL_OPTIONS)
+    return native
+
+
+def expected_gradients(grad_out: torch.Tensor) -> list[torch.Tensor]:
+    return [2 * grad_out, 3 * grad_out, -grad_out]
+
+
+def test_a_known_call_launches_forward_and_backward(known, driver):
+    query, key, value = tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    torch.testing.assert_close(out, 2 * query + 3 * key - value)
+    assert "FlashAttentionTriton" in out.grad_fn.name()
+    grad_out = torch.randn(SHAPE)
+    torch.testing.assert_close(list(torch.autograd.grad(out, tensors, grad_out)), expected_gradients(grad_out))
+    assert driver.launches == [((7, 1, 1), (128, 1, 1), 0, None), ((9, 1, 1), (256, 1, 1), 1000, None)]
+
+
+def test_only_what_is_needed_is_differentiated(known, driver):
+    query, key, value = (tensor.detach() for tensor in inputs())
+    assert known.attend(query, key, value, OPTIONS).grad_fn is None
+    with torch.no_grad():
+        assert known.attend(query, key, value.requires_grad_(), OPTIONS).grad_fn is None
+    out = known.attend(query, key, value, OPTIONS)
+    out.backward(torch.ones(SHAPE))
+    torch.testing.assert_close(value.grad, -torch.ones(SHAPE))
+    assert query.grad is None
+
+
+def test_forward_and_backward_without_autograd(known):
+    tensors = [tensor.detach() for tensor in inputs()]
+    out, logsumexp = known.forward(tensors, OPTIONS)
+    grad_out = torch.randn(SHAPE)
+    grads = known.backward([*tensors, out, logsumexp, grad_out], OPTIONS)
+    torch.testing.assert_close(grads, expected_gradients(grad_out))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(COUNT + 1)[1:].view(SHAPE).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor[:, :, :7],
+        lambda tensor: tensor.mT.contiguous().mT,
+        lambda tensor: tensor.bfloat16(),
+        lambda tensor: tensor[None],
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: tensor.as_subclass(Subclass),
+        lambda tensor: torch._neg_view(tensor),
+        misaligned,
+        lambda tensor: None,
+    ],
+    ids=["shape", "strides", "dtype", "dim", "device", "subclass", "negated", "alignment", "none"],
+)
+def test_other_tensors_are_left_to_python(known, driver, change):
+    tensors = [tensor.detach() for tensor in inputs()]
+    for index in range(3):
+        changed = [change(tensor) if place == index else tensor for place, tensor in enumerate(tensors)]
+        assert known.attend(*changed, OPTIONS) is None
+    assert known.attend(*tensors, OPTIONS + 1) is None
+    assert not driver.launches
+
+
+def test_forgotten_plans_are_unknown(known):
+    tensors = inputs()
+    known.forget_plans()
+    assert known.attend(*tensors, OPTIONS) is None
+    assert known.backward([*tensors, tensors[0], torch.empty(SHAPE[:-1]), tensors[0]], OPTIONS) is None
+
+
+def test_threads_do_not_mix_their_tensors(known):
+    """Python goes on during a launch, and another thread may launch the same kernel."""
+
+    def train(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            query, key, value = tensors = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
+            out = known.attend(*tensors, OPTIONS)
+            assert torch.equal(out, 2 * query + 3 * key - value)
+            grad_out = torch.randn(SHAPE, generator=generator)
+            grads = torch.autograd.grad(out, tensors, grad_out)
+            assert all(map(torch.equal, grads, expected_gradients(grad_out)))
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(train, range(4)):
+            pass
+
+
+def test_modes_and_transforms_see_python(known, driver):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    tensors = [tensor.detach() for tensor in inputs()]
+    with Mode():
+        assert known.attend(*tensors, OPTIONS) is None
+    stacked = torch.stack([tensors[0]] * 2)
+    seen = []
+    torch.func.vmap(lambda query: (seen.append(known.attend(query, *tensors[1:], OPTIONS)), query)[1])(stacked)
+    assert seen == [None]
+    assert not driver.launches
+
+
+def test_python_computes_an_unknown_backward(known, driver):
+    calls = []
+
+    def python_backward(*arguments):
+        calls.append(arguments)
+        return [torch.full(SHAPE, factor) for factor in (1.0, 2.0, 3.0)]
+
+    known.use_python(unexpected, unexpected, python_backward)
+    tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    grad_out = torch.randn(SHAPE).mT.contiguous().mT  # strides that no plan is for
+    grads = torch.autograd.grad(out, tensors, grad_out)
+    assert [grad.mean().item() for grad in grads] == [1, 2, 3]
+    ((*given, logsumexp, given_grad, is_causal, float32_precision, deterministic, kernels),) = calls
+    for one, other in zip(given, (*tensors, out), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
+    assert given_grad is grad_out
+    assert (is_causal, float32_precision, deterministic, kernels) == ALL_OPTIONS[OPTIONS]
+
+
+def unexpected(*arguments):
+    raise AssertionError("Python was called")
+
+
+def test_a_call_of_python_keeps_no_tensor(known):
+    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
+    tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    grad_out = torch.randn(SHAPE).mT.contiguous().mT
+    held = sys.getrefcount(grad_out)
+    torch.autograd.grad(out, tensors, grad_out)
+    assert sys.getrefcount(grad_out) == held
+
+
+def test_deterministic_algorithms_need_a_plan_of_their_own(known):
+    known.use_python(unexpected, unexpected, lambda *arguments: [torch.zeros(SHAPE)] * 3)
+    tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), tensors))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_error_in_python_keeps_its_type(known):
+    def python_backward(*arguments):
+        raise LookupError("no plan")
+
+    known.use_python(unexpected, unexpected, python_backward)
+    tensors = inputs()
+    out = known.attend(*tensors, OPTIONS)
+    with pytest.raises(LookupError, match="no plan"):
+        out.backward(torch.randn(SHAPE).mT.contiguous().mT)
+
+
+def test_it_is_differentiable_once(known):
+    tensors = inputs()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(known.attend(*tensors, OPTIONS).sum(), tensors, create_graph=True)
+
+
+def test_forward_mode_derivatives_are_refused(known):
+    query, key, value = (tensor.detach() for tensor in inputs())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query.requires_grad_(), torch.ones(SHAPE))
+        with pytest.raises(RuntimeError, match="jvp"):
+            known.attend(dual, key, value, OPTIONS)
+
+
+def test_autograd_guards_what_was_saved(known):
+    query, key, value = inputs()
+    out = known.attend(query * 1, key, value, OPTIONS)
+    doubled = query * 2
+    other = known.attend(doubled, key, value, OPTIONS)
+    doubled.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+    grad_out = torch.ones(SHAPE)
+    out.backward(grad_out)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(grad_out)
+
+
+def test_saved_tensor_hooks_and_checkpointing(known, driver):
+    tensors, grad_out = inputs(), torch.randn(SHAPE)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (packed.append(one.shape), one.clone())[1], torch.clone):
+        out = known.attend(*tensors, OPTIONS)
+    assert sorted(packed) == sorted([torch.Size(SHAPE)] * 4 + [torch.Size(SHAPE[:-1])])
+    torch.testing.assert_close(list(torch.autograd.grad(out, tensors, grad_out)), expected_gradients(grad_out))
+    driver.launches.clear()
+    out = checkpoint(lambda *given: known.attend(*given, OPTIONS), *tensors, use_reentrant=False)
+    torch.testing.assert_close(list(torch.autograd.grad(out, tensors, grad_out)), expected_gradients(grad_out))
+    assert len(driver.launches) == 3
+
+
+@pytest.fixture(scope="module")
+def operators(native):
+    """Operators as the attention kernels', of a library of their own, that the C++ computes on the CPU."""
+    options = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+    inputs = "Tensor query, Tensor key, Tensor value"
+    library = torch.library.Library("cs336sys_test", "DEF")
+    library.define(f"flash_attention_forward({inputs}, {options}) -> (Tensor, Tensor)")
+    library.define(
+        f"flash_attention_backward({inputs}, Tensor out, Tensor logsumexp, Tensor grad_out, {options}) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    library.impl("flash_attention_forward", unexpected, "CompositeExplicitAutograd")
+    library.impl("flash_attention_backward", unexpected, "CompositeExplicitAutograd")
+    native.register_operators("cs336sys_test", "cpu")
+    yield torch.ops.cs336sys_test
+    library._destroy()
+
+
+def test_operators_compute_by_plans_and_else_in_python(known, operators, driver):
+    tensors = [tensor.detach() for tensor in inputs()]
+    query, key, value = tensors
+    out, logsumexp = operators.flash_attention_forward(*tensors, *ALL_OPTIONS[OPTIONS])
+    torch.testing.assert_close(out, 2 * query + 3 * key - value)
+    assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
+    grad_out = torch.randn(SHAPE)
+    grads = operators.flash_attention_backward(*tensors, out, logsumexp, grad_out, *ALL_OPTIONS[OPTIONS])
+    torch.testing.assert_close(list(grads), expected_gradients(grad_out))
+    assert len(driver.launches) == 2
+
+    calls = []
+
+    def python(number):
+        return lambda *arguments: (calls.append((number, arguments)), [torch.full((1,), number)] * number)[1]
+
+    known.use_python(python(2), python(3), unexpected)
+    for options in ALL_OPTIONS[OPTIONS + 1], (True, "tf16", False, "auto"):
+        assert [one.item() for one in operators.flash_attention_forward(*tensors, *options)] == [2, 2]
+        arguments = *tensors, out, logsumexp, grad_out, *options
+        assert [one.item() for one in operators.flash_attention_backward(*arguments)] == [3, 3, 3]
+        (two, of_forward), (three, of_backward) = calls
+        assert (two, of_forward[3:]) == (2, options)
+        assert (three, of_backward[6:]) == (3, options)
+        assert all(one is other for one, other in zip(of_backward, arguments[:6], strict=False))
+        calls.clear()
+    assert len(driver.launches) == 2
+
+
+def test_a_failing_launch_is_an_error(known, driver):
+    driver.error = 719
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with error 719"):
+        known.attend(*inputs(), OPTIONS)
+
+
+def test_own_tensors_and_numbers(native, driver):
+    """Scratch memory is there for the call, constants are given as they are, numbers lie in memory as packed."""
+    tensors = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(3)]
+    constant, seen = torch.arange(4.0), {}
+
+    def first(parameters):
+        floats_at(parameters[0], 6).copy_(torch.arange(6.0))
+        seen["numbers"] = struct.unpack("<if", ctypes.string_at(parameters[2], 4) + ctypes.string_at(parameters[3], 4))
+
+    def second(parameters):
+        seen["scratch"], seen["constant"] = floats_at(parameters[0], 6).clone(), floats_at(parameters[1], 4).clone()
+        floats_at(parameters[2], 5).fill_(3)
+
+    driver.kernels |= {3: first, 4: second}
+    launches = [
+        native.Launch(3, 1, 32, 0, [5, 6, struct.pack("<i", -7), struct.pack("<f", 0.5)]),
+        native.Launch(4, 1, 32, 0, [5, 6, 3]),
+    ]
+    results = [native.Layout((5,), (1,), torch.float32), native.Layout((3, 2), (1, 4), torch.bfloat16)]
+    own = [native.Layout((2, 3), (3, 1), torch.float32), constant]
+    native.add_forward(tensors, 0, native.Plan(results, own, launches))
+    result, other = native.forward(tensors, 0)
+    assert seen["numbers"] == (-7, 0.5)
+    assert torch.equal(seen["scratch"], torch.arange(6.0))
+    assert torch.equal(seen["constant"], constant)
+    assert torch.equal(result, torch.full((5,), 3.0))
+    assert (other.shape, other.stride(), other.dtype) == ((3, 2), (1, 4), torch.bfloat16)
+
+
+def test_descriptors_are_encoded_once_for_an_address(native, driver):
+    seen = []
+    driver.kernels[6] = lambda parameters: seen.append(ctypes.string_at(parameters[0], 128))
+    descriptor = native.Descriptor(1, 9, 3, 2, [1, 1, 64, 32], [2, 3, 100, 64], [19200, 6400, 64, 1])
+    results = [native.Layout((1,), (1,), torch.float32)]
+    tensors = [[torch.randn(SHAPE, dtype=torch.float16) for _ in range(3)] for _ in range(2)]
+    native.add_forward(tensors[0], 0, native.Plan(results, [], [native.Launch(6, 1, 32, 0, [descriptor])]))
+    for which in (0, 1, 0, 1):
+        native.forward(tensors[which], 0)
+    assert [bytes_of[0] for bytes_of in seen] == [1, 2, 1, 2]
+    addresses = [given[1].data_ptr() for given in tensors]
+    # Innermost dimension first; the stride of its elements is not said; bytes; no interleave, swizzle 3, L2, zero fill.
+    rest = [64, 100, 3, 2], [128, 12800, 38400], [32, 64, 1, 1], [1] * 4, (0, 3, 2, 0)
+    assert driver.encoded == [(9, address, *rest) for address in addresses]
+    driver.error = 1
+    with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled failed with error 1"):
+        native.forward([torch.randn(SHAPE, dtype=torch.float16) for _ in range(3)], 0)
+
+
+def test_parameters_of_a_compiled_kernel(monkeypatch):
+    """In the order of the signature: constants and what Triton made one are left out, two pointers to memory added."""
+    signature = {
+        "query": "tensordesc<bf16[1,64]>",
+        "out": "*bf16",
+        "strides": ("i32", "constexpr", "i64"),
+        "count": "i32",
+        "scale": "fp32",
+        "CAUSAL": "constexpr",
+    }
+    metadata = SimpleNamespace(tensordesc_meta=[{"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64]}])
+    compiled = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=metadata)
+    module = SimpleNamespace(Descriptor=lambda *arguments: arguments)
+    monkeypatch.setattr(native_call, "TMA_DTYPE_DEVICE_TO_HOST", {10: 9})
+    arguments = 4, 2, (640, 1, 2**40), 77, 0.25, True
+    descriptors = [Descriptors((10, 64), (64, 1), [1, 64])]
+    descriptor, *others = native_call._parameters(module, compiled, arguments, descriptors)
+    assert descriptor == (4, 9, 3, 2, [1, 64], (10, 64), (64, 1))
+    packed = [struct.pack("<i", 10), struct.pack("<i", 64), struct.pack("<q", 64), struct.pack("<q", 1)]
+    numbers = [struct.pack("<i", 640), struct.pack("<q", 2**40), struct.pack("<i", 77), struct.pack("<f", 0.25)]
+    assert others == [*packed, 2, *numbers, bytes(8), bytes(8)]
+
+
+def test_translation_of_a_plan(monkeypatch):
+    module = SimpleNamespace(Layout=lambda *one: one, Launch=lambda *one: one, Plan=lambda *one: one)
+    run = SimpleNamespace(
+        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False, num_ctas=1
+    )
+    metadata = SimpleNamespace(num_warps=8, shared=4096, tensordesc_meta=())
+    signature = {"query": "*fp32", "out": "*fp32", "count": "i32"}
+    compiled = SimpleNamespace(function=99, run=run, metadata=metadata, src=SimpleNamespace(signature=signature))
+    launch = SimpleNamespace(compiled=compiled, arguments=(6,), descriptors=(), num_programs=11)
+    constant = torch.ones(2)
+    layouts = [((4, 4), (4, 1), torch.float32)]
+    plan = SimpleNamespace(steps=[(launch, (0, 3))], own=[Scratch((5, 6)), constant], result_layouts=layouts)
+    results, (scratch, one), launches = native_call.translate(module, plan)
+    assert results == layouts
+    assert scratch == ((5, 6), (6, 1), torch.float32)
+    assert one is constant
+    assert launches == [(99, 11, 256, 4096, [0, 3, struct.pack("<i", 6), bytes(8), bytes(8)])]
+    run.launch_pdl = True
+    assert native_call.translate(module, plan) is None
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    monkeypatch.setattr(native_call, "KNOWN_TRITON", True)
+    native_call.load.cache_clear()
+    yield
+    native_call.load.cache_clear()
+
+
+def failing_compiler() -> str:
+    raise subprocess.CalledProcessError(1, "c++", stderr="native_call.cpp:1: error: unknown\nmore")
+
+
+def unloadable_library() -> str:
+    raise ImportError("undefined symbol: x")
+
+
+@pytest.mark.usefixtures("loading")
+@pytest.mark.parametrize(
+    ("name", "replacement", "reason"),
+    [
+        ("compiler", lambda: None, "there is no C++ compiler: install g++ or set CXX"),
+        ("built_library", failing_compiler, "the C++ compiler failed: native_call.cpp:1: error: unknown"),
+        ("built_library", unloadable_library, "undefined symbol: x"),
+    ],
+)
+def test_without_it_calls_go_through_python_after_a_warning(monkeypatch, recwarn, name, replacement, reason):
+    monkeypatch.setattr(native_call, "compiler", lambda: "g++")
+    monkeypatch.setattr(native_call, name, replacement)
+    assert native_call.load(print, print, print, ()) is None
+    assert native_call.load(print, print, print, ()) is None
+    (warning,) = recwarn
+    assert str(warning.message).endswith(f"take the longer way through Python: {reason}")
+
+
+@pytest.mark.usefixtures("loading")
+def test_other_versions_of_triton_are_left_alone(monkeypatch, recwarn):
+    monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
+    assert native_call.load(print, print, print, ()) is None
+    assert not recwarn
+
+
+# Two programs sharing keys, one launch backward, passes after a preparation, sums in parts, many heads, the Hopper
+# kernels' ranges.
+GPU_SHAPES = [
+    (1, 1, 2048, 64),
+    (1, 1, 256, 32),
+    (2, 4, 1024, 128),
+    (1, 1, 4096, 16),
+    (4, 16, 2048, 64),
+    (1, 8, 8192, 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "hopper", "auto"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_gpu_later_calls_equal_the_first(shape, implementation):
+    if not native_call.KNOWN_TRITON:
+        pytest.skip("this version of Triton is left alone")
+    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    names = []
+    for seed in range(4):
+        torch.manual_seed(seed // 2)  # new data, and then the same at other addresses
+        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        grad_out = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        out = flash_attention(*tensors, True, implementation=implementation)
+        names.append(out.grad_fn.name())
+        actual = out, *torch.autograd.grad(out, tensors, grad_out)
+        expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        expected = expected, *torch.autograd.grad(expected, tensors, grad_out)
+        for one, other in zip(actual, expected, strict=True):
+            assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
+    assert all("CppNode" in name for name in names[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gpu_memory_is_given_back(dtype):
+    """Scratch memory and gradients of a call are free after it, and no plan keeps a tensor of the user's."""
+    tensors = [torch.randn(2, 4, 1000, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    for _ in range(3):
+        flash_attention(*tensors, True).sum().backward()
+    for tensor in tensors:
+        tensor.grad = None
+    del tensor
+    held = settled_memory()
+    for _ in range(3):
+        torch.autograd.grad(flash_attention(*tensors, True).sum(), tensors)
+        assert settled_memory() == held
+    size = tensors[0].nbytes
+    del tensors
+    assert held - settled_memory() >= 3 * size
+
+
+def settled_memory() -> int:
+    """Bytes allocated, once autograd's thread has let go of what it returned, which may be a moment later."""
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    gc.collect()
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,466 @@
+"""The Triton kernels against the float64 reference: on a GPU the compiled ones, elsewhere in Triton's interpreter.
+
+The interpreter's tiles are 32 rows by 16, so lengths around 128 take several tiles in both directions.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_checks import ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import operators as triton_attention
+from cs336sys.kernels.attention.operators import FlashAttentionTriton
+from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.kernels.attention.triton import plans
+from cs336sys.kernels.attention.triton.settings import (
+    ForwardSettings,
+    Problem,
+    TileSettings,
+    backward_settings,
+    forward_settings,
+    fused,
+    joint,
+    split,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
+
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+BACKWARD_FORMS = pytest.mark.parametrize(
+    "backward_form", ["fused", "fused in parts", "split", "joint", "unprepared"], indirect=True
+)
+
+
+FORMS = {
+    "fused": fused,
+    "fused in parts": lambda tile: fused(tile, query_parts=3),
+    "split": lambda tile: split(tile, tile),
+    "joint": joint,
+    "unprepared": lambda tile: joint(tile, prepared=False),
+}
+
+
+@pytest.fixture
+def backward_form(request, monkeypatch):
+    """Forces one form of the backward on shapes for which the launch settings may choose another."""
+
+    def settings(problem, deterministic):
+        tile = backward_settings(problem, deterministic).passes[0].tile
+        if problem.head_dim > 128 and "fused" in request.param:
+            # The sum of dQ needs shared memory too.
+            tile = replace(tile, query_rows=min(32, tile.query_rows))
+        return FORMS[request.param](tile)
+
+    monkeypatch.setattr(plans, "backward_settings", settings)
+    return request.param
+
+
+@CAUSAL
+@BACKWARD_FORMS
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(1, 1), (1, 129), (129, 1), (17, 127), (127, 17), (129, 129), (64, 128)]
+)
+def test_lengths(num_queries, num_keys, is_causal, backward_form, device):
+    assert_matches_float64(random_inputs((2,), num_queries, num_keys, 16, torch.float32, device), is_causal)
+
+
+@pytest.fixture
+def three_parts(monkeypatch):
+    """Three programs share the keys of every tile of queries."""
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: replace(forward_settings(problem), key_parts=3))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@CAUSAL
+@pytest.mark.usefixtures("three_parts")
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 129), (127, 17), (129, 129), (64, 128)])
+def test_programs_that_share_keys(num_queries, num_keys, is_causal, device):
+    """In few keys some of the parts see none."""
+    assert_matches_float64(random_inputs((2, 2), num_queries, num_keys, 24, torch.float32, device), is_causal)
+
+
+@pytest.mark.usefixtures("three_parts")
+def test_programs_that_share_keys_write_any_strides(device):
+    inputs = tuple(_transposed_heads(2, 3, length, 32, device).requires_grad_() for length in (40, 150, 150))
+    assert_matches_float64(inputs, False, _transposed_heads(2, 3, 40, 32, device))
+
+
+@BACKWARD_FORMS
+@pytest.mark.parametrize("head_dim", [1, 16, 24, 32, 64, 80, 128, 256])
+def test_head_dims(head_dim, backward_form, device):
+    dtype = torch.float16 if ON_GPU else torch.float32
+    assert_matches_float64(random_inputs((2,), 50, 40, head_dim, dtype, device), True)
+
+
+@CAUSAL
+@BACKWARD_FORMS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype, is_causal, backward_form, device):
+    assert_matches_float64(random_inputs((1, 2), 70, 50, 64, dtype, device), is_causal)
+
+
+@BACKWARD_FORMS
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 1, 2, 2)], ids=lambda leading: f"{len(leading)}")
+def test_leading_dimensions(leading, backward_form, device):
+    assert_matches_float64(random_inputs(leading, 33, 20, 16, torch.float32, device), True)
+
+
+def _transposed_heads(batch, heads, length, head_dim, device):
+    return torch.randn(batch, length, heads, head_dim, device=device).transpose(1, 2)
+
+
+@BACKWARD_FORMS
+def test_heads_behind_rows_are_used_in_place_and_kept(backward_form, device):
+    inputs = tuple(_transposed_heads(2, 3, length, 32, device).requires_grad_() for length in (40, 50, 50))
+    assert all(triton_attention._kernel_view(tensor) is tensor for tensor in inputs)
+    assert_matches_float64(inputs, True, _transposed_heads(2, 3, 40, 32, device))
+    out = FlashAttentionTriton.apply(*inputs, True)
+    assert out.stride() == inputs[0].stride()
+    for tensor, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert gradient.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("layout", STRIDES.values(), ids=STRIDES)
+def test_strides(layout, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((2, 3), 40, 50, 24, torch.float32, device))
+    inputs = tuple(layout(tensor).requires_grad_() for tensor in (query, key, value))
+    assert_matches_float64(inputs, True, layout(torch.randn_like(query)))
+
+
+@pytest.mark.parametrize("position", range(3), ids=["query", "key", "value"])
+def test_aligned_and_unaligned_tensors_do_not_share_a_plan(position, device):
+    """An unaligned tensor is copied, so it reaches the kernel with other strides than an aligned one of its layout."""
+    packed = torch.randn(2, 40, 3 * 24 + 1, device=device)
+    aligned, unaligned = packed[..., :-1].split(24, -1), packed[..., 1:].split(24, -1)
+    mixed = (*aligned[:position], unaligned[position], *aligned[position + 1 :])
+    for inputs in (mixed, aligned, mixed):
+        assert_matches_float64(tuple(tensor.detach().requires_grad_() for tensor in inputs), True)
+
+
+def test_gradient_of_a_sum_is_an_expanded_scalar(device):
+    inputs = random_inputs((2,), 40, 50, 16, torch.float32, device)
+    assert_matches_float64(inputs, False, torch.ones((), device=device).expand(2, 40, 16))
+
+
+@BACKWARD_FORMS
+@pytest.mark.parametrize("sequences_in_l2", [1, 2, 5, 1000])
+def test_groups_of_sequences(sequences_in_l2, backward_form, device, monkeypatch):
+    """Five sequences in groups of 1, 2 + 2 + 1, 5: each tile of each must be computed, and by one program only."""
+    bytes_per_sequence = 2 * 70 * 16 * 4
+    monkeypatch.setattr(plans, "FORWARD_L2_BYTES", sequences_in_l2 * bytes_per_sequence)
+    monkeypatch.setattr(plans, "BACKWARD_L2_BYTES", sequences_in_l2 * 2 * bytes_per_sequence)
+    assert_matches_float64(random_inputs((5,), 70, 70, 16, torch.float32, device), True)
+
+
+@CAUSAL
+@BACKWARD_FORMS
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(100, 100), (40, 130), (130, 40)])
+def test_exact_integer_data(num_queries, num_keys, is_causal, backward_form, device):
+    assert_exact(num_queries, num_keys, 32, is_causal, torch.float16, device)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_query_reaches_its_own_row_only(bad, device):
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
+    query[0, 7, 3] = bad
+    key[0, :, 3] = 1.0
+    out = FlashAttentionTriton.apply(query, key, value, False)
+    expected, _ = reference_attention(query, key, value)
+    assert out[0, 7].isnan().all()
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("key_parts", [1, 3])
+def test_nan_in_a_key_reaches_all_queries_that_see_it(key_parts, device, request):
+    if key_parts > 1:
+        request.getfixturevalue("three_parts")
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 70, 70, 16, torch.float32, device))
+    key[0, 37, 3] = math.nan
+    out = FlashAttentionTriton.apply(query, key, value, True)
+    assert out[0, 37:].isnan().all()
+    assert not out[0, :37].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@CAUSAL
+@pytest.mark.parametrize("key_parts", [1, 3])
+def test_row_without_a_finite_score_gives_zeros(key_parts, is_causal, device, request):
+    if key_parts > 1:
+        request.getfixturevalue("three_parts")
+    query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
+    query[0, 7, 3] = math.inf
+    key[0, :, 3] = -1.0
+    out = FlashAttentionTriton.apply(query.requires_grad_(), key, value, is_causal)
+    expected, _ = reference_attention(query, key, value, is_causal)
+    assert not out[0, 7].any()
+    assert out.grad_fn.saved_tensors[-1][0, 7] == -math.inf
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    grad_query, grad_value = torch.autograd.grad(
+        FlashAttentionTriton.apply(query, key, value.requires_grad_()).sum(), (query, value)
+    )
+    assert not grad_query[0, 7].any()
+    assert not grad_value.isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+def test_scores_so_low_that_their_sum_overflows_backward(device):
+    """Keys behind the last have score 0, which is 2^300 times the weight of a row at -200: no inf may reach dQ."""
+    query, key, value = random_inputs((1,), 20, 17, 16, torch.float32, device)
+    query = torch.full_like(query, 10.0).requires_grad_()
+    key = torch.full_like(key, -5.0).requires_grad_()
+    for deterministic in (False, True):
+        out = FlashAttentionTriton.apply(query, key, value, False, "tf32x3", deterministic)
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (query, key, value)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_unprepared_passes_compute_what_the_prepared_ones_read(head_dim, is_causal, device, monkeypatch):
+    """To the last bit, with a row without a finite score and lengths of no whole tiles."""
+    dtype = torch.float16 if ON_GPU else torch.float32
+    query, key, value = random_inputs((2, 3), 150, 141, head_dim, dtype, device)
+    query.data[0, 1, 7, 3] = math.inf
+    key.data[0, 1, :, 3] = -1.0
+    gradients = []
+    for form in ("joint", "unprepared"):
+        tile = TileSettings(64, 64, num_warps=4, num_stages=2)
+        monkeypatch.setattr(plans, "backward_settings", lambda *_, form=form, tile=tile: FORMS[form](tile))
+        triton_attention.forget_plans()
+        out = FlashAttentionTriton.apply(query, key, value, is_causal)
+        grad_out = torch.randn(out.shape, dtype=dtype, generator=torch.Generator(device).manual_seed(1), device=device)
+        gradients.append(torch.autograd.grad(out, (query, key, value), grad_out))
+    for prepared, unprepared in zip(*gradients, strict=True):
+        torch.testing.assert_close(unprepared, prepared, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 16), (0, 3, 16), (0, 2, 5, 16)])
+def test_nothing_to_compute(shape, device):
+    query = torch.randn(shape, device=device, requires_grad=True)
+    key = torch.randn(*shape[:-2], 3, 16, device=device, requires_grad=True)
+    out = FlashAttentionTriton.apply(query, key, key)
+    assert out.shape == shape
+    grad_query, grad_key = torch.autograd.grad(out.sum(), (query, key))
+    assert grad_query.shape == shape
+    assert not grad_key.any()
+
+
+def test_saves_one_logsumexp(device):
+    out = FlashAttentionTriton.apply(*random_inputs((3,), 20, 24, 16, torch.float32, device))
+    assert sum(tensor.shape == (3, 20) for tensor in out.grad_fn.saved_tensors) == 1
+
+
+def test_wrong_inputs_are_refused(device):
+    query, key, value = random_inputs((1,), 4, 4, 16, torch.float32, device)
+    with pytest.raises(UsageError, match="'tf16' does not exist: choose one of tf32x3, ieee, tf32"):
+        FlashAttentionTriton.apply(query, key, value, False, "tf16")
+    with pytest.raises(ValueError, match="head dimension 257"):
+        FlashAttentionTriton.apply(*random_inputs((1,), 4, 4, 257, torch.float32, device))
+    with pytest.raises(TypeError, match="float64"):
+        FlashAttentionTriton.apply(query.double(), key.double(), value.double())
+
+
+def test_cpu_without_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr(triton_attention, "INTERPRETED", False)
+    with pytest.raises(CapabilityError, match="CUDA tensors, got cpu: set TRITON_INTERPRET=1"):
+        FlashAttentionTriton.apply(*random_inputs((1,), 4, 4, 16, torch.float32, "cpu"))
+
+
+def test_second_derivative_is_refused(device):
+    query, key, value = random_inputs((1,), 4, 4, 16, torch.float32, device)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(FlashAttentionTriton.apply(query, key, value).sum(), query, create_graph=True)
+
+
+def _last_backward_is_fused():
+    remembered = triton_attention._plans.values()
+    return [plan for plan in remembered if isinstance(plan, plans.BackwardPlan)][-1].fused
+
+
+def test_deterministic_is_never_fused(device):
+    inputs = random_inputs((1,), 20, 20, 16, torch.float32, device)
+    FlashAttentionTriton.apply(*inputs).sum().backward()
+    assert _last_backward_is_fused()
+    FlashAttentionTriton.apply(*inputs, False, "tf32x3", True).sum().backward()
+    assert not _last_backward_is_fused()
+    triton_attention.forget_plans()
+    torch.use_deterministic_algorithms(True)
+    try:
+        FlashAttentionTriton.apply(*inputs).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not _last_backward_is_fused()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
+@CAUSAL
+@pytest.mark.parametrize(("head_dim", "form"), [(16, FORMS["split"]), (80, FORMS["joint"])], ids=["split", "joint"])
+def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, is_causal, device, monkeypatch):
+    """The interpreter has descriptors but for atomic_add; nothing else here would run them without a GPU."""
+    tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(tile))
+    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: form(tile))
+    inputs = tuple(_transposed_heads(2, 3, length, head_dim, device).requires_grad_() for length in (40, 50, 50))
+    assert_matches_float64(inputs, is_causal, _transposed_heads(2, 3, 40, head_dim, device))
+
+
+def gpu_problems():
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        for dtype in TOLERANCES:
+            for head_dim in (16, 24, 64, 96, 128, 256):
+                for length in (1, 128, 1000, 16384):
+                    for tma_allowed in {False, capability >= (9, 0)}:
+                        yield Problem(head_dim, dtype, "tf32x3", True, 16, length, length, capability, 132, tma_allowed)
+
+
+def test_settings_keep_their_promises():
+    for problem in gpu_problems():
+        tiles = [forward_settings(problem).tile]
+        for deterministic in (False, True):
+            settings = backward_settings(problem, deterministic)
+            assert not (settings.fused and deterministic)
+            assert settings.query_parts == 1 or settings.fused
+            assert settings.prepared or not settings.fused  # somebody has to clear the sum
+            assert sum(one.keys for one in settings.passes) == 1
+            assert sum(one.queries for one in settings.passes) == (0 if settings.fused else 1)
+            tiles += [one.tile for one in settings.passes]
+        for tile in tiles:
+            assert problem.tma_allowed or not tile.use_tma
+            assert all(rows >= 16 and rows & (rows - 1) == 0 for rows in (tile.query_rows, tile.key_rows))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_short_sequences_need_one_launch(head_dim):
+    for num_sequences, length, launches in ((1, 1024, 1), (16, 128, 1), (1, 2048, 2)):
+        shape = num_sequences, length, length
+        settings = backward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True)
+        assert len(settings.passes) + settings.prepared == launches, (num_sequences, length)
+
+
+@pytest.mark.parametrize(("head_dim", "prepared"), [(64, False), (128, True)])
+def test_many_short_sequences_compute_d_once_where_that_takes_long(head_dim, prepared):
+    problem = Problem(head_dim, torch.bfloat16, "tf32x3", True, 16, 1024, 1024, (9, 0), 132, True)
+    assert backward_settings(problem, False).prepared == prepared
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_keys_are_shared_only_by_few_programs(head_dim):
+    def key_parts(num_sequences, length):
+        shape = num_sequences, length, length
+        return forward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)).key_parts
+
+    assert key_parts(1, 512) == 1  # a second launch would take longer than it saves
+    assert key_parts(1, 1024) > key_parts(1, 8192) > 1
+    assert key_parts(16, 1024) == key_parts(16, 2048) == key_parts(1, 65536) == 1
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
+    """A tile of keys for each program would leave some idle; more parts than tiles of queries would have none."""
+    for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
+        problem = Problem(
+            head_dim, torch.float32, "tf32x3", True, num_sequences, length, length, (9, 0), 132, tma_allowed=True
+        )
+        settings = backward_settings(problem, False)
+        tile = settings.passes[0].tile
+        query_tiles, key_tiles = -(-length // tile.query_rows), num_sequences * -(-length // tile.key_rows)
+        assert 1 <= settings.query_parts <= query_tiles
+        assert settings.query_parts * key_tiles >= min(problem.num_multiprocessors, query_tiles * key_tiles)
+
+
+@pytest.mark.gpu
+@CAUSAL
+@BACKWARD_FORMS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gpu_exact_integer_data_over_many_seeds(head_dim, dtype, backward_form, is_causal):
+    """P in registers is what ptxas 12.9 can overwrite before the tensor core has read it (triton-lang/triton#11781)."""
+    for seed in range(20):
+        assert_exact(2000, 1500, head_dim, is_causal, dtype, "cuda", seed)
+
+
+@pytest.mark.gpu
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_many_programs(head_dim, dtype, is_causal):
+    """Enough tiles that the settings for large shapes, with descriptors, are the ones that run."""
+    inputs = tuple(
+        tensor.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_()
+        for tensor in random_inputs((2, 16), 1111, 1000, head_dim, dtype, "cuda")
+    )
+    assert_matches_float64(inputs, is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_gpu_seeds(seed):
+    assert_matches_float64(random_inputs((2, 4), 1000, 1000, 64, torch.bfloat16, "cuda", seed), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("float32_precision", ["ieee", "tf32"])
+def test_gpu_float32_precisions(float32_precision, monkeypatch):
+    monkeypatch.setitem(TOLERANCES, torch.float32, {"ieee": 5e-6, "tf32": 5e-3}[float32_precision])
+    inputs = random_inputs((2,), 257, 257, 64, torch.float32, "cuda")
+    assert_matches_float64(inputs, True, float32_precision=float32_precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_gpu_long_sequence(dtype):
+    inputs = random_inputs((1, 1), 65536, 65536, 64, dtype, "cuda")
+    out = FlashAttentionTriton.apply(*inputs, True)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    grad_out = torch.randn_like(out)
+    actual = out, *torch.autograd.grad(out, inputs, grad_out)
+    expected = expected, *torch.autograd.grad(expected, inputs, grad_out)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        error = ((one.float() - other.float()).norm() / other.float().norm()).item()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-4), f"{name}: {error:.1e}"
+
+
+@pytest.mark.gpu
+def test_gpu_more_sequences_than_a_grid_has_in_its_second_dimension():
+    assert_matches_float64(random_inputs((35000, 2), 17, 17, 16, torch.float16, "cuda"), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", [(2**31, 64, 1), (64, 2**26, 1)], ids=["sequences", "rows"])
+def test_gpu_offsets_beyond_32_bits(strides):
+    """The last element lies 2^31 elements and more behind the first."""
+    torch.manual_seed(0)
+    storage = torch.zeros(2**32, dtype=torch.bfloat16, device="cuda")
+    # Query, key and value lie side by side in it, 2 x 64 x 64 elements each.
+    inputs = [storage.as_strided((2, 64, 64), strides, offset).normal_() for offset in (0, 8192, 16384)]
+    assert_matches_float64(tuple(tensor.detach().requires_grad_() for tensor in inputs), True)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_grows_linearly():
+    def peak_bytes(length):
+        inputs = random_inputs((1, 2), length, length, 64, torch.bfloat16, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        FlashAttentionTriton.apply(*inputs, True).sum().backward()
+        return torch.cuda.max_memory_allocated()
+
+    peak_bytes(8192)
+    assert peak_bytes(32768) < 4.2 * peak_bytes(8192)
+
+
+@pytest.mark.gpu
+def test_gpu_deterministic_gradients_repeat_to_the_last_bit():
+    inputs = random_inputs((2, 16), 3000, 3000, 64, torch.bfloat16, "cuda")
+    out = FlashAttentionTriton.apply(*inputs, True, "tf32x3", True)
+    grad_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+    for _ in range(5):
+        again = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

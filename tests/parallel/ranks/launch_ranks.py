@@ -1,0 +1,103 @@
+"""What the ranks of test_launch run: functions that spawned processes can import."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.ranks import launch
+
+
+def rank_and_sum(base):
+    total = torch.tensor([base + dist.get_rank()], device=group_device())
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.cpu()
+
+
+def process_id():
+    return os.getpid()
+
+
+def environment_and_threads():
+    return {name: os.environ.get(name) for name in ("NCCL_NVLS_ENABLE", "RANK")}, torch.get_num_threads()
+
+
+def say(text):
+    print(text, flush=True)
+
+
+class WrongAnswer(ValueError):
+    """Comes back from pickle only with both of its arguments."""
+
+    def __init__(self, question, answer):
+        super().__init__(f"{question} is not {answer}")
+
+
+def fail(how, rank=1):
+    """Go wrong on one rank while the others wait for it in an all-reduce."""
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("the numbers are wrong\nin every column")
+        if how == "raise unpicklable":
+            raise WrongAnswer("6 x 7", 43)
+        if how == "usage":
+            raise UsageError("3 sequences: 2 ranks do not divide them")
+        if how == "out of memory":
+            try:
+                raise MemoryError("no room")
+            except MemoryError as error:
+                raise RuntimeError("the compiler failed") from error
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+        if how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "hang":
+            time.sleep(600)
+        if how == "unpicklable result":
+            return lambda: None
+    total = torch.ones(1000, device=group_device())
+    dist.all_reduce(total)
+    return total.sum().item()
+
+
+def hang_after_the_last_collective():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def say_and_hang(path):
+    """Tell this process's id through a file, then hang."""
+    with open(f"{path}/{dist.get_rank()}.partial", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, f"{path}/{dist.get_rank()}")
+    time.sleep(600)
+
+
+def run_and_report(queue, base):
+    """The life of a spawned process that starts ranks of its own."""
+    results = launch.run(rank_and_sum, base, world_size=2, backend="gloo")
+    queue.put([(rank, total.item()) for rank, _, total in results])
+
+
+def main():
+    """A script that torchrun starts, or that is started alone: runs ranks twice and prints on rank 0."""
+    world_size = int(sys.argv[1])
+    for base in (10, 20):
+        results = launch.run(rank_and_sum, base, world_size=world_size, backend="gloo", timeout_s=60)
+        place = launch.started_outside()
+        if place is None or place.rank == 0:
+            print([(rank, size, total.item()) for rank, size, total in results], flush=True)
+    if sys.argv[2:] == ["fail"]:
+        launch.run(fail, "raise", world_size=world_size, backend="gloo", timeout_s=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Launching: results in rank order, and every way in which a rank can fail ends all ranks, in time and by name."""
+
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import launch_ranks
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks.process import Failure, stacks_path
+from cs336sys.parallel.ranks.spawned import RankError, SpawnedRanks, _cause_before_consequence, _Rank
+
+HERE = pathlib.Path(__file__).parent
+
+# For processes that this file starts: they import launch_ranks.
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+# A failure must end the run within 10 s of when it happens; spawning takes 2 to 5 s of these on two busy cores.
+FAILURE_LIMIT_S = 15.0
+# Longer than two ranks on busy cores can be apart in starting.
+HANG_TIMEOUT_S = 8
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with launch.start(2, backend="gloo", timeout_s=60) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def temporary_directory(tmp_path, monkeypatch):
+    """Where this test's ranks meet, to see what they leave there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {limit_s} s"
+        time.sleep(0.05)
+
+
+def children():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_run_returns_what_ranks_returned_and_leaves_nothing(world_size, temporary_directory):
+    before = children()
+    results = launch.run(launch_ranks.rank_and_sum, 5, world_size=world_size, backend="gloo")
+    assert [(rank, size) for rank, size, _ in results] == [(rank, world_size) for rank in range(world_size)]
+    assert all(total.item() == 5 * world_size + sum(range(world_size)) for *_, total in results)
+    assert list(temporary_directory.iterdir()) == []
+    assert children() == before
+
+
+def test_ranks_run_one_function_after_another_in_the_same_processes(pair):
+    first, second = pair.run(launch_ranks.process_id), pair.run(launch_ranks.process_id)
+    assert first == second
+    assert len({*first, os.getpid()}) == 3
+
+
+def test_two_runs_at_once_do_not_meet(pair):
+    with launch.start(2, backend="gloo") as other:
+        assert [total.item() for *_, total in pair.run(launch_ranks.rank_and_sum, 1)] == [3, 3]
+        assert [total.item() for *_, total in other.run(launch_ranks.rank_and_sum, 100)] == [201, 201]
+
+
+def test_function_that_cannot_be_sent_is_refused_and_the_ranks_live_on(pair):
+    with pytest.raises(UsageError, match="top level of a module"):
+        pair.run(lambda: None)
+    assert len(pair.run(launch_ranks.process_id)) == 2
+
+
+def test_what_ranks_print_goes_to_stderr(capfd):
+    launch.run(launch_ranks.say, "a line of a rank", world_size=1, backend="gloo")
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "a line of a rank" in captured.err
+
+
+def test_ranks_inherit_the_environment_and_share_the_cores(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    ((environment, threads),) = launch.run(launch_ranks.environment_and_threads, world_size=1, backend="gloo")
+    assert environment == {"NCCL_NVLS_ENABLE": "0", "RANK": None}
+    assert 1 <= threads <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("how", "heading", "cause"),
+    [
+        ("raise", "rank 1 of 2: ValueError: the numbers are wrong\n\nTraceback (most recent call last):", ValueError),
+        ("kill", "rank 1 of 2: was killed by SIGKILL: out of host memory, or killed from outside", type(None)),
+        ("exit", "rank 1 of 2: ended with exit code 7", type(None)),
+        ("crash", "rank 1 of 2: was killed by SIGSEGV\n\nrank 1 was here:\nFatal Python error: Segm", type(None)),
+    ],
+)
+def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, temporary_directory):
+    before, started = children(), time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, how, world_size=2, backend="gloo", timeout_s=120)
+    assert time.monotonic() - started < FAILURE_LIMIT_S
+    assert str(caught.value).startswith(heading)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, cause)
+    assert list(temporary_directory.iterdir()) == []
+    assert children() == before
+    if how in ("raise", "crash"):
+        assert "launch_ranks.py" in str(caught.value)
+    if how == "raise":
+        # The other rank was still waiting for this one: it had no broken connection to report.
+        assert "rank 0" not in str(caught.value)
+
+
+def test_cause_comes_before_consequences():
+    """A killed rank is the cause, though the broken connection that its peer reports may be seen first."""
+    broken = Failure(0, "RuntimeError: Connection closed by peer", "", time_s=1.0)
+    later = Failure(3, "RuntimeError: Connection closed by peer", "", time_s=2.0)
+    aborted = Failure(2, "was killed by SIGABRT", "", time_s=0.5, exit_code=-signal.SIGABRT)
+    killed = Failure(1, "was killed by SIGKILL", "", time_s=1.5, exit_code=-signal.SIGKILL)
+    failures = sorted([later, broken, aborted, killed], key=_cause_before_consequence)
+    assert [failure.rank for failure in failures] == [1, 0, 3, 2]
+
+
+def test_usage_error_of_a_rank_keeps_its_type_and_sentence():
+    with pytest.raises(UsageError) as caught:
+        launch.run(launch_ranks.fail, "usage", 0, world_size=1, backend="gloo")
+    assert str(caught.value) == "3 sequences: 2 ranks do not divide them"
+    assert caught.value.__notes__ == ["on rank 0 of 1"]
+
+
+def test_error_that_cannot_be_sent_is_told_in_words():
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, "raise unpicklable", 0, world_size=1, backend="gloo")
+    assert str(caught.value).startswith("rank 0 of 1: WrongAnswer: 6 x 7 is not 43\n\nTraceback")
+    assert caught.value.__cause__ is None
+
+
+def test_result_that_cannot_be_sent_is_an_error():
+    with pytest.raises(RankError, match=r"rank 0 of 1: .*pickle"):
+        launch.run(launch_ranks.fail, "unpicklable result", 0, world_size=1, backend="gloo")
+
+
+def test_wrapped_out_of_memory_keeps_its_chain_of_causes():
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, "out of memory", 0, world_size=1, backend="gloo")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__.__cause__, MemoryError)
+
+
+def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, "hang", world_size=2, backend="gloo", timeout_s=HANG_TIMEOUT_S)
+    assert HANG_TIMEOUT_S < time.monotonic() - started < HANG_TIMEOUT_S + FAILURE_LIMIT_S
+    heading, *rest = str(caught.value).split("\n")
+    assert heading.startswith("rank 0 of 2: RuntimeError: ")
+    assert heading.endswith("(in all_reduce); still running: rank 1")
+    stacks = "\n".join(rest).split("rank 1 was here:")[1]
+    assert "launch_ranks.py" in stacks
+    assert "in fail" in stacks
+
+
+def test_rank_that_does_not_return_is_named_at_the_timeout():
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.hang_after_the_last_collective, world_size=2, backend="gloo", timeout_s=HANG_TIMEOUT_S)
+    assert time.monotonic() - started < HANG_TIMEOUT_S + FAILURE_LIMIT_S
+    assert str(caught.value).startswith(f"rank 1 of 2 hangs: not done {HANG_TIMEOUT_S} s after rank 0\n")
+    assert "in hang_after_the_last_collective" in str(caught.value)
+    assert caught.value.rank == 1
+
+
+# What faulthandler does on a busy machine: it writes the stacks bit by bit.
+SLOW_STACKS = """
+import pathlib, signal, sys, time
+
+def write(*signal):
+    with open(sys.argv[1], "w", buffering=1) as stacks:
+        for line in ("Current thread 0x1 (most recent call first):", '  File "ranks.py", line 1 in hang'):
+            print(line, file=stacks)
+            time.sleep(0.3)
+        print('  File "<string>", line 1 in <module>', file=stacks)
+
+signal.signal(signal.SIGUSR1, write)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(tmp_path):
+    ranks = object.__new__(SpawnedRanks)
+    ranks._directory = tmp_path
+    command = [sys.executable, "-c", SLOW_STACKS, str(stacks_path(tmp_path, 1))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        stacks = ranks._stacks_now([_Rank(1, process, connection=None)])
+        process.kill()
+    assert stacks.startswith("rank 1 was here:\nCurrent thread")
+    assert "in hang\n" in stacks
+    assert stacks.rstrip().endswith("in <module>")
+
+
+def test_ranks_that_ended_refuse_to_run():
+    with launch.start(1, backend="gloo") as ranks:
+        with pytest.raises(RankError):
+            ranks.run(launch_ranks.fail, "raise", 0)
+        with pytest.raises(UsageError, match="have ended"):
+            ranks.run(launch_ranks.process_id)
+
+
+# A parent in a process of its own, which starts ranks that hang and tell their process ids through files.
+PARENT = """
+import signal, sys, launch_ranks
+from cs336sys.parallel.ranks import launch
+if __name__ == "__main__":
+    # A shell starts background jobs, of which these tests may be one, with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        launch.run(launch_ranks.say_and_hang, sys.argv[1], world_size=2, backend="gloo")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+"""
+
+
+def start_parent(tmp_path):
+    script, ids, temporary = tmp_path / "parent.py", tmp_path / "ids", tmp_path / "temporary"
+    script.write_text(PARENT)
+    ids.mkdir()
+    temporary.mkdir()
+    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, script, ids], env=environment, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: {path.name for path in ids.iterdir()} >= {"0", "1"} or parent.poll() is not None, 60)
+    return parent, [int((ids / str(rank)).read_text()) for rank in range(2)], temporary
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    parent, ranks, _ = start_parent(tmp_path)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not any(is_running(pid) for pid in ranks), 10)
+
+
+def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
+    parent, ranks, temporary = start_parent(tmp_path)
+    started = time.monotonic()
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=10)
+    assert time.monotonic() - started < 10
+    assert (output, parent.returncode) == ("interrupted\n", 130)
+    assert not any(is_running(pid) for pid in ranks)
+    assert list(temporary.iterdir()) == []
+
+
+def test_process_that_was_spawned_itself_can_run_ranks():
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=launch_ranks.run_and_report, args=(queue, 7))
+    process.start()
+    results = queue.get()
+    process.join()
+    assert results == [(0, 15), (1, 15)]
+    assert process.exitcode == 0
+
+
+def torchrun(*args, timeout=80):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, HERE / "launch_ranks.py", *args], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_run_joins_the_ranks_that_torchrun_started():
+    """Both runs of the script: each gets a process group of its own from torchrun's one store."""
+    answer = torchrun("2")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "[(0, 2, 21), (1, 2, 21)]\n[(0, 2, 41), (1, 2, 41)]\n"
+
+
+def test_rank_of_torchrun_that_fails_names_itself_and_ends_the_others():
+    answer = torchrun("2", "fail")
+    assert answer.returncode == 1
+    assert "ValueError: the numbers are wrong" in answer.stderr
+    assert "on rank 1 of 2" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"world_size": 0}, UsageError, "world size 0: must be at least 1"),
+        ({"world_size": 2, "backend": "smoke"}, UsageError, "unknown backend 'smoke': choose from gloo, nccl"),
+        ({"world_size": 2, "timeout_s": 0}, UsageError, "timeout 0 s: must be positive"),
+        ({"world_size": 3, "backend": "nccl"}, CapabilityError, "3 ranks on this machine: .* torch sees 2; choose"),
+    ],
+)
+def test_impossible_runs_are_refused_before_anything_starts(asked, error, message, monkeypatch, temporary_directory):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(error, match=message):
+        launch.run(launch_ranks.process_id, **asked)
+    assert list(temporary_directory.iterdir()) == []
+
+
+def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    place = launch.started_outside()
+    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    with pytest.raises(UsageError, match="world size 2: 8 ranks were started"):
+        launch.run(launch_ranks.process_id, world_size=2, backend="gloo")
+
+
+def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    # Rank 0 has its GPU, and is done first with saying so.
+    store.set("refusal-0", "")
+    with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine: .* torch sees 1"):
+        launch._check_gpus_of_all(launch.Place(1, 2, local_rank=1), "nccl", store)
+    with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine"):
+        launch._check_gpus_of_all(launch.Place(0, 2, local_rank=0), "nccl", store)
+
+
+def test_kept_ranks_stay_until_others_are_asked_for():
+    first = launch.kept(1, backend="gloo")
+    assert launch.kept(1, backend="gloo") is first
+    assert first.run(launch_ranks.rank_and_sum, 4) == [(0, 1, torch.tensor([4]))]
+    second = launch.kept(2, backend="gloo")
+    assert (first.alive, second.alive) == (False, True)
+    with pytest.raises(RankError):
+        second.run(launch_ranks.fail, "raise")
+    third = launch.kept(2, backend="gloo")
+    assert third is not second
+    assert len(third.run(launch_ranks.process_id)) == 2
+    launch.end_kept()
+    assert not third.alive
+
+
+@pytest.mark.gpu
+def test_run_on_a_gpu():
+    assert launch.run(launch_ranks.rank_and_sum, 5, world_size=1) == [(0, 1, torch.tensor([5]))]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
+def test_failed_rank_ends_the_run_on_gpus(how):
+    """The other rank waits in a kernel that no signal interrupts: only killing it ends it."""
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, how, world_size=2, backend="nccl", timeout_s=120)
+    assert time.monotonic() - started < 40
+    assert caught.value.rank == 1
+    assert "rank 0" not in str(caught.value)
+
+
+@pytest.mark.multigpu
+def test_rank_that_does_not_come_to_a_collective_is_named_on_gpus():
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(launch_ranks.fail, "hang", world_size=2, backend="nccl", timeout_s=10)
+    # 10 s of waiting; to start, import and connect takes most of the rest.
+    assert time.monotonic() - started < 45
+    assert str(caught.value).split("\n")[0].endswith("still running: rank 1")
+    assert "in fail" in str(caught.value).split("rank 1 was here:")[1]

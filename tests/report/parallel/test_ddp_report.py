@@ -1,0 +1,126 @@
+"""The tables and pictures of ``ddp``, from cells that were never measured."""
+
+import pytest
+
+from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables, plan_table
+from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
+from cs336sys.report.tables import render
+from cs336sys.results import Cell, Samples
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, Workload
+
+TIMELINE = {
+    "compute": [(0.0, 50.0), (60.0, 70.0)],
+    "communicate": [(40.0, 60.0)],
+    "phases": {"forward": 20.0, "backward": 50.0, "synchronize": 60.0, "optimizer": 70.0},
+    "compute_ms": 60.0,
+    "communication_ms": 20.0,
+    "overlap_ms": 10.0,
+}
+
+
+def samples(*values):
+    return Samples("ms", "cuda events, maximum over ranks", values)
+
+
+def cell(strategy, step_ms, bucket_mb=None, precision="bf16", status="ok", reason=None, buckets=1, **derived):
+    workload = ParallelWorkload(Workload(choose_size("xl"), precision=precision), strategy, bucket_mb=bucket_mb)
+    if status != "ok":
+        return Cell("ddp", workload.configuration(), status, derived=derived, reason=reason)
+    times = {"step": samples(step_ms - 2, step_ms, step_ms + 1), "unsynchronized": samples(80.0, 80.0, 80.0)}
+    phases = {name: samples(1.0, 1.0, 1.0) for name in ("forward", "backward", "optimizer", "wall", "communication")}
+    derived = {
+        "exposed_ms": step_ms - 80,
+        "exposed_percent": 100 * (step_ms - 80) / step_ms,
+        "hidden_percent": 60.0,
+        "overlap_percent": 50.0,
+        "calls": buckets + 1,
+        "gradient_calls": buckets,
+        "communicated_bytes": 8_000_000_000,
+        "peak_gib": 50.0,
+        "tokens_per_s": 20_000.0,
+        "largest_difference": 1.5e-7,
+        "relative_difference_percent": 0.5,
+        "checked_layers": 48,
+        "timeline": TIMELINE,
+        "link_latency_s": 20e-6,
+        "link_bytes_per_s": 320e9,
+    } | derived
+    return Cell("ddp", workload.configuration(), "ok", times | phases, derived)
+
+
+CELLS = [
+    cell("naive", 120.0, buckets=435),
+    cell("bucketed", 96.0, bucket_mb=1000.0, buckets=8),
+    cell("bucketed", 90.0, bucket_mb=100.0, buckets=80),
+    cell("flat", 0.0, status="wrong", reason="flat: off", largest_difference=0.3, relative_difference_percent=80.0),
+    cell("naive", 240.0, precision="fp32", checked_layers=24),
+    cell("torch", 0.0, precision="fp32", status="oom", reason="out of memory"),
+]
+
+
+def rows_of(tables, name):
+    return next(table.rows for table in tables if table.name == name)
+
+
+def test_speedup_is_over_naive_in_the_same_precision():
+    rows = rows_of(ddp_tables(CELLS, None), "ddp")
+    assert [row.get("speedup") for row in rows] == [1.0, 120 / 96, 120 / 90, None, 1.0, None]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "wrong", "ok", "oom"]
+    assert "step_ms" not in rows[3]
+    assert rows[3]["largest_difference"] == 0.3, "how wrong it is stands in the table"
+
+
+def test_notes_say_what_went_wrong_and_what_was_not_compared():
+    (table, *_) = ddp_tables(CELLS, None)
+    assert "wrong: flat: off" in table.notes
+    assert "oom: out of memory" in table.notes
+    assert "xl: weights compared with 24 of 48 layers, for want of memory" in table.notes
+    assert table.title.startswith("ddp: ranks 2, batch 4, vocabulary 10000, context 512, attention reference")
+
+
+def test_bucket_table_predicts_from_the_number_of_buckets():
+    tables = ddp_tables(CELLS, None)
+    rows = rows_of(tables, "buckets")
+    assert [row["bucket_mb"] for row in rows] == [100.0, 1000.0]
+    # 8 GB / (80 x 320 GB/s) + 80 x 20 us, and 8 GB / (8 x 320 GB/s) + 8 x 20 us
+    assert [row["predicted_ms"] for row in rows] == pytest.approx([0.3125 + 1.6, 3.125 + 0.16])
+    assert [row["exposed_ms"] for row in rows] == [10.0, 16.0]
+    notes = next(table.notes for table in tables if table.name == "buckets")
+    # sqrt(8e9 x 320e9 x 20e-6) = 226 MB, 2 sqrt(8e9 x 20e-6 / 320e9) = 1.414 ms
+    assert any("least overhead, 1.414 ms, predicted for buckets of 226.3 MB" in note for note in notes)
+    free = [cell("bucketed", 90.0, bucket_mb=100.0, link_latency_s=0.0)]
+    assert "calls look free" in next(table.notes for table in ddp_tables(free, None) if table.name == "buckets")[1]
+
+
+def test_sweeps_of_different_settings_stay_apart():
+    other = cell("bucketed", 200.0, bucket_mb=10.0, precision="fp32")
+    sweeps = bucket_sweeps([*CELLS, other])
+    assert [[found.configuration["bucket_mb"] for found in sweep] for sweep in sweeps] == [[100.0, 1000.0], [10.0]]
+
+
+def test_nothing_measured_is_a_table_too(tmp_path):
+    assert "nothing measured" in render(ddp_tables([], None), "markdown")
+    only_wrong = ddp_tables(CELLS[3:4], None)
+    assert [table.name for table in only_wrong] == ["ddp"]
+    plot_timelines(CELLS[3:4], tmp_path / "t.png")
+    plot_buckets(CELLS[3:4], tmp_path / "b.png")
+    assert (tmp_path / "t.png").exists()
+    assert (tmp_path / "b.png").exists()
+
+
+def test_timelines_show_every_measured_cell(tmp_path):
+    plot_timelines([*CELLS, cell("overlap", 90.0, timeline=None)], tmp_path / "t.svg")
+    plot_buckets(CELLS, tmp_path / "b.svg")
+    # matplotlib writes text as outlines, with the text itself in a comment.
+    text = (tmp_path / "t.svg").read_text()
+    assert text.count("of which 10.0 ms beside computing") == 4
+    assert "bucketed 100 MB xl bf16: communication 20.0 ms" in text
+    assert "model: s / (n w) + n o" in (tmp_path / "b.svg").read_text()
+
+
+def test_plan_shows_what_ranks_hold():
+    workload = ParallelWorkload(Workload(choose_size("xl")), "bucketed", bucket_mb=25.0)
+    (row,) = plan_table([workload]).rows
+    assert row["share"] == 2
+    assert row["state_gib"] == 4 * row["gradients_gib"]
