@@ -6,7 +6,7 @@ import typer
 
 from cs336sys import __version__
 from cs336sys.commands.lazy import HELP_OPTIONS, LazyGroup
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import INTERRUPTED, CapabilityError, UsageError
 
 # Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.
 COMMANDS = (
@@ -23,8 +23,6 @@ COMMANDS = (
     "compare",
     "doctor",
 )
-
-INTERRUPTED = 130
 
 
 class CommandTable(LazyGroup):

@@ -1,4 +1,7 @@
-"""The two errors that end a command with one sentence instead of a traceback."""
+"""What ends a command early: the two errors that it ends with one sentence instead of a traceback, and Ctrl-C."""
+
+# 128 and the number of SIGINT, as shells count.
+INTERRUPTED = 130
 
 
 class UsageError(ValueError):

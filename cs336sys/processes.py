@@ -1,4 +1,4 @@
-"""What a process that starts others owes them, and they owe it. No torch."""
+"""Which of several ranks a process is, and what processes that start others owe each other. No torch."""
 
 import contextlib
 import ctypes
@@ -7,9 +7,27 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 # PR_SET_PDEATHSIG of prctl(2): the kernel sends this process the signal when its parent dies.
 _SET_PARENT_DEATH_SIGNAL = 1
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Which rank a process is. ``local_rank`` counts on its machine alone and chooses the GPU."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def started_outside() -> RankIdentity | None:
+    """This process among the ranks that torchrun or Slurm started; None if it was started alone."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return RankIdentity(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def become_worker(parent: int) -> bool:

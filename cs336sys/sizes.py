@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from cs336sys.errors import UsageError
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+PRECISIONS = tuple(ELEMENT_BYTES)
 
 
 @dataclass(frozen=True)

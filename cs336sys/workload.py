@@ -11,7 +11,7 @@ from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.sharding.ideal import STRATEGIES as OWN_SHARDING_STRATEGIES
 from cs336sys.errors import UsageError
 from cs336sys.results import Samples
-from cs336sys.sizes import PRECISIONS, ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
 
 PHASES = {
     "forward": ("forward",),
@@ -296,6 +296,59 @@ class ParallelWorkload:
         own = {field.name: configuration[field.name] for field in fields(cls) if field.name != "training"}
         rest = {name: value for name, value in configuration.items() if name not in own}
         return cls(Workload.from_configuration(rest), **own)
+
+
+# Bytes an element, by the name of the dtype.
+COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
+
+
+@dataclass(frozen=True)
+class CollectiveWorkload:
+    """One collective on one size of message.
+
+    Attributes:
+        backend: ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors.
+        collective: one of :data:`~cs336sys.accounting.collectives.COLLECTIVES`.
+        dtype: one of :data:`COLLECTIVE_DTYPES`.
+        message_bytes: the whole array as asked for.
+        warmup, iterations: calls in each of the two ways of timing.
+        timeout_s: how long a rank waits for the others.
+    """
+
+    backend: str
+    collective: str
+    world_size: int
+    dtype: str
+    message_bytes: int
+    warmup: int = 5
+    iterations: int = 20
+    timeout_s: float = 120.0
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole array: as many as fit the message and all ranks can share equally.
+
+        Raises:
+            UsageError: there would be none.
+        """
+        element_bytes = COLLECTIVE_DTYPES[self.dtype]
+        parts = self.world_size if self.collective in ("all_gather", "reduce_scatter") else 1
+        count = self.message_bytes // element_bytes // parts * parts
+        if count == 0:
+            raise UsageError(
+                f"message of {self.message_bytes} bytes: too small for {self.collective} of {self.dtype} over "
+                f"{self.world_size} ranks; choose at least {parts * element_bytes} bytes"
+            )
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """The whole array as it is communicated; errors as of :attr:`elements`."""
+        return self.elements * COLLECTIVE_DTYPES[self.dtype]
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields: a cell's configuration in the results."""
+        return asdict(self)
 
 
 IMPLEMENTATIONS = (

@@ -106,7 +106,7 @@ def test_module_imports_only_what_its_layer_may(module):
         ("commands.bench", "from cs336sys.commands.account import model"),
         ("commands.bench", "from rich.table import Table"),
         ("experiments.training", "import typer"),
-        ("report.tables", "from cs336sys.commands.options import FORMATS"),
+        ("report.tables", "from cs336sys.commands.options import FormatOption"),
         ("results", "from tabulate import tabulate"),
     ],
 )

@@ -12,11 +12,9 @@ from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.parameters import parameters_by_component
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 ATTENTION = ("reference", "sdpa", "flash")
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

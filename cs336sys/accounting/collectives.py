@@ -7,64 +7,11 @@ NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``. Times of ring algorithms are in :mod:
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cs336sys.errors import UsageError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-
-# Bytes an element, by the name of the dtype.
-COLLECTIVE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int32": 4}
-
-
-@dataclass(frozen=True)
-class CollectiveWorkload:
-    """One collective on one size of message.
-
-    Attributes:
-        backend: ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors.
-        collective: one of :data:`COLLECTIVES`.
-        dtype: one of :data:`COLLECTIVE_DTYPES`.
-        message_bytes: the whole array as asked for.
-        warmup, iterations: calls in each of the two ways of timing.
-        timeout_s: how long a rank waits for the others.
-    """
-
-    backend: str
-    collective: str
-    world_size: int
-    dtype: str
-    message_bytes: int
-    warmup: int = 5
-    iterations: int = 20
-    timeout_s: float = 120.0
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole array: as many as fit the message and all ranks can share equally.
-
-        Raises:
-            UsageError: there would be none.
-        """
-        element_bytes = COLLECTIVE_DTYPES[self.dtype]
-        parts = self.world_size if self.collective in ("all_gather", "reduce_scatter") else 1
-        count = self.message_bytes // element_bytes // parts * parts
-        if count == 0:
-            raise UsageError(
-                f"message of {self.message_bytes} bytes: too small for {self.collective} of {self.dtype} over "
-                f"{self.world_size} ranks; choose at least {parts * element_bytes} bytes"
-            )
-        return count
-
-    @property
-    def size_bytes(self) -> int:
-        """The whole array as it is communicated; errors as of :attr:`elements`."""
-        return self.elements * COLLECTIVE_DTYPES[self.dtype]
-
-    def configuration(self) -> dict[str, Any]:
-        """All fields: a cell's configuration in the results."""
-        return asdict(self)
 
 
 def bus_factor(collective: str, ranks: int) -> float:

@@ -8,10 +8,10 @@ allocator really hands out in each place, and the tests hold them to that. Lette
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from cs336sys.accounting.activations import ATTENTION, ELEMENT_BYTES, block_activations, saved_activations
+from cs336sys.accounting.activations import ATTENTION, block_activations, saved_activations
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.collectives import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
+from cs336sys.accounting.collectives import COLLECTIVES
 from cs336sys.commands.options import (
     FormatOption,
     OutputOption,
@@ -23,7 +23,7 @@ from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
-from cs336sys.workload import DEVICES
+from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
@@ -67,7 +67,7 @@ def allreduce(
 
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
-    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.outputs import check_plot
     from cs336sys.report.parallel.allreduce import allreduce_tables, plan_table
     from cs336sys.report.tables import check_output, emit
 

@@ -83,8 +83,7 @@ def ddp(
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
-    from cs336sys.report.attention_plots import check_plot
-    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.ddp import ddp_tables, plan_table
     from cs336sys.report.tables import check_output, emit
 

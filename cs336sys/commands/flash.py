@@ -71,7 +71,8 @@ def flash(
     cs336sys flash --context 512 --implementations triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
     """
     from cs336sys.report.attention import flash_tables, pool_rounds
-    from cs336sys.report.attention_plots import check_plot, plot_flash
+    from cs336sys.report.attention_plots import plot_flash
+    from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
     shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}

@@ -8,8 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from cs336sys.errors import UsageError
-
-FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
+from cs336sys.report.outputs import FORMATS
 
 FormatOption = Annotated[
     str | None,

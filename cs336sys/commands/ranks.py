@@ -39,7 +39,7 @@ import typer
 
 from cs336sys.commands.options import at_least, split_list
 from cs336sys.errors import CapabilityError
-from cs336sys.parallel.place import Place, started_outside
+from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
 
 if TYPE_CHECKING:
@@ -63,31 +63,31 @@ def choose_world_sizes(values: list[str]) -> list[int]:
     Raises:
         UsageError: a value is no positive number.
     """
-    place = started_outside()
+    identity = started_outside()
     if values:
         return split_list(values, "--world-size", at_least(1))
-    return [place.world_size if place else 2]
+    return [identity.world_size if identity else 2]
 
 
 def is_first_rank() -> bool:
     """Whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm started."""
-    place = started_outside()
-    return place is None or place.rank == 0
+    identity = started_outside()
+    return identity is None or identity.rank == 0
 
 
 class JoinedWorker:
     """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
 
-    def __init__(self, measure: str, arguments: tuple[str, ...], place: Place):
+    def __init__(self, measure: str, arguments: tuple[str, ...], identity: RankIdentity):
         module, function = measure.split(":")
         self._measure_cell = getattr(importlib.import_module(module), function)
         self._arguments = arguments
-        self.place = place
+        self.identity = identity
         self._run: Run | None = None
 
     @property
     def is_first(self) -> bool:
-        return self.place.rank == 0
+        return self.identity.rank == 0
 
     @property
     def run(self) -> Run:
@@ -122,7 +122,7 @@ class JoinedWorker:
         try:
             return pickle.loads(outside_store().get(key))
         except RuntimeError as error:
-            raise CapabilityError(f"rank {self.place.rank}: rank 0 ended before anything was measured") from error
+            raise CapabilityError(f"rank {self.identity.rank}: rank 0 ended before anything was measured") from error
 
     def close(self) -> None:
         from cs336sys.parallel.ranks.launch import end_kept

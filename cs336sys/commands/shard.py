@@ -77,8 +77,7 @@ def shard(
 
     cs336sys shard --strategy fsdp --size 10b --bf16 --optimizer fused --checkpoint block
     """
-    from cs336sys.report.attention_plots import check_plot
-    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.shard import plan_table, shard_tables
     from cs336sys.report.tables import check_output, emit
 

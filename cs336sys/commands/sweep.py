@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cs336sys.commands.ranks import JoinedWorker
-from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel.place import started_outside
+from cs336sys.errors import INTERRUPTED, CapabilityError, UsageError
+from cs336sys.processes import started_outside
 from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ CellTimeoutOption = Annotated[
     float | None, typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False)
 ]
 
-INTERRUPTED = 130
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")

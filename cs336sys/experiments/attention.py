@@ -15,12 +15,13 @@ import triton.testing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import GIB, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import AttentionWorkload

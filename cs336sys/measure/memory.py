@@ -2,7 +2,7 @@
 
 import torch
 
-GIB = 2**30
+from cs336sys.accounting.memory import GIB
 
 
 def reset_peak_memory(device: torch.device) -> None:

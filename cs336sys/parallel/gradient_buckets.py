@@ -5,12 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cs336sys.accounting.sharding.optimizer import ALIGNMENT
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
-
-# Gradients in a flat buffer start at multiples of 64 elements, as in Megatron-LM: kernels that read 16 bytes at a time
-# need aligned addresses.
-_ALIGNMENT = 64
 
 
 class GradientBucket:
@@ -116,7 +113,7 @@ class FlatBucket(GradientBucket):
         for parameter in parameters.values():
             self._offsets[parameter] = self._size
             end = self._size + parameter.numel()
-            self._size = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
+            self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
             self._gaps += [slice(end, self._size)] if end < self._size else []
         # Of this step, between its first gradient and finish().
         self._buffer: Tensor | None = None

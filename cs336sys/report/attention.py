@@ -5,9 +5,9 @@ from typing import Any
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.memory import GIB
-from cs336sys.report.machine import machine_words
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import machine_words
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
 

@@ -1,26 +1,9 @@
-"""Pictures of results (matplotlib, written to a file)."""
+"""The picture of ``flash`` (matplotlib, written to a file)."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336sys.errors import UsageError
-from cs336sys.report.outputs import check_writable
 from cs336sys.results import Cell
-
-_PICTURES = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: Path | None, option: str = "--plot") -> None:
-    """Find out before anything is measured whether a picture can be written.
-
-    Raises:
-        UsageError: the file's ending is no picture's, or its folder cannot be written.
-    """
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise UsageError(f"{option} {path}: the file must end in {', '.join(_PICTURES)}")
-    check_writable(path, option)
 
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:

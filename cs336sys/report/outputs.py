@@ -1,8 +1,11 @@
-"""Finding out in time whether a result can be written."""
+"""What results can be written as, and finding out in time whether they can be."""
 
 from pathlib import Path
 
 from cs336sys.errors import UsageError
+
+FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -20,6 +23,19 @@ def check_writable(path: Path, option: str) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, option, error) from error
+
+
+def check_plot(path: Path | None, option: str = "--plot") -> None:
+    """Find out before anything is measured whether a picture can be written.
+
+    Raises:
+        UsageError: the file's ending is no picture's, or its folder cannot be written.
+    """
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise UsageError(f"{option} {path}: the file must end in {', '.join(_PICTURES)}")
+    check_writable(path, option)
 
 
 def unwritable(path: Path, option: str, error: OSError) -> UsageError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_value, unit_label
-from cs336sys.report.outputs import check_writable, unwritable
+from cs336sys.report.outputs import FORMATS, check_writable, unwritable
 from cs336sys.results import Samples
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def check_output(output: Path | None, format: str | None = None) -> None:
 
 
 def _check_format(format: str) -> None:
-    if format not in _RENDERERS:
-        raise UsageError(f"unknown format '{format}': choose from {', '.join(_RENDERERS)}")
+    if format not in FORMATS:
+        raise UsageError(f"unknown format '{format}': choose from {', '.join(FORMATS)}")
 
 
 def _is_empty(value: Value) -> bool:

@@ -1,8 +1,7 @@
-"""The columns that say which model was trained and how, shared by every table of training steps."""
+"""How tables say what was measured: the machine, and the columns for which model was trained and how."""
 
 from collections.abc import Mapping, Sequence
 
-from cs336sys.report.machine import machine_words
 from cs336sys.report.tables import Column
 from cs336sys.results import Cell, Run
 
@@ -20,6 +19,14 @@ SETTING_COLUMNS = {
     "optimizer": Column("optimizer", "optimizer"),
     "warmup": Column("warmup", "warm-up"),
 }
+
+
+def machine_words(run: Run | None) -> list[str]:
+    """The GPU or CPU and the versions that a title names."""
+    if run is None:
+        return []
+    device = run.machine["gpu"] or run.machine["cpu"] or "unknown CPU"
+    return [device, f"torch {run.machine['torch']}"]
 
 
 def shown_settings(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.accounting.attention_parts import attention_matmuls, attention_softmax
+from cs336sys.accounting.flops import attention_matmuls, attention_softmax
 from cs336sys.sizes import SIZES
 
 SMALL = SIZES["small"]

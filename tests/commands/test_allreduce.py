@@ -6,7 +6,6 @@ import pytest
 from two_agents import run_two_agents
 from typer.testing import CliRunner
 
-from cs336sys.accounting.collectives import CollectiveWorkload
 from cs336sys.cli import app
 from cs336sys.commands.allreduce import message_sizes
 from cs336sys.errors import UsageError
@@ -14,6 +13,7 @@ from cs336sys.report.parallel.allreduce import allreduce_tables, fit_of, groups_
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
 from cs336sys.report.tables import render
 from cs336sys.results import Cell, Samples, read_results
+from cs336sys.workload import CollectiveWorkload
 
 SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--iterations", "4"]
 

@@ -12,8 +12,8 @@ from two_agents import run_two_agents
 from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel.place import Place
 from cs336sys.parallel.ranks import launch
+from cs336sys.processes import RankIdentity
 from cs336sys.results import Cell, read_results
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def test_sweeps_of_one_process_do_not_look_for_ranks(monkeypatch):
 
 
 def test_only_the_first_rank_reports():
-    assert [JoinedWorker("math:sqrt", (), Place(rank, 2, rank)).is_first for rank in range(2)] == [True, False]
+    assert [JoinedWorker("math:sqrt", (), RankIdentity(rank, 2, rank)).is_first for rank in range(2)] == [True, False]
 
 
 def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
@@ -103,7 +103,7 @@ def test_ranks_that_measured_nothing_exit_after_the_first_has_reported(monkeypat
     """Their exit code makes torchrun end the others: rank 0 must have printed by then."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
-    workers = [JoinedWorker("math:sqrt", (), Place(rank, 2, rank)) for rank in range(2)]
+    workers = [JoinedWorker("math:sqrt", (), RankIdentity(rank, 2, rank)) for rank in range(2)]
     cells = (Cell("bench", {}, "unsupported", reason="none of us can"),)
     sweeps = [Sweep(cells, None, interrupted=False, ranks=worker) for worker in workers]
     ended = []
@@ -130,11 +130,11 @@ def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
 
     monkeypatch.setattr(launch, "outside_store", LostStore)
     with pytest.raises(CapabilityError, match=r"^rank 1: rank 0 ended before anything was measured$"):
-        JoinedWorker("math:sqrt", (), Place(1, 2, 1)).from_first_rank({})
+        JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).from_first_rank({})
 
 
 def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
     monkeypatch.setattr("cs336sys.commands.ranks._REPORT_S", 0.1)
-    JoinedWorker("math:sqrt", (), Place(1, 2, 1)).wait_for_report()
+    JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).wait_for_report()

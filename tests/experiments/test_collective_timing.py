@@ -4,10 +4,13 @@ import collective_ranks
 import pytest
 import torch
 
-from cs336sys.accounting.collectives import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
+from cs336sys.accounting.collectives import COLLECTIVES
 from cs336sys.experiments import collectives
 from cs336sys.experiments.collectives import DTYPES, RankPlace, RankTimes, count_differences, exact_data, write
 from cs336sys.parallel.ranks import launch
+from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
+
+pytestmark = pytest.mark.usefixtures("time_limit", "one_thread_a_rank")
 
 
 def workload(collective="all_reduce", world_size=2, dtype="fp32", message_bytes=1000, **options):

@@ -7,8 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from cs336sys.commands.options import FORMATS
 from cs336sys.errors import UsageError
+from cs336sys.report.outputs import FORMATS
 from cs336sys.report.tables import Column, Table, check_output, emit, print_tables, render
 from cs336sys.results import Samples
 

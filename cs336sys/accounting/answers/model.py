@@ -6,12 +6,11 @@ handout, sections 1.1 and 1.2; 2026 handout, 2.1 and 4.1.
 
 from dataclasses import asdict, replace
 
-from cs336sys.accounting.activations import ELEMENT_BYTES, attention_memory, block_activations
-from cs336sys.accounting.attention_parts import SOFTMAX_FLOPS_PER_SCORE
+from cs336sys.accounting.activations import attention_memory, block_activations
 from cs336sys.accounting.derivation import Derived, Expression, expression_of, symbol
-from cs336sys.accounting.flops import attention_flops, linear_flops
+from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, linear_flops
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.sizes import ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 _ACTIVATION_NAMES = {
     "residual_stream": "inputs of the two norms",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.activations import ELEMENT_BYTES, block_activations
+from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
 from cs336sys.accounting.parameters import count_parameters, parameter_shapes, parameters_by_component
@@ -21,7 +21,7 @@ from cs336sys.accounting.sharding.fsdp import (
 )
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
-from cs336sys.sizes import ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 MOMENTS = ("initialized", "before the optimizer", "after the optimizer", "peak")
 

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.activations import ELEMENT_BYTES
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.commands.options import (
     FormatOption,
@@ -17,7 +16,7 @@ from cs336sys.commands.options import (
     split_list,
 )
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS, SIZES, choose_size
+from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
 # NVLink 4: 18 links of 25 GB/s each way.
 NVLINK_BYTES_PER_S = 450e9

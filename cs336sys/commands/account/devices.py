@@ -5,14 +5,13 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.activations import ELEMENT_BYTES
 from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import STRATEGIES, Layer
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
 from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS, SIZES
+from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES
 
 # An H100's or H200's dense bf16 peak, and what its NVLinks send: 18 of 25 GB/s each.
 _H200_FLOPS = peak_tflops("NVIDIA H200", "bf16") * 1e12
@@ -48,7 +47,7 @@ def parallel(
     """
     from cs336sys.report.account.devices import parallel_tables
     from cs336sys.report.account.plots import plot_parallel
-    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
     chosen = split_list(strategy, "--strategy", one_of(STRATEGIES))

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.activations import ELEMENT_BYTES
 from cs336sys.accounting.sharding.ideal import STRATEGIES
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
-from cs336sys.sizes import PRECISIONS
+from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
 
@@ -48,7 +47,7 @@ def memory(
     """
     from cs336sys.report.account.memory import MemorySetting, memory_tables
     from cs336sys.report.account.plots import plot_memory
-    from cs336sys.report.attention_plots import check_plot
+    from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
     sizes = options.expand_sizes(

@@ -20,8 +20,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype, is_unit
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
-from cs336sys.parallel.fsdp.parameter import ShardedParameter
-from cs336sys.parallel.fsdp.parameter_distribution import distribute_parameters
+from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters
 from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.place import Place, started_outside
 from cs336sys.parallel.ranks.process import join_process_group, leave_process_group
 from cs336sys.parallel.ranks.spawned import SpawnedRanks
+from cs336sys.processes import RankIdentity, started_outside
 
 BACKENDS = ("gloo", "nccl")
 
@@ -109,7 +109,7 @@ def _default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _check(world_size: int, backend: str, timeout_s: float, outside: Place | None) -> None:
+def _check(world_size: int, backend: str, timeout_s: float, outside: RankIdentity | None) -> None:
     if world_size < 1:
         raise UsageError(f"world size {world_size}: must be at least 1")
     if backend not in BACKENDS:
@@ -136,13 +136,13 @@ class JoinedRanks:
         alive: false after an error, which other ranks need not have met: nothing can be run any more.
     """
 
-    def __init__(self, place: Place, backend: str, timeout_s: float, high_priority: bool):
-        self._place = place
+    def __init__(self, identity: RankIdentity, backend: str, timeout_s: float, high_priority: bool):
+        self._identity = identity
         # Each process group gets keys of its own in the store: an earlier group's name connections that are closed.
         store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store())
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
-        _check_gpus_of_all(place, backend, store)
-        join_process_group(place, backend, store, timeout_s, high_priority)
+        _check_gpus_of_all(identity, backend, store)
+        join_process_group(identity, backend, store, timeout_s, high_priority)
         self.alive = True
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -154,7 +154,7 @@ class JoinedRanks:
             return gather_objects(function(*args))
         except BaseException as error:
             self.alive = isinstance(error, UsageError | CapabilityError)
-            error.add_note(f"on rank {self._place.rank} of {self._place.world_size}")
+            error.add_note(f"on rank {self._identity.rank} of {self._identity.world_size}")
             raise
 
     def __enter__(self) -> "JoinedRanks":
@@ -177,14 +177,14 @@ def outside_store() -> dist.Store:
     return store
 
 
-def _check_gpus_of_all(place: Place, backend: str, store: dist.Store) -> None:
+def _check_gpus_of_all(identity: RankIdentity, backend: str, store: dist.Store) -> None:
     """Let every rank refuse if one must: machines may differ, and the others would wait for its process group."""
     refusal = ""
     try:
-        _check_gpus(place.local_rank + 1, backend)
+        _check_gpus(identity.local_rank + 1, backend)
     except CapabilityError as error:
         refusal = str(error)
-    store.set(f"refusal-{place.rank}", refusal)
-    for rank in range(place.world_size):
+    store.set(f"refusal-{identity.rank}", refusal)
+    for rank in range(identity.world_size):
         if refusal := store.get(f"refusal-{rank}").decode():
             raise CapabilityError(f"rank {rank}: {refusal}")

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cs336sys.parallel.place import Place
-from cs336sys.processes import become_worker
+from cs336sys.processes import RankIdentity, become_worker
 
 # Gloo says "Timed out waiting 4000ms for recv operation", stores "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
@@ -46,14 +45,14 @@ class Failure:
 
 
 def join_process_group(
-    place: Place, backend: str, store: dist.Store, timeout_s: float, high_priority: bool = False
+    identity: RankIdentity, backend: str, store: dist.Store, timeout_s: float, high_priority: bool = False
 ) -> None:
     """Initialize the default process group; on NCCL also this process's GPU and its communicator."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     device = options = None
     if backend == "nccl":
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", identity.local_rank)
         torch.cuda.set_device(device)
         # A rank that waited too long sleeps four times this before it aborts, for a flight recorder's sake: a minute.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
@@ -65,8 +64,8 @@ def join_process_group(
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=identity.rank,
+        world_size=identity.world_size,
         timeout=timeout,
         device_id=device,
         pg_options=options,
@@ -88,7 +87,7 @@ def stacks_path(directory: Path, rank: int) -> Path:
 
 def serve(
     connection: multiprocessing.connection.Connection,
-    place: Place,
+    identity: RankIdentity,
     backend: str,
     timeout_s: float,
     high_priority: bool,
@@ -98,15 +97,15 @@ def serve(
     """Run pickled ``(function, args)`` jobs until an empty one; answer each with a pickled result or a Failure."""
     if not become_worker(parent):
         return
-    stacks = stacks_path(directory, place.rank).open("w")
+    stacks = stacks_path(directory, identity.rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // identity.world_size))
 
     try:
-        store = dist.FileStore(str(directory / "store"), place.world_size)
-        join_process_group(place, backend, store, timeout_s, high_priority)
+        store = dist.FileStore(str(directory / "store"), identity.world_size)
+        join_process_group(identity, backend, store, timeout_s, high_priority)
         while job := connection.recv_bytes():
             function, args = pickle.loads(job)
             connection.send_bytes(pickle.dumps(function(*args)))
@@ -115,7 +114,7 @@ def serve(
         # The pipe ends with the parent. Else stay until it kills all: to exit now would break the connections of other
         # ranks, whose errors would hide this one.
         with contextlib.suppress(EOFError, OSError):
-            connection.send_bytes(pickle.dumps(_failure(place.rank, error)))
+            connection.send_bytes(pickle.dumps(_failure(identity.rank, error)))
             connection.recv_bytes()
         os._exit(1)
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel.place import Place
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
-from cs336sys.processes import cause_of_death, ctrl_c_ignored
+from cs336sys.processes import RankIdentity, cause_of_death, ctrl_c_ignored
 
 # How long to listen after the first failure for one that explains it: the peers of a killed rank report broken
 # connections, which can reach the parent some milliseconds before the news of the death does.
@@ -88,8 +87,8 @@ class SpawnedRanks:
             with ctrl_c_ignored():
                 for number in range(world_size):
                     ours, theirs = context.Pipe()
-                    place = Place(number, world_size, local_rank=number)
-                    args = (theirs, place, backend, timeout_s, high_priority, self._directory, os.getpid())
+                    identity = RankIdentity(number, world_size, local_rank=number)
+                    args = (theirs, identity, backend, timeout_s, high_priority, self._directory, os.getpid())
                     process = context.Process(target=serve, args=args)
                     process.start()
                     theirs.close()

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.accounting.activations import ELEMENT_BYTES
 from cs336sys.accounting.answers.memory import RankMemory, rank_memory, state_answers
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.tables import Column, Table
-from cs336sys.sizes import ModelSize
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 
 @dataclass(frozen=True)

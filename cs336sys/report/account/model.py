@@ -11,9 +11,8 @@ from cs336sys.accounting.answers.model import (
     flops_answers,
     tensor_answers,
 )
-from cs336sys.accounting.attention_parts import SOFTMAX_FLOPS_PER_SCORE
 from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks, recomputed_flops
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.tables import Column, Table

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cs336sys.accounting.collectives import AlphaBeta, CollectiveWorkload, buffer_bytes, bus_factor, fit_alpha_beta
+from cs336sys.accounting.collectives import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
 from cs336sys.errors import UsageError
-from cs336sys.report.machine import machine_words
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import machine_words
 from cs336sys.results import Cell, Run
+from cs336sys.workload import CollectiveWorkload
 
 # How calls were timed: the name in samples and derived columns, and in words.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}

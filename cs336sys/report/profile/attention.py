@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from cs336sys.accounting.attention_parts import attention_matmuls, attention_softmax
+from cs336sys.accounting.flops import attention_matmuls, attention_softmax
 from cs336sys.measure.profile.taxonomy import MATMUL, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX
 from cs336sys.report.profile.measured import Measured
