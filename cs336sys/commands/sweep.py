@@ -149,7 +149,7 @@ def run_sweep(
                     break
         if stopped:
             print(
-                f"rank {ranks.place.rank}: {cell.status}: {cell.reason}; {len(cells)} of {len(configurations)} cells "
+                f"rank {ranks.identity.rank}: {cell.status}: {cell.reason}; {len(cells)} of {len(configurations)} cells "
                 "measured",
                 file=sys.stderr,
             )
