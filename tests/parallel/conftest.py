@@ -2,6 +2,9 @@
 
 import pytest
 
+# Else its assertions, outside a test file, would not say what differs.
+pytest.register_assert_rewrite("same_tensors")
+
 
 @pytest.fixture(autouse=True)
 def limits(time_limit, one_thread_a_rank):

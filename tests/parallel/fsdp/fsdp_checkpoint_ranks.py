@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_ranks import OPTIMIZERS, batch, error_of, loss_of, network, on_cpu, share
+from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
+from small_models import error_of, share
 from torch import nn
 
 from cs336sys.parallel.fsdp import FSDP

@@ -3,12 +3,7 @@
 import fsdp_checkpoint_ranks as checkpoint_ranks
 import pytest
 import torch
-
-
-def assert_same(left, right, atol=0.0):
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=0, atol=atol, msg=name)
+from same_tensors import assert_same
 
 
 def names_in(folder):

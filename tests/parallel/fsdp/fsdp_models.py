@@ -1,0 +1,156 @@
+"""Models, batches and optimizers that the rank programs of this room share, and what tests see of them."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.optimizer import AdamW
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336sys.parallel import collectives
+
+
+class Block(nn.Module):
+    """Odd shapes, biases, a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(7, 15)
+        self.norm = nn.LayerNorm(15)
+        self.down = nn.Linear(15, 7)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Network(nn.Module):
+    """Odd shapes, tied weights, a block used twice, frozen parameters, parameters of its own, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.narrow = nn.Linear(7, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.wide = nn.Linear(3, 7)
+        self.wide.bias.requires_grad_(False)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.gain = nn.Parameter(torch.ones(7))
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]), requires_grad=False)
+        self.register_buffer("offset", torch.randn(7))
+        self.checkpoints = False
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale[0] + self.offset
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        x = x + self.wide(torch.tanh(self.frozen(self.narrow(x))))
+        return self.head(self.norm(x) * self.gain)
+
+
+def on_rank(model):
+    """The model where this rank computes; in a process that is no rank, and on the meta device, where it is."""
+    if not dist.is_initialized() or next(model.parameters()).is_meta:
+        return model
+    return model.to(collectives.group_device())
+
+
+def network(seed, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return on_rank(Network().to(dtype))
+
+
+def transformer(seed=0, vocab_size=30, layers=3):
+    torch.manual_seed(seed)
+    return on_rank(BasicsTransformerLM(vocab_size, 8, d_model=24, num_layers=layers, num_heads=2, d_ff=40))
+
+
+def batch(step, vocab_size=11):
+    """12 sequences, which 1 to 4 ranks share out, the same on every rank."""
+    tokens = torch.randint(vocab_size, (12, 6), generator=torch.Generator().manual_seed(100 + step))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(model, tokens, targets):
+    return cross_entropy(model(tokens).double(), targets)
+
+
+OPTIMIZERS = {
+    "course": lambda parameters: AdamW(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def on_cpu(tensors):
+    return {name: None if tensor is None else tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def gradients(sharded):
+    """Of this rank's slices and of replicated parameters, by name."""
+    return on_cpu({name: parameter.grad for name, parameter in sharded.module.named_parameters()})
+
+
+def whole_gradients(sharded):
+    """The slices of all ranks put together: what an optimizer on one rank would see."""
+    whole = {}
+    for name, parameter in sharded.sharded_parameters.items():
+        gradient = parameter.shard.grad
+        whole[name] = None
+        if gradient is not None:
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, gradient.cpu())
+            whole[name] = torch.cat(parts)
+    for name, parameter in sharded.replicated_parameters.items():
+        whole[name] = parameter.grad
+    return on_cpu(whole)
+
+
+@contextlib.contextmanager
+def recorded(log, delay=None):
+    """Log every launch of a collective of FSDP; ``delay()`` is called before each launch and each wait."""
+    launchers = (collectives.SliceGather, collectives.SliceExchange, collectives.MeanScatter, collectives.MeanReduction)
+    starts = {launcher: launcher.start for launcher in launchers}
+    wait = collectives._Launched.wait
+
+    def recording(launcher):
+        def start(self, *args):
+            if delay:
+                delay()
+            log.append((launcher._collective, self.what.partition(" of ")[2]))
+            starts[launcher](self, *args)
+
+        return start
+
+    def waiting(self):
+        if delay:
+            delay()
+        wait(self)
+
+    for launcher in launchers:
+        launcher.start = recording(launcher)
+    collectives._Launched.wait = waiting
+    try:
+        yield log
+    finally:
+        for launcher in launchers:
+            launcher.start = starts[launcher]
+        collectives._Launched.wait = wait
+
+
+def gathered_units(sharded):
+    """Units that have memory, by what their tensors really have."""
+    held = {}
+    for unit in sharded.units:
+        storages = {parameter.full.untyped_storage().data_ptr(): parameter.full for parameter in unit.parameters}
+        bytes_held = {full.untyped_storage().nbytes() for full in storages.values()}
+        assert bytes_held <= {0, unit.gathered_bytes}
+        if bytes_held != {0}:
+            held[unit.name] = unit.gathered_bytes
+    return held

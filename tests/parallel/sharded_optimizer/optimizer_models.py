@@ -1,0 +1,110 @@
+"""Models, optimizer classes and training steps that the rank programs of this room share."""
+
+import contextlib
+
+import small_models
+import torch
+from cs336_basics.optimizer import AdamW
+from small_models import batch, share
+from torch import nn
+
+from cs336sys.parallel import collectives
+from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+MODES = ("default", "flat")
+
+# 800 bytes hold one to four of the network's vectors in fp32, and no matrix.
+SMALL_MB = 0.0008
+
+CLASSES = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
+    "AdamW per tensor": (torch.optim.AdamW, {"lr": 0.01, "foreach": False, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+    "course": (AdamW, {"lr": 0.01}),
+    # Row and column means of matrices: whole parameters only.
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+class Network(small_models.Network):
+    """As that, tied and frozen parameters, with a matrix of 2304 elements, which 1 to 4 ranks cut where it lies."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 48)
+        self.norm = nn.LayerNorm(48)
+        self.second = nn.Linear(48, 48)
+        self.third = nn.Linear(48, 48, bias=False)
+        self.third.weight = self.second.weight
+        self.last = nn.Linear(48, 5)
+        self.last.bias.requires_grad_(False)
+
+
+def network(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Network().to(dtype)
+
+
+def sharded(mode, model, optimizer_cls=torch.optim.AdamW, *, overlap=False, params=None, **options):
+    """The module to run and the optimizer; in the default mode a data parallel wrapper averages."""
+    options = {"bucket_size_mb": SMALL_MB} | options
+    optimizer = ShardedOptimizer(
+        model.parameters() if params is None else params,
+        optimizer_cls,
+        flat=mode == "flat",
+        module=model if overlap else None,
+        **options,
+    )
+    return (model if mode == "flat" else NaiveDDP(model)), optimizer
+
+
+def finish(wrapped):
+    if isinstance(wrapped, NaiveDDP):
+        wrapped.finish_gradient_synchronization()
+
+
+def train_step(wrapped, optimizer, step, dtype=torch.float32, micro_batches=1, set_to_none=True):
+    """One step on this rank's share; returns the loss on it."""
+    optimizer.zero_grad(set_to_none=set_to_none)
+    inputs, targets = (share(rows).chunk(micro_batches) for rows in batch(step, dtype))
+    apart = (wrapped if isinstance(wrapped, NaiveDDP) else optimizer).no_sync
+    for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        with contextlib.nullcontext() if part == micro_batches - 1 else apart():
+            loss = nn.functional.mse_loss(wrapped(x), y) / micro_batches
+            loss.backward()
+    finish(wrapped)
+    optimizer.step()
+    return loss.item()
+
+
+LAUNCHED = (collectives.MeanScatter, collectives.SliceGather, collectives.Broadcasts)
+
+
+@contextlib.contextmanager
+def replaced(cls, **methods):
+    before = {name: getattr(cls, name) for name in methods}
+    for name, method in methods.items():
+        setattr(cls, name, method)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(cls, name, method)
+
+
+@contextlib.contextmanager
+def on_start(call):
+    """``call(operation, start, *arguments)`` takes the place of every launch."""
+    with contextlib.ExitStack() as stack:
+        for cls in LAUNCHED:
+            start = cls.start
+            stack.enter_context(
+                replaced(cls, start=lambda self, *args, start=start: call(self, lambda *a: start(self, *a), *args))
+            )
+        yield

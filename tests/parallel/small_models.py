@@ -1,0 +1,109 @@
+"""Models, batches and results that rank programs of several rooms share."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336sys.parallel import collectives
+
+
+def weights(module):
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+class Network(nn.Module):
+    """Odd sizes, tied weights, a frozen bias, a frozen parameter of its own and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.norm = nn.LayerNorm(13)
+        self.second = nn.Linear(13, 13)
+        self.third = nn.Linear(13, 13, bias=False)
+        self.third.weight = self.second.weight
+        self.last = nn.Linear(13, 5)
+        self.last.bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+        self.register_buffer("offset", torch.randn(5))
+
+    def forward(self, x):
+        x = torch.tanh(self.second(self.norm(torch.relu(self.first(x)))))
+        return self.last(torch.tanh(self.third(x))) * self.scale[0] + self.offset
+
+
+def network(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Network().to(dtype)
+
+
+def batch(step, dtype=torch.float32):
+    """12 rows, which 1 to 4 ranks share out, the same on every rank."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return (
+        torch.randn(12, 7, generator=generator, dtype=dtype),
+        torch.randn(12, 5, generator=generator, dtype=dtype),
+    )
+
+
+def share(rows):
+    """This rank's part of a batch, where its model is."""
+    return rows.chunk(dist.get_world_size())[dist.get_rank()].to(collectives.group_device())
+
+
+class Products(nn.Module):
+    """The gradient of each parameter is a given tensor, so that sums are exact; shapes of 0 to 130 elements."""
+
+    SHAPES = ((1,), (3, 1), (129,), (5, 26), (), (0, 3), (64,))
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(shape) for shape in self.SHAPES])
+
+    def forward(self, factors):
+        return sum((part * factor).sum() for part, factor in zip(self.parts, factors, strict=True))
+
+
+def factors(rank):
+    """Integers that 1 to 4 ranks divide."""
+    generator = torch.Generator().manual_seed(rank)
+    return [12.0 * torch.randint(-999, 999, shape, generator=generator) for shape in Products.SHAPES]
+
+
+class Branches(nn.Module):
+    """Independent branches, evaluated in a given order: autograd finishes the gradients of the last one first."""
+
+    def __init__(self, count=4):
+        super().__init__()
+        self.branches = nn.ParameterList([torch.ones(3) for _ in range(count)])
+
+    def forward(self, order, factor):
+        outputs = {index: self.branches[index] * factor * (index + 1) for index in order}
+        return sum(outputs[index].sum() for index in order)
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.sometimes, self.never = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, factor, sometimes):
+        return (self.used * factor).sum() + ((self.sometimes * factor).sum() if sometimes else 0.0)
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return None
+
+
+def error_of(call, *args, **kwargs):
+    """(type, message) of what a call raises; None if it returns."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
