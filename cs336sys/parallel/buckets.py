@@ -21,6 +21,19 @@ class TensorSpec:
     kind: Hashable = None
 
 
+def cap_in_bytes(bucket_size_mb: float | None) -> float | None:
+    """The cap of buckets of at most so many megabytes (1e6 bytes); None sets none.
+
+    Raises:
+        UsageError: the bucket size is not positive.
+    """
+    if bucket_size_mb is None:
+        return None
+    if not bucket_size_mb > 0:
+        raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
+    return bucket_size_mb * 1e6
+
+
 def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[list[int]]:
     """Put every tensor into one bucket; buckets and their contents in the order in which gradients become ready.
 

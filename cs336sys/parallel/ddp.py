@@ -15,22 +15,19 @@ Sources: CS336 assignment 2 (2025), sections 2.2 and 2.3; Li et al., "PyTorch Di
 Data Parallel Training" (2020).
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
-from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket
+from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.same_on_ranks import require_same_layout
-
-# A cap below every gradient: each has a bucket of its own.
-_EACH_ALONE = 0.0
 
 
 class _Replicated(nn.Module):
@@ -64,13 +61,14 @@ class _Replicated(nn.Module):
 
     _overlap: bool
     _bucket_type: type[GradientBucket] = GradientBucket
+    # Of a bucket; below every gradient, so that each has a bucket of its own.
+    _cap_bytes: float | None = 0.0
 
-    def __init__(self, module: nn.Module, cap_bytes: float | None, gradient_dtype: torch.dtype | None):
+    def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
         """Wrap ``module`` on every rank.
 
         Args:
             module: anything with parameters; on the device that it will train on.
-            cap_bytes: largest bucket, as in :func:`~cs336sys.parallel.buckets.assign_buckets`.
             gradient_dtype: what real gradients of other dtypes are sent and summed in, for example ``torch.bfloat16``
                 to halve the traffic of fp32 gradients; they keep their own dtype. None sends them as they are.
 
@@ -83,7 +81,6 @@ class _Replicated(nn.Module):
         if gradient_dtype is not None and not gradient_dtype.is_floating_point:
             raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
         self.module = module
-        self._cap_bytes = cap_bytes
         self._gradient_dtype = gradient_dtype
         require_same_layout(module, self._settings())
         broadcast_from_first([*module.parameters(), *module.buffers()])
@@ -112,18 +109,12 @@ class _Replicated(nn.Module):
         """
         self._synchronizer.finish()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context add to this rank's gradients only.
 
         For gradient accumulation: all passes of a step but the last. What they added is averaged with the last.
         """
-        before = self._synchronizer.enabled
-        self._synchronizer.enabled = False
-        try:
-            yield
-        finally:
-            self._synchronizer.enabled = before
+        return self._synchronizer.no_sync()
 
     def refresh(self) -> None:
         """Call on every rank after ``requires_grad`` of parameters was changed, between two steps.
@@ -162,13 +153,9 @@ class _Replicated(nn.Module):
         named = list(self.module.named_parameters(remove_duplicate=False))
         self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        specs = [
-            TensorSpec(id(parameter), parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
-            for _, parameter in trained
-        ]
         buckets = [
-            self._bucket_type(dict(trained[index] for index in indices), self._gradient_dtype)
-            for indices in assign_buckets(specs, self._cap_bytes)
+            self._bucket_type(parameters, self._gradient_dtype)
+            for parameters in divide_into_buckets(trained, self._cap_bytes)
         ]
         self._synchronizer = GradientSynchronizer(buckets, self._overlap)
 
@@ -178,27 +165,19 @@ class NaiveDDP(_Replicated):
 
     _overlap = False
 
-    def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
-        super().__init__(module, _EACH_ALONE, gradient_dtype)
-
 
 class FlatDDP(_Replicated):
     """All-reduces all gradients as one tensor (one for each dtype and device) after the backward pass."""
 
     _overlap = False
     _bucket_type = FlatBucket
-
-    def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
-        super().__init__(module, None, gradient_dtype)
+    _cap_bytes = None
 
 
 class OverlappedDDP(_Replicated):
     """All-reduces each gradient by itself while the backward pass computes the next ones."""
 
     _overlap = True
-
-    def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
-        super().__init__(module, _EACH_ALONE, gradient_dtype)
 
 
 class BucketedDDP(_Replicated):
@@ -216,6 +195,5 @@ class BucketedDDP(_Replicated):
         Raises:
             UsageError: the bucket size is not positive.
         """
-        if bucket_size_mb is not None and not bucket_size_mb > 0:
-            raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
-        super().__init__(module, None if bucket_size_mb is None else bucket_size_mb * 1e6, gradient_dtype)
+        self._cap_bytes = cap_in_bytes(bucket_size_mb)
+        super().__init__(module, gradient_dtype=gradient_dtype)

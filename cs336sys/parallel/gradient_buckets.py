@@ -1,12 +1,14 @@
 """Gradients that one all-reduce averages: where they are in memory, and their way there and back."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
 from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 
 
@@ -165,6 +167,20 @@ class FlatBucket(GradientBucket):
 
     def _view(self, parameter: nn.Parameter) -> Tensor:
         return self._buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
+
+
+def divide_into_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | None
+) -> list[dict[str, nn.Parameter]]:
+    """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
+
+    A bucket has parameters of one dtype and device alone.
+    """
+    specs = [
+        TensorSpec(id(parameter), parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
+        for _, parameter in named
+    ]
+    return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
 
 
 def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:

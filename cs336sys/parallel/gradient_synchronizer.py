@@ -1,8 +1,9 @@
 """Launches the all-reduces of a backward pass, in one order on all ranks, and waits for them."""
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -12,7 +13,26 @@ from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_buckets import GradientBucket
 
 
-class GradientSynchronizer:
+class SynchronizationSwitch:
+    """What can be told to leave gradients on this rank for a while.
+
+    Attributes:
+        synchronizes: False lets backward passes accumulate gradients on this rank alone.
+    """
+
+    synchronizes = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context accumulate gradients on this rank alone."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+
+class GradientSynchronizer(SynchronizationSwitch):
     """Averages the gradients of buckets over all ranks.
 
     Ranks agree on nothing but the order of their calls: the n-th all-reduce of one is added to the n-th of every other.
@@ -28,24 +48,28 @@ class GradientSynchronizer:
             else all in :meth:`finish`.
 
     Attributes:
-        buckets: as given.
-        enabled: False lets backward passes accumulate gradients on this rank alone.
+        buckets: as given, then those added.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], overlap: bool):
-        self.enabled = True
-        self.buckets = buckets
+        self.buckets: list[GradientBucket] = []
         self._overlap = overlap
         self._launched = 0
         # Hooks run on autograd's threads, one for each device.
         self._lock = threading.Lock()
         # Hooks belong to the parameters, which may outlive this object and get another one.
-        handles = [
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
+        self.extend(buckets)
+
+    def extend(self, buckets: Sequence[GradientBucket]) -> None:
+        """Average the gradients of these buckets, too, launched after the others. Call it between two steps."""
+        self.buckets.extend(buckets)
+        self._handles.extend(
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, name))
             for bucket in buckets
             for name, parameter in bucket.parameters.items()
-        ]
-        weakref.finalize(self, _remove, handles).atexit = False
+        )
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         """Called by autograd when it has added all of this backward pass to ``parameter.grad``.
@@ -63,7 +87,7 @@ class GradientSynchronizer:
             # A backward function may return None for a gradient; the hook is called all the same.
             if parameter.grad is not None:
                 bucket.collect(name, parameter)
-            if not self.enabled:
+            if not self.synchronizes:
                 return
             bucket.waiting.remove(parameter)
             while self._overlap and self._launched < len(self.buckets) and not self._next.waiting:

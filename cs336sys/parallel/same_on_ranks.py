@@ -71,11 +71,14 @@ def describe_module(module: nn.Module) -> list[str]:
     first_name: dict[nn.Parameter, str] = {}
     lines = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        state = "trained" if parameter.requires_grad else "frozen"
         first = first_name.setdefault(parameter, name)
         tie = f" tied to {first}" if first != name else ""
-        lines.append(f"parameter {name} {tensor_layout(parameter)} {state}{tie}")
+        lines.append(f"parameter {name} {describe_parameter(parameter)}{tie}")
     return lines + [f"buffer {name} {tensor_layout(buffer)}" for name, buffer in module.named_buffers()]
+
+
+def describe_parameter(parameter: nn.Parameter) -> str:
+    return f"{tensor_layout(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
 
 
 def tensor_layout(tensor: torch.Tensor) -> str:

@@ -22,11 +22,8 @@ from cs336sys.experiments.parallel.verification import STEPS, tolerance
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
-from cs336sys.parallel.ranks.spawned import SpawnedRanks
 from cs336sys.results import Samples, configuration_key
 from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload
-
-Ranks = launch.JoinedRanks | SpawnedRanks
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them.
 _unsynchronized: dict[str, list[RankMeasurement]] = {}
@@ -85,7 +82,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     return Outcome("ok", samples, derived)
 
 
-def _link(ranks: Ranks, workload: ParallelWorkload, backend: str) -> AlphaBeta:
+def _link(ranks: launch.Ranks, workload: ParallelWorkload, backend: str) -> AlphaBeta:
     """Latency and bandwidth of the slowest rank's all-reduces."""
     key = (workload.world_size, backend, workload.high_priority)
     if key not in _links:

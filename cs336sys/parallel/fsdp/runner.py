@@ -18,9 +18,10 @@ from cs336sys.parallel.fsdp.gather_order import GatherOrder
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
 
 
-class UnitRunner:
+class UnitRunner(SynchronizationSwitch):
     """Runs units forward and backward.
 
     Forward, a unit is gathered before its module is called and freed when it returns, unless the next use is its own,
@@ -34,14 +35,12 @@ class UnitRunner:
         prefetch: how many units to gather ahead of use.
 
     Attributes:
-        synchronize: False lets backward passes keep gradients on this rank.
         replicated: gradients of parameters that every rank holds whole. They are averaged when the backward pass ends:
             they are small, and a launch for each unit would take a CPU 0.2 ms.
         watch: notes how late gathers are, if given.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], prefetch: int):
-        self.synchronize = True
         self.replicated: Sequence[GradientBucket] = ()
         self.watch: GatherWatch | None = None
         self._units = units
@@ -172,7 +171,7 @@ class UnitRunner:
 
     def _reduce(self, unit: ShardedUnit) -> None:
         del self._unreduced[unit]
-        if self.synchronize:
+        if self.synchronizes:
             self._start_reduction(unit)
         else:
             unit.keep_gradients()
@@ -212,7 +211,7 @@ class UnitRunner:
             unit.free()
             self._reduce(unit)
         # Not later, because what comes next may be a backward pass, which adds to these gradients.
-        if self.synchronize:
+        if self.synchronizes:
             self._average_replicated()
         else:
             self._replicated_kept = True

@@ -10,6 +10,7 @@ Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Sc
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parame
 from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
-from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.same_on_ranks import require_same_layout, require_same_lines
 
 
@@ -171,19 +172,13 @@ class FSDP(nn.Module):
         """
         self._runner.finish()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context keep whole gradients, in the dtype of the slices, on this rank.
 
         For gradient accumulation with less communication: all passes of a step but the last. What they kept is averaged
         with the last.
         """
-        before = self._runner.synchronize
-        self._runner.synchronize = False
-        try:
-            yield
-        finally:
-            self._runner.synchronize = before
+        return self._runner.no_sync()
 
     @contextlib.contextmanager
     def watched_gathers(self) -> Iterator[GatherWatch]:
@@ -274,11 +269,8 @@ class FSDP(nn.Module):
 
 def _buckets(replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None) -> list[GradientBucket]:
     """The trained ones, in one bucket for each dtype and device."""
-    by_kind: dict[Any, dict[str, nn.Parameter]] = {}
-    for entry in replicated:
-        if entry.held.requires_grad:
-            by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
-    return [GradientBucket(named, gradient_dtype) for named in by_kind.values()]
+    trained = [(entry.names[0], entry.held) for entry in replicated if entry.held.requires_grad]
+    return [GradientBucket(named, gradient_dtype) for named in divide_into_buckets(trained, cap_bytes=None)]
 
 
 def _norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:

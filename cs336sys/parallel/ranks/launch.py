@@ -54,7 +54,7 @@ def run(
 
 def start(
     world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
-) -> "SpawnedRanks | JoinedRanks":
+) -> "Ranks":
     """Ranks that run one function after another: ``with start(2) as ranks: ranks.run(function, ...)``.
 
     After an error the ranks are gone; start new ones. Arguments and errors as in :func:`run`, and:
@@ -71,12 +71,12 @@ def start(
     return SpawnedRanks(world_size, backend, timeout_s, high_priority)
 
 
-_kept: dict[tuple, "SpawnedRanks | JoinedRanks"] = {}
+_kept: dict[tuple, "Ranks"] = {}
 
 
 def kept(
     world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
-) -> "SpawnedRanks | JoinedRanks":
+) -> "Ranks":
     """The ranks of the last call if that asked for the same, and else new ones: to start ranks takes seconds.
 
     They stay until this process asks for others or ends; so does what their functions keep in modules, and the memory
@@ -166,6 +166,8 @@ class JoinedRanks:
             self.alive = False
             leave_process_group()
 
+
+Ranks = SpawnedRanks | JoinedRanks
 
 _joined_groups = itertools.count()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import group_device
-from cs336sys.parallel.same_on_ranks import tensor_layout
+from cs336sys.parallel.same_on_ranks import describe_parameter
 
 Group = dict[str, Any]
 
@@ -73,8 +73,7 @@ def describe(groups: Sequence[Group]) -> list[str]:
     for number, group in enumerate(groups):
         lines.append(f"group {number} with {describe_options(options_of(group))}")
         for parameter in group["params"]:
-            state = "trained" if parameter.requires_grad else "frozen"
-            lines.append(f"{next(names)} of group {number} {tensor_layout(parameter)} {state}")
+            lines.append(f"{next(names)} of group {number} {describe_parameter(parameter)}")
     return lines
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State
 from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
-from cs336sys.parallel.sharded_optimizer.slices import FlatShards
-from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
+from cs336sys.parallel.sharded_optimizer.partition import Partition
 
 
 class LocalOptimizer:
@@ -18,7 +17,7 @@ class LocalOptimizer:
     Args:
         optimizer_cls, options: what is built.
         groups: of all parameters; they get the options that the class adds.
-        shards: which know the local tensor of a parameter.
+        partition: knows the local tensor of a parameter.
     """
 
     def __init__(
@@ -26,9 +25,9 @@ class LocalOptimizer:
         optimizer_cls: type[torch.optim.Optimizer],
         options: Mapping[str, Any],
         groups: Sequence[Group],
-        shards: FlatShards | ParameterPartition,
+        partition: Partition,
     ):
-        self._shards = shards
+        self._partition = partition
         self._optimizer = optimizer_cls([self._local_group(group) for group in groups], **options)
         copy_options(self._optimizer.param_groups, groups)
 
@@ -75,21 +74,21 @@ class LocalOptimizer:
 
     def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, State]:
         """What is kept of those parameters of which anything is; the dicts themselves."""
-        local = ((parameter, self._shards.local(parameter)) for parameter in parameters)
+        local = ((parameter, self._partition.local(parameter)) for parameter in parameters)
         return {parameter: self.state[tensor] for parameter, tensor in local if tensor in self.state}
 
     def own_states(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[range, State]]:
         """By index of the parameter: the elements that this rank owns, and their state with their master copy."""
         own = {}
         for index, parameter in enumerate(parameters):
-            tensor = self._shards.local(parameter)
+            tensor = self._partition.local(parameter)
             if tensor is not None:
                 master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
-                own[index] = self._shards.owned(parameter), {**self.state.get(tensor, {}), **master}
+                own[index] = self._partition.owned(parameter), {**self.state.get(tensor, {}), **master}
         return own
 
     def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
-        """Replace state, master copies and options, the options of the groups of all parameters too.
+        """Replace state and options, the options of the groups of all parameters too.
 
         Args:
             states: by index of the parameter, as in :meth:`own_states`.
@@ -98,7 +97,7 @@ class LocalOptimizer:
         parameters = parameters_of(groups)
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
         kept = {
-            numbers[self._shards.local(parameters[index])]: {k: v for k, v in state.items() if k != MASTER}
+            numbers[self._partition.local(parameters[index])]: {k: v for k, v in state.items() if k != MASTER}
             for index, state in states.items()
         }
         local_groups = [
@@ -107,8 +106,7 @@ class LocalOptimizer:
         ]
         self._optimizer.load_state_dict({"state": {n: s for n, s in kept.items() if s}, "param_groups": local_groups})
         copy_options(self._optimizer.param_groups, groups)
-        self._shards.load_masters({parameters[index]: s[MASTER] for index, s in states.items() if MASTER in s})
 
     def _local_group(self, group: Group) -> Group:
-        local = [self._shards.local(parameter) for parameter in group["params"]]
+        local = [self._partition.local(parameter) for parameter in group["params"]]
         return {**options_of(group), "params": [tensor for tensor in local if tensor is not None]}

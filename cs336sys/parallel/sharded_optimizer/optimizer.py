@@ -4,9 +4,9 @@ Sources: CS336 assignment 2, section "Optimizer State Sharding"; Rajbhandari et 
 Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
 """
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +16,10 @@ from torch.optim.optimizer import ParamsT
 
 from cs336sys.accounting.sharding.step import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
-from cs336sys.parallel.sharded_optimizer.checkpoint import check_same_model, gather_states, own_states
+from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,
     check_parameters,
@@ -32,7 +33,8 @@ from cs336sys.parallel.sharded_optimizer.groups import (
 )
 from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer
 from cs336sys.parallel.sharded_optimizer.optimizer_class import require_elementwise, require_optimizer
-from cs336sys.parallel.sharded_optimizer.slices import FlatShards
+from cs336sys.parallel.sharded_optimizer.partition import Partition
+from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
 
 
@@ -99,11 +101,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         require_process_group(type(self).__name__)
         self._local: LocalOptimizer | None = None
-        self._flat = flat
         self._module = module
         with same_on_every_rank() as lines:
             require_optimizer(optimizer_cls)
-            _check_arguments(flat, module, bucket_size_mb, master_dtype)
+            _check_arguments(flat, module, master_dtype)
+            cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
             if flat:
@@ -114,15 +116,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             lines += describe(self.param_groups)
             lines += [] if module is None else describe_module(module)
-        cap_bytes = None if bucket_size_mb is None else bucket_size_mb * 1e6
-        self._shards = FlatShards(cap_bytes, master_dtype) if flat else ParameterPartition(cap_bytes)
+        # With flat=True the partition, which then has gradients and master copies of its own.
+        self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
+        self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         # Where each parameter that is sharded lies in memory.
         self._places: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
         if module is not None:
             broadcast_from_first([*module.parameters(), *module.buffers()])
         self._shard(self.param_groups)
-        self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._shards)
+        self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.defaults
         if module is not None:
             self.overlap_with(module)
@@ -140,9 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             with same_on_every_rank() as lines:
-                self._shards.require_between_steps()
+                self._require_between_steps()
                 super().add_param_group(param_group)
-                check_parameters(self.param_groups, flat=self._flat)
+                check_parameters(self.param_groups, flat=self._slices is not None)
                 self._local.check_options(self.param_groups[-1])
                 lines += describe(self.param_groups)
         except Exception:
@@ -158,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             UsageError: on every rank, if they were not unfrozen alike or gradients are under way.
         """
         with same_on_every_rank() as lines:
-            self._shards.require_between_steps()
+            self._require_between_steps()
             lines += describe(self.param_groups)
         known = set(self._places)
         self._shard(self.param_groups)
@@ -172,14 +175,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``state_dict()``, which waits for all: call :meth:`wait_for_parameters` before reading them elsewhere.
         Parameters of no part are waited for in :meth:`step`.
         """
-        self._shards.exchange.overlap_with(module)
+        self._partition.exchange.overlap_with(module)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters may be used: on a GPU, by what is queued after this on its stream."""
-        self._shards.exchange.wait()
+        self._partition.exchange.wait()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """With ``flat=True``, backward passes in this context add to this rank's gradients only.
 
         For gradient accumulation: all passes of a step but the last. What they added is averaged with the last.
@@ -187,8 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
         """
-        with self._flat_shards("no_sync").no_sync():
-            yield
+        return self._require_slices("no_sync").no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """With ``flat=True``, complete the means of the gradients now; :meth:`step` does so otherwise.
@@ -196,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
         """
-        self._flat_shards("finish_gradient_synchronization").finish_gradients()
+        self._require_slices("finish_gradient_synchronization").prepare_gradients()
 
     @property
     def own_tensors(self) -> list[Tensor]:
@@ -213,11 +214,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             the norm before, (), the same on every rank: not finite if any gradient on any rank is not, so that all
             ranks can skip the step alike.
         """
-        return self._shards.clip_grad_norm(max_norm)
+        return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; with ``flat=True`` after a backward pass without :meth:`step`, call it on every rank."""
-        self._shards.discard_gradients()
+        if self._slices is not None:
+            self._slices.discard_gradients()
         super().zero_grad(set_to_none)
         self._local.zero_grad(set_to_none)
 
@@ -240,10 +242,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_places()
-        self._shards.prepare_step()
+        self._partition.prepare_gradients()
         self._local.step(self.param_groups, kwargs)
         with torch.no_grad():
-            self._shards.publish()
+            self._partition.publish()
         if len(self.state) != len(self._local.state):
             self._link_state()
         return loss
@@ -264,7 +266,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy stands in the
         parameter's state as ``master_parameter``.
         """
-        states = gather_states(self._local.own_states(self._parameters), self._parameters, sliced=self._flat)
+        states = gather_states(
+            self._local.own_states(self._parameters), self._parameters, sliced=self._slices is not None
+        )
         if states is None:
             return None
         named = zip(given_names(self.param_groups), self._parameters, strict=True)
@@ -288,11 +292,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
-            owned = [self._shards.owned(parameter) for parameter in self._parameters]
+            owned = [self._partition.owned(parameter) for parameter in self._parameters]
             states = own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
+        parameters = self._parameters
         with torch.no_grad():
             self._local.load(states, state_dict["param_groups"], self.param_groups)
+            if self._slices is not None:
+                self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
         self._link_state()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -303,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler asks for this before it steps.
-        if self._flat:
+        if self._slices is not None:
             raise UsageError("GradScaler cannot see the gradients of flat=True: choose bf16, or flat=False")
         return False
 
@@ -321,7 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         broadcast_from_first(list(ordered.values()))
         trained = {name: parameter for name, parameter in ordered.items() if parameter.requires_grad}
-        self._shards.adopt(trained)
+        self._partition.adopt(trained)
         self._places |= {parameter: parameter.data_ptr() for parameter in trained.values()}
         self._frozen = [parameter for parameter in self._parameters if parameter not in self._places]
 
@@ -338,31 +345,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _name(self, parameter: nn.Parameter) -> str:
         return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
 
-    def _flat_shards(self, method: str) -> FlatShards:
-        if not self._flat:
+    def _require_between_steps(self) -> None:
+        if self._slices is not None:
+            self._slices.require_between_steps()
+
+    def _require_slices(self, method: str) -> SlicePartition:
+        if self._slices is None:
             raise UsageError(f"{method}() needs flat=True: without, call that of the data parallel wrapper")
-        return self._shards
+        return self._slices
 
     def _link_state(self) -> None:
         """Let ``state`` show what the local optimizer keeps, by parameter."""
         self.state = defaultdict(dict, self._local.state_of(self._parameters))
 
     def _share(self) -> dict[str, Any]:
-        ranges = [self._shards.owned(parameter) for parameter in self._parameters]
+        ranges = [self._partition.owned(parameter) for parameter in self._parameters]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
-            "flat": self._flat,
+            "flat": self._slices is not None,
             "owned": [(elements.start, elements.stop) for elements in ranges],
         }
 
 
-def _check_arguments(
-    flat: bool, module: nn.Module | None, bucket_size_mb: float | None, master_dtype: torch.dtype | None
-) -> None:
+def _check_arguments(flat: bool, module: nn.Module | None, master_dtype: torch.dtype | None) -> None:
     if module is not None and not isinstance(module, nn.Module):
         raise UsageError(f"module {module}: must be a torch.nn.Module")
-    if bucket_size_mb is not None and not bucket_size_mb > 0:
-        raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
     if master_dtype is not None and not (flat and master_dtype.is_floating_point):
         raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")

@@ -6,8 +6,8 @@ section 7.2.1). A parameter is cut where it lies if it divides into aligned slic
 others of a bucket are moved into one padded buffer, of which they are views from then on.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.optimizer import flat_pieces
 from cs336sys.errors import UsageError
-from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import (
     MeanScatter,
     SliceGather,
@@ -25,7 +24,7 @@ from cs336sys.parallel.collectives import (
     memory_view,
     sum_over_ranks,
 )
-from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, is_synchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 
@@ -140,7 +139,7 @@ class ScatteredBucket(GradientBucket):
         self.waiting = set(self.parameters.values())
 
 
-class FlatShards:
+class SlicePartition:
     """Which slices of parameters this rank updates, and the ways of gradients to them and of updates to all ranks.
 
     Args:
@@ -172,13 +171,8 @@ class FlatShards:
                 )
             if not is_dense(parameter):
                 parameter.data = parameter.detach().contiguous()
-        specs = [
-            TensorSpec(parameter, parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
-            for _, parameter in named
-        ]
         adopted = [
-            ScatteredBucket(dict(named[index] for index in indices), self._master_dtype)
-            for indices in assign_buckets(specs, self._cap_bytes)
+            ScatteredBucket(members, self._master_dtype) for members in divide_into_buckets(named, self._cap_bytes)
         ]
         self._buckets += adopted
         for bucket in adopted:
@@ -186,16 +180,12 @@ class FlatShards:
         # One bucket fills and two are being reduced: more would keep all gradients alive if communication is slow.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
-        enabled = self._synchronizer.enabled
-        # The former one's hooks go with it.
-        del self._synchronizer
-        self._synchronizer = GradientSynchronizer(self._buckets, overlap=True)
-        self._synchronizer.enabled = enabled
+        self._synchronizer.extend(adopted)
         for bucket in reversed(adopted):
             gather = SliceGather(bucket.pieces, ", ".join(bucket.parameters))
             self.exchange.append(ExchangeBucket(frozenset(bucket.parameters.values()), gather))
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
+    def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What this rank's optimizer updates of a parameter, (n,); None if that is nothing."""
         segment = self._segments.get(parameter)
         return None if segment is None else segment.updated
@@ -205,15 +195,9 @@ class FlatShards:
         segment = self._segments.get(parameter)
         return range(0) if segment is None else segment.elements
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context add to this rank's gradients only."""
-        before = self._synchronizer.enabled
-        self._synchronizer.enabled = False
-        try:
-            yield
-        finally:
-            self._synchronizer.enabled = before
+        return self._synchronizer.no_sync()
 
     def require_between_steps(self) -> None:
         """Refuse a change while gradients are under way.
@@ -224,7 +208,7 @@ class FlatShards:
         if self._under_way:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
-    def finish_gradients(self) -> None:
+    def prepare_gradients(self) -> None:
         """Give every segment its mean gradient, unless it has it already."""
         if self._under_way or not self._finished:
             self._synchronizer.finish()
@@ -235,10 +219,6 @@ class FlatShards:
         if self._under_way:
             self._synchronizer.finish()
         self._finished = False
-
-    def prepare_step(self) -> None:
-        """Complete the gradients."""
-        self.finish_gradients()
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""
@@ -257,7 +237,7 @@ class FlatShards:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the gradients and scale them; returns their norm, the same on every rank."""
-        self.finish_gradients()
+        self.prepare_gradients()
         norms = []
         for bucket in self._buckets:
             gradients = [

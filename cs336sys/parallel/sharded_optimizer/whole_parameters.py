@@ -56,7 +56,7 @@ class ParameterPartition:
             broadcasts = Broadcasts(tensors, sources, names)
             self.exchange.append(ExchangeBucket(frozenset(bucket), broadcasts))
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
+    def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What this rank's optimizer updates of a parameter: all or nothing."""
         return parameter if self._owners.get(parameter) == dist.get_rank() else None
 
@@ -64,13 +64,7 @@ class ParameterPartition:
         """Which elements of a parameter, in memory order, this rank updates."""
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
-    def require_between_steps(self) -> None:
-        """Any time will do: gradients are not touched here."""
-
-    def discard_gradients(self) -> None:
-        """There are none but the parameters' own."""
-
-    def prepare_step(self) -> None:
+    def prepare_gradients(self) -> None:
         """Check the gradients.
 
         Raises:
@@ -83,9 +77,6 @@ class ParameterPartition:
     def publish(self) -> None:
         """Start to send what this rank has updated."""
         self.exchange.start()
-
-    def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Parameters are updated themselves: there are no master copies."""
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients, which every rank has whole; returns their norm."""
