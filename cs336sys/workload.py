@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from cs336sys.accounting.activations import ATTENTION
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.sharding.ideal import STRATEGIES as OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.errors import UsageError
 from cs336sys.results import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
@@ -20,7 +22,6 @@ PHASES = {
 }
 MODES = tuple(PHASES)
 COMPILE_MODES = ("off", "block", "model")
-ATTENTION = ("reference", "sdpa", "flash")
 OPTIMIZERS = ("course", "fused")
 DEVICES = ("auto", "cuda", "cpu")
 SYNCHRONIZE = ("step", "none")
@@ -201,7 +202,6 @@ class ProfileWorkload:
 # nothing, and is what the others are compared with.
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
-FULLY_SHARDED = ("fsdp", "torch-fsdp")
 STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")

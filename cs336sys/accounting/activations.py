@@ -1,11 +1,12 @@
 """What autograd holds between the forward and the backward pass on paper: of the whole model, and of attention alone.
 
-All of it is for eager execution, the model's under torch autocast; compilation saves less. The formulas were read off
-what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``), and the tests hold them to that.
+All of it is for eager execution; compilation saves less. Half precision is torch autocast's, or that of the model
+itself. The formulas were read off what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``), and the
+tests hold them to that.
 
 Letters in the derivations: ``T`` tokens (batch * context), ``S`` context, ``H`` heads, ``d`` d_model, ``f`` d_ff, ``V``
 vocabulary, ``L`` layers, ``BHSS`` attention scores of a layer (batch * heads * S^2), and ``e`` bytes of a matrix
-product's result: 4 in fp32, 2 under autocast.
+product's result: 4 in fp32, 2 in half precision.
 """
 
 from dataclasses import astuple, dataclass
@@ -25,8 +26,8 @@ class SavedActivations:
         tokens: token ids and targets, int64, saved by the embedding and the loss: ``16 T``.
         residual_stream: the fp32 input of each of the ``2L + 1`` norms: ``4 T d``.
         norms: a norm's normalized input (its gain's gradient needs it) and inverse RMS, fp32: ``4 T d + 4 T``.
-        linear_inputs: what the projections multiply. In fp32 q, k, v share the norm's output, and so do w1 and w3;
-            under autocast each casts its own copy, so a layer holds 5 of ``2 T d`` instead of 2 of ``4 T d``. The heads
+        linear_inputs: what the projections multiply. q, k, v share the norm's output, and so do w1 and w3; but under
+            autocast each casts its own copy, so a layer holds 5 of ``2 T d`` instead of 2 of ``e T d``. The heads
             side by side, which the output projection multiplies, are another ``e T d`` a layer, and so is, once, the
             LM head's input. The input of w2 counts under ``swiglu``.
         queries_keys_values: rotated q and k (reference attention: q scaled) and v, ``3 e T d``; rotation saves nothing.
@@ -62,14 +63,17 @@ class SavedActivations:
         return sum(astuple(self))
 
 
-def saved_activations(size: ModelSize, precision: str, attention: str) -> SavedActivations:
+def saved_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
     """Bytes that autograd saves in the forward pass of one training step, logits and loss included.
+
+    Args:
+        autocast: half precision is autocast's; False: the model itself is in it, and nothing is copied to be cast.
 
     Raises:
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
-    block = block_activations(size, precision, attention)
-    e, autocast = ELEMENT_BYTES[precision], precision != "fp32"
+    block = block_activations(size, precision, attention, autocast=autocast)
+    e, casts = ELEMENT_BYTES[precision], autocast and precision != "fp32"
     tokens = size.batch_size * size.context
     stream = tokens * size.d_model
     outside = SavedActivations(
@@ -78,21 +82,21 @@ def saved_activations(size: ModelSize, precision: str, attention: str) -> SavedA
         norms=4 * (stream + tokens),
         linear_inputs=e * stream,
         logits=tokens * (e * size.vocab_size + 8),
-        weight_copies=2 * parameters_by_component(size).lm_head if autocast else 0,
+        weight_copies=2 * parameters_by_component(size).lm_head if casts else 0,
     )
     totals = (size.num_layers * each + once for each, once in zip(astuple(block), astuple(outside), strict=True))
     return SavedActivations(*totals)
 
 
-def block_activations(size: ModelSize, precision: str, attention: str) -> SavedActivations:
-    """What one Transformer block adds to :func:`saved_activations`; the size's numbers may be symbols.
+def block_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
+    """What one Transformer block adds to :func:`saved_activations` (same arguments); the size's numbers may be symbols.
 
     Raises:
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
     if attention not in ATTENTION:
         raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
-    reference, autocast = attention == "reference", precision != "fp32"
+    reference, casts = attention == "reference", autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context
     stream = tokens * size.d_model
@@ -102,7 +106,7 @@ def block_activations(size: ModelSize, precision: str, attention: str) -> SavedA
     return SavedActivations(
         residual_stream=2 * 4 * stream,
         norms=2 * 4 * (stream + tokens),
-        linear_inputs=(2 * 5 if autocast else 4 * 2) * stream + e * stream,
+        linear_inputs=(2 * 5 if casts else 2 * e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
         mask=size.context**2 if reference else 0,
         exponentials=4 * scores,
@@ -110,7 +114,7 @@ def block_activations(size: ModelSize, precision: str, attention: str) -> SavedA
         attention_statistics=4 * statistics,
         attention_output=0 if reference else e * stream,
         swiglu=5 * e * tokens * size.d_ff,
-        weight_copies=2 * weights if autocast else 0,
+        weight_copies=2 * weights if casts else 0,
     )
 
 

@@ -53,8 +53,10 @@ def checkpointed_moments(
     return widest_moments(size, precision, mode, attention, at_loss=at_loss, at_blocks=at_blocks)
 
 
-def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str) -> PeakMemory:
-    """The widest of :func:`checkpointed_moments` (same arguments)."""
+def predicted_peak(
+    size: ModelSize, precision: str, mode: str, attention: str, checkpointing: str = "none"
+) -> PeakMemory:
+    """The most memory alive at once in a step: the widest of :func:`checkpointed_moments` (same arguments)."""
     moments = checkpointed_moments(size, precision, mode, attention, checkpointing)
     return max(moments, key=lambda moment: moment.total)
 

@@ -1,8 +1,10 @@
 """GPU memory of the model on paper: its training state, and the peak of a step.
 
-Eager execution of ``cs336_basics`` under torch autocast; compilation needs less. The formulas were read off what the
-allocator really hands out in each place, and the tests hold them to that. Letters as in ``accounting.activations``:
-``T`` tokens, ``S`` context, ``d`` d_model, ``f`` d_ff, ``e`` bytes of a matrix product's result.
+Eager execution of ``cs336_basics``, in half precision under torch autocast or by itself; compilation needs less. The
+formulas were read off what the allocator really hands out in each place, and the tests hold them to that. Letters as in
+``accounting.activations``: ``T`` tokens, ``S`` context, ``d`` d_model, ``f`` d_ff, ``e`` bytes of a matrix product's
+result; and ``r`` bytes of a number of the residual stream: 4 in fp32 and under autocast, 2 in a model that is in half
+precision itself.
 """
 
 from collections.abc import Sequence
@@ -109,17 +111,13 @@ def everything_saved(num_layers: int) -> list[SavedBlocks]:
     return [SavedBlocks(num_layers, num_layers, name="last block"), SavedBlocks(1, 1, name="first block")]
 
 
-def predicted_peak(size: ModelSize, precision: str, mode: str, attention: str) -> PeakMemory:
-    """The most memory alive at once in a step: the widest of :func:`widest_moments` (same arguments)."""
-    return max(widest_moments(size, precision, mode, attention), key=lambda moment: moment.total)
-
-
 def widest_moments(
     size: ModelSize,
     precision: str,
     mode: str,
     attention: str,
     *,
+    autocast: bool = True,
     at_loss: SavedBlocks | None = None,
     at_blocks: Sequence[SavedBlocks] = (),
 ) -> list[PeakMemory]:
@@ -131,9 +129,11 @@ def widest_moments(
     large, one between them can hold up to 2 % more.
 
     Args:
-        precision: ``fp32``, or autocast to ``bf16`` or ``fp16``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
         attention: one of :data:`~cs336sys.accounting.activations.ATTENTION`.
+        autocast: half precision is autocast's; False: parameters and gradients are in it, with fp32 master parameters
+            if AdamW updates them. These count among the parameters.
         at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can
             be the widest; by default those of all blocks that it has not finished.
 
@@ -145,102 +145,115 @@ def widest_moments(
     if mode not in _MODES:
         raise UsageError(f"unknown mode '{mode}': choose from {', '.join(_MODES)}")
     if mode == "forward":
-        moments = _forward_moments(size, precision, attention)
+        moments = _forward_moments(size, precision, attention, autocast)
     else:
         at_loss = at_loss or SavedBlocks(size.num_layers, size.num_layers)
         at_blocks = at_blocks or everything_saved(size.num_layers)
-        moments = _backward_moments(size, precision, attention, at_loss, at_blocks)
+        moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if mode == "train":
         moments.append(_optimizer_moment(size))
-    state = training_state(size, precision)
+    state = training_state(size, precision, autocast=autocast)
+    gradient_bytes = state.gradients // count_parameters(size)
     optimizer_state = state.optimizer_state if mode == "train" else 0
     rotary_table = 4 * size.context * size.head_dim
     return [
-        PeakMemory(moment, state.parameters, gradients, optimizer_state, activations + rotary_table)
+        PeakMemory(
+            moment,
+            state.parameters + state.master_parameters,
+            gradient_bytes * gradients,
+            optimizer_state,
+            activations + rotary_table,
+        )
         for moment, gradients, activations in moments
     ]
 
 
-# A moment is its name, the bytes of gradients and the bytes of activations at that time.
+# A moment is its name, how many parameters have a gradient at that time, and the bytes of activations.
 _Moment = tuple[str, int, int]
 
 
-def _forward_moments(size: ModelSize, precision: str, attention: str) -> list[_Moment]:
+def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: bool) -> list[_Moment]:
     """What a forward pass without gradients holds where it is widest, beside the batch (``16 T``).
 
-    - Softmax of reference attention: the block's input and the norm's output (fp32), q, k, v, the mask, and 12 bytes a
-      score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the scores, the
-      exponentials, the fp32 probabilities and their cast.
-    - Feed-forward: the block's input, the residual stream and the norm's output (fp32), and three of ``e T f``:
+    - Softmax of reference attention: the block's input and the norm's output (``2 r T d``), q, k, v, the mask, and 12
+      bytes a score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the
+      scores, the exponentials, the fp32 probabilities and their cast.
+    - Feed-forward: the block's input, the residual stream and the norm's output (``3 r T d``), and three of ``e T f``:
       ``w1(x)``, sigmoid and SiLU, or SiLU, ``w3(x)`` and product. Under autocast ``w3(x)`` needs casts of input and
       weight beside SiLU and result, which is more where a batch has few tokens.
     - LM head: its input and the residual stream, the logits, and under autocast the casts of input and weight.
     - Loss: the logits, one fp32 temporary of their shape, and two numbers a token.
     """
-    e, autocast = ELEMENT_BYTES[precision], precision != "fp32"
+    e, r = ELEMENT_BYTES[precision], _stream_bytes(precision, autocast)
     tokens = size.batch_size * size.context
     stream, inner, logits = tokens * size.d_model, tokens * size.d_ff, tokens * size.vocab_size
     statistics = size.batch_size * size.num_heads * size.context
 
     def casts(d_out: int) -> int:
-        return 2 * (stream + size.d_model * d_out) if autocast else 0
+        return 2 * (stream + size.d_model * d_out) if e < r else 0
 
     moments = {
-        "feed-forward": 12 * stream + max(3 * e * inner, 2 * e * inner + casts(size.d_ff)),
-        "LM head": 8 * stream + e * logits + casts(size.vocab_size),
+        "feed-forward": 3 * r * stream + max(3 * e * inner, 2 * e * inner + casts(size.d_ff)),
+        "LM head": 2 * r * stream + e * logits + casts(size.vocab_size),
         "loss": (e + 4) * logits + 8 * tokens,
     }
     if attention == "reference":
         scores = statistics * size.context
-        moments["softmax"] = (8 + 3 * e) * stream + size.context**2 + 12 * scores + 4 * statistics
+        moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * scores + 4 * statistics
     return [(name, 0, 16 * tokens + held) for name, held in moments.items()]
 
 
 def _backward_moments(
-    size: ModelSize, precision: str, attention: str, at_loss: SavedBlocks, at_blocks: Sequence[SavedBlocks]
+    size: ModelSize,
+    precision: str,
+    attention: str,
+    autocast: bool,
+    at_loss: SavedBlocks,
+    at_blocks: Sequence[SavedBlocks],
 ) -> list[_Moment]:
     """What a backward pass holds where it is widest; the forward pass before it holds less.
 
-    - Loss: all saved activations, the fp32 gradient of the logits, and its cast under autocast.
+    - Loss: all saved activations, the fp32 gradient of the logits, and its cast in half precision.
     - Feed-forward of a block: the blocks after it have left their gradients and freed their activations. It holds its
       own saved activations, but for the product, of which it has the gradient, that of SiLU and that of ``w3(x)``
-      (``2 e T f`` more in all); the fp32 gradient of the residual stream; and w2's gradient in place of its cast.
+      (``2 e T f`` more in all); the gradient of the residual stream; and w2's gradient in place of its
+      copy by autocast.
     - Softmax of a block, reference attention: its feed-forward is done. In place of exponentials and probabilities
       there are four fp32 matrices: the exponentials, the gradient of the probabilities, and that times each factor of
       the softmax's last product. The heads side by side and v are gone; v's gradient exists.
     - End: all gradients, and that of the embedded tokens.
     """
-    e = ELEMENT_BYTES[precision]
-    copy = 2 if e < 4 else 0
+    e, r = ELEMENT_BYTES[precision], _stream_bytes(precision, autocast)
+    copy = 2 if e < r else 0
+    cast = 2 if e < 4 else 0
     tokens = size.batch_size * size.context
     stream, inner = tokens * size.d_model, tokens * size.d_ff
     statistics = size.batch_size * size.num_heads * size.context
     scores = statistics * size.context
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
-    without_blocks = saved_activations(replace(size, num_layers=0), precision, attention).total
-    one_block = block_activations(size, precision, attention).total
+    without_blocks = saved_activations(replace(size, num_layers=0), precision, attention, autocast=autocast).total
+    one_block = block_activations(size, precision, attention, autocast=autocast).total
 
     def held(blocks: SavedBlocks) -> int:
-        return blocks.saved * one_block + blocks.inputs * 4 * stream
+        return blocks.saved * one_block + blocks.inputs * r * stream
 
-    all_gradients = 4 * count_parameters(size)
     moments = [
-        ("loss", 0, without_blocks + held(at_loss) + (4 + copy) * tokens * size.vocab_size),
-        ("end of backward", all_gradients, 16 * tokens + 4 * stream),
+        ("loss", 0, without_blocks + held(at_loss) + (4 + cast) * tokens * size.vocab_size),
+        ("end of backward", count_parameters(size), 16 * tokens + r * stream),
     ]
     for blocks in at_blocks:
         saved = 16 * tokens + held(blocks)
         # Of what is not in a block, only the LM head and the last norm have their gradients yet.
-        not_done = 4 * count_parameters(replace(size, num_layers=blocks.block))
-        gradients = all_gradients - not_done + 4 * (size.vocab_size + 1) * size.d_model
-        feed_forward = saved + 4 * stream + 2 * e * inner - copy * w2
-        moments.append((f"feed-forward backward, {blocks.name}", gradients + 4 * w2, feed_forward))
+        later = count_parameters(size) - count_parameters(replace(size, num_layers=blocks.block))
+        gradients = later + (size.vocab_size + 1) * size.d_model
+        feed_forward = saved + r * stream + 2 * e * inner - copy * w2
+        moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if attention == "reference":
-            # Stream, normalized and output are 12 T d in either precision.
-            freed = 12 * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
-            softmax = saved - freed + (4 - e) * stream + (12 - e) * scores + 4 * statistics
-            done = gradients + 4 * (3 * w2 + projection + size.d_model)
+            # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.
+            freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
+            softmax = saved - freed + (r - e) * stream + (12 - e) * scores + 4 * statistics
+            done = gradients + (3 * w2 + projection + size.d_model)
             moments.append((f"softmax backward, {blocks.name}", done, softmax))
     return moments
 
@@ -252,4 +265,9 @@ def _optimizer_moment(size: ModelSize) -> _Moment:
     """
     tokens = size.batch_size * size.context
     largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-    return "optimizer", 4 * count_parameters(size), 16 * tokens + 4 * largest
+    return "optimizer", count_parameters(size), 16 * tokens + 4 * largest
+
+
+def _stream_bytes(precision: str, autocast: bool) -> int:
+    """``r``, of a number of the residual stream."""
+    return 4 if autocast else ELEMENT_BYTES[precision]

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cs336sys.accounting.memory import predicted_peak
+from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table

@@ -12,7 +12,8 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 
 from cs336sys.accounting.activations import SavedActivations, attention_memory, saved_activations
-from cs336sys.accounting.memory import GIB, TrainingState, predicted_peak, training_state, widest_moments
+from cs336sys.accounting.checkpointing import predicted_peak
+from cs336sys.accounting.memory import GIB, TrainingState, training_state, widest_moments
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.kernels.attention.tiled import FlashAttentionTorch
@@ -30,7 +31,7 @@ ATTENTION_FUNCTIONS = {
 class Step:
     """A model with its batch, and the forward pass, backward pass and update of one training step."""
 
-    def __init__(self, size, precision, attention, monkeypatch, device="cpu"):
+    def __init__(self, size, precision, attention, monkeypatch, device="cpu", autocast=True):
         monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", ATTENTION_FUNCTIONS[attention])
         with torch.device(device):
             self.model = BasicsTransformerLM(
@@ -39,8 +40,12 @@ class Step:
             self.inputs = torch.randint(size.vocab_size, (size.batch_size, size.context))
             self.targets = torch.randint(size.vocab_size, (size.batch_size, size.context))
         self.autocast = (
-            contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, dtype=DTYPES[precision])
+            torch.autocast(device, dtype=DTYPES[precision])
+            if autocast and precision != "fp32"
+            else contextlib.nullcontext()
         )
+        if not autocast:
+            self.model.to(DTYPES[precision])
         self.optimizer = AdamW(self.model.parameters())
 
     def loss(self):
@@ -159,6 +164,13 @@ def test_autograd_saves_exactly_the_predicted_bytes(size, precision, attention, 
     assert saved_bytes(step) == saved_activations(size, precision, attention).total
 
 
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "flash"])
+def test_a_model_in_half_precision_saves_the_predicted_bytes(attention, monkeypatch):
+    size = ModelSize("hand", d_model=32, d_ff=80, num_layers=2, num_heads=4, vocab_size=50, context=96, batch_size=2)
+    step = Step(size, "bf16", attention, monkeypatch, autocast=False)
+    assert saved_bytes(step) == saved_activations(size, "bf16", attention, autocast=False).total
+
+
 def test_half_precisions_need_the_same_memory():
     assert saved_activations(SIZES["8b"], "fp16", "flash") == saved_activations(SIZES["8b"], "bf16", "flash")
     assert training_state(SIZES["8b"], "fp16", autocast=False) == training_state(SIZES["8b"], "bf16", autocast=False)
@@ -245,6 +257,30 @@ def test_allocator_peak_is_the_predicted_one(size, precision, mode, attention, m
     assert predicted.moment == moment
     before = predicted.parameters + predicted.optimizer_state + resident_bytes(step)
     assert peak == pytest.approx(predicted.total - before, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "attention", "moment"),
+    [
+        ("scores", "forward", "reference", "softmax"),
+        ("inner", "forward", "sdpa", "feed-forward"),
+        ("scores", "forward-backward", "reference", "softmax backward, last block"),
+        ("inner", "forward-backward", "sdpa", "feed-forward backward, last block"),
+        ("weights", "forward-backward", "reference", "end of backward"),
+    ],
+)
+def test_the_peak_of_a_model_in_half_precision_is_the_predicted_one(
+    size, mode, attention, moment, monkeypatch, tmp_path
+):
+    step = Step(PEAKS[size], "bf16", attention, monkeypatch, autocast=False)
+    step.run("train")
+    peak, left = allocated_bytes(lambda: step.run(mode), tmp_path / "trace.json")
+    assert left == 0
+    moments = widest_moments(PEAKS[size], "bf16", mode, attention, autocast=False)
+    predicted = max(moments, key=lambda moment: moment.total)
+    assert predicted.moment == moment
+    before = predicted.parameters + predicted.optimizer_state + resident_bytes(step)
+    assert peak == pytest.approx(predicted.total - before, rel=0.002)
 
 
 def resident_bytes(step):

@@ -24,7 +24,7 @@ MOMENT_BYTES = 8
 
 
 @dataclass(frozen=True)
-class RankState:
+class IdealState:
     """Bytes on one rank between backward pass and optimizer step."""
 
     parameters: Number
@@ -37,7 +37,7 @@ class RankState:
         return self.parameters + self.gradients + self.optimizer_state + self.master_parameters
 
 
-def rank_state(strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4) -> RankState:
+def ideal_state(strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4) -> IdealState:
     """Bytes that a rank holds with ideal shares.
 
     Args:
@@ -53,14 +53,14 @@ def rank_state(strategy: str, parameters: Number, ranks: Number, element_bytes: 
     p, e = parameters, element_bytes
     masters = 0 if e == 4 else 4
     if strategy == "none":
-        return RankState(e * p, e * p, MOMENT_BYTES * p, masters * p if masters else 0)
+        return IdealState(e * p, e * p, MOMENT_BYTES * p, masters * p if masters else 0)
     share = p / ranks
     moments = MOMENT_BYTES * share
     if strategy == "optimizer":
-        return RankState(e * p, e * p, moments, masters * share if masters else 0)
+        return IdealState(e * p, e * p, moments, masters * share if masters else 0)
     if strategy == "optimizer-flat":
-        return RankState(e * p, (masters or e) * share, moments, masters * share if masters else 0)
-    return RankState(4 * share, 4 * share, moments)
+        return IdealState(e * p, (masters or e) * share, moments, masters * share if masters else 0)
+    return IdealState(4 * share, 4 * share, moments)
 
 
 def sent_bytes(

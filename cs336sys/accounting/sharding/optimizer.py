@@ -79,16 +79,17 @@ def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
 
 
 def sharded_optimizer_state(
-    sizes: Sequence[int], world_size: int, *, element_bytes: int = 4, moments: int = 2
+    sizes: Sequence[int], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0, moments: int = 2
 ) -> list[TrainingState]:
     """Bytes that each rank holds between backward pass and step if every parameter's state lies on one rank.
 
-    Parameters and gradients are whole on every rank; moments are of the parameters' dtype. torch's AdamW keeps a
+    Parameters and gradients are whole on every rank; moments are of the dtype that is stepped. torch's AdamW keeps a
     counter of 4 bytes for each parameter that a rank updates beside them, which is not counted.
 
     Args:
         sizes: elements of each parameter.
         element_bytes: of parameters and gradients.
+        master_bytes: of a master parameter's element, 0 without master parameters.
         moments: state tensors of a parameter's size: AdamW's are two.
 
     Raises:
@@ -99,7 +100,8 @@ def sharded_optimizer_state(
     for size, owner in zip(sizes, greedy_partition(sizes, held), strict=True):
         held[owner] += size
     whole = element_bytes * sum(sizes)
-    return [TrainingState(whole, whole, moments * element_bytes * own, 0) for own in held]
+    stepped_bytes = master_bytes or element_bytes
+    return [TrainingState(whole, whole, moments * stepped_bytes * own, master_bytes * own) for own in held]
 
 
 def flat_optimizer_state(
@@ -117,9 +119,7 @@ def flat_optimizer_state(
 
     Args:
         buckets: elements of each parameter, bucket by bucket.
-        element_bytes: of parameters and gradients.
-        master_bytes: of a master parameter's element, 0 without master parameters.
-        moments: as in :func:`sharded_optimizer_state`.
+        element_bytes, master_bytes, moments: as in :func:`sharded_optimizer_state`.
 
     Raises:
         UsageError: the world size is not positive.

@@ -1,4 +1,4 @@
-"""What a rank holds at four moments of training, and what it sends in a step, for every strategy of ``shard``.
+"""What a rank holds in a training step, and what it sends, for every strategy of ``shard`` and ``account memory``.
 
 Puts together what :mod:`~cs336sys.accounting.memory` (a step's activations),
 :mod:`~cs336sys.accounting.sharding.optimizer` and :mod:`~cs336sys.accounting.sharding.fsdp` (who holds which part of
@@ -6,13 +6,11 @@ the state) say on paper.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
-from cs336sys.accounting.parameters import count_parameters, parameter_shapes, parameters_by_component
+from cs336sys.accounting.parameters import count_parameters, parameter_shapes
 from cs336sys.accounting.sharding.fsdp import (
     fully_sharded_peak,
     fully_sharded_state,
@@ -21,6 +19,7 @@ from cs336sys.accounting.sharding.fsdp import (
 )
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
+from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 MOMENTS = ("initialized", "before the optimizer", "after the optimizer", "peak")
@@ -28,10 +27,66 @@ MOMENTS = ("initialized", "before the optimizer", "after the optimizer", "peak")
 # Strategies of torch, by ours that share out the same.
 _COUNTERPARTS = {"torch-zero": "optimizer"}
 
+# They gather weights in half precision, in which their models compute; all others compute under autocast.
+FULLY_SHARDED = ("fsdp", "torch-fsdp")
+
 # What ShardedOptimizer communicates in one launch. Two H200, 12 blocks of 2.7b, bf16, compiled, ms a step at 100, 250
 # and 500 MB: whole parameters 51.9, 47.1, 46.9 (at 100 a weight of the feed-forward network is a bucket of its own,
 # which travels in one direction of the link); slices 46.5 and 39.2.
 OPTIMIZER_BUCKET_MB = 250.0
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """How ranks share a training step.
+
+    Attributes:
+        strategy: a name of ``workload.SHARDING_STRATEGIES``.
+        size: its batch is that of all ranks together, of which each has an equal part.
+        precision: what is computed in.
+        prefetch: for ``fsdp``, units gathered ahead of use.
+        bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
+        mode: ``forward``, ``forward-backward`` or ``train``.
+        parameter_bytes: of an element of parameters and gradients. With 2 the model is not under autocast, and AdamW
+            keeps fp32 master parameters and moments; the slices of :data:`FULLY_SHARDED` have 4 whatever it is.
+
+    Raises:
+        UsageError: there is no rank, or the ranks do not divide the batch.
+    """
+
+    strategy: str
+    size: ModelSize
+    world_size: int
+    precision: str
+    attention: str
+    checkpointing: str = "none"
+    prefetch: int = 1
+    bucket_mb: float = OPTIMIZER_BUCKET_MB
+    mode: str = "train"
+    parameter_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise UsageError(f"--world-size {self.world_size}: must be at least 1")
+        if self.size.batch_size % self.world_size:
+            raise UsageError(
+                f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}: choose a multiple of them"
+            )
+
+    @property
+    def share(self) -> ModelSize:
+        """The size with this rank's part of the batch."""
+        return replace(self.size, batch_size=self.size.batch_size // self.world_size)
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether half precision is autocast's."""
+        return self.parameter_bytes == 4 and self.strategy not in FULLY_SHARDED
+
+    @property
+    def computed_bytes(self) -> int:
+        """Of an element of the weights that the model holds when it computes, and of their gradients."""
+        return 4 if self.uses_autocast else ELEMENT_BYTES[self.precision]
 
 
 @dataclass(frozen=True)
@@ -60,45 +115,14 @@ class RankMemory:
         return self.total / GIB
 
 
-@dataclass(frozen=True)
-class ShardedStep:
-    """How ranks share a training step.
-
-    Attributes:
-        strategy: a name of ``workload.SHARDING_STRATEGIES``.
-        size: its batch is that of all ranks together.
-        prefetch: for ``fsdp``, units gathered ahead of use.
-        bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
-    """
-
-    strategy: str
-    size: ModelSize
-    world_size: int
-    precision: str
-    attention: str
-    checkpointing: str = "none"
-    prefetch: int = 1
-    bucket_mb: float = OPTIMIZER_BUCKET_MB
-
-    @property
-    def element_bytes(self) -> int:
-        """Of gathered weights and of gradients as computed."""
-        return ELEMENT_BYTES[self.precision]
-
-    @property
-    def share(self) -> ModelSize:
-        """The size with this rank's part of the batch."""
-        return replace(self.size, batch_size=self.size.batch_size // self.world_size)
-
-
 def predicted_memory(step: ShardedStep) -> list[RankMemory]:
-    """At each of :data:`MOMENTS`, on the fullest rank.
+    """What ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
-    Counts tensors of eager execution, as :func:`~cs336sys.accounting.memory.widest_moments` does. ``torch-fsdp`` has no
+    Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count. ``torch-fsdp`` has no
     peak: how many buffers ``fully_shard`` keeps beside the gathered weights is torch's own affair.
     """
-    state = rank_state(step)
-    always = 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
+    state = fullest_state(step)
+    always = _always_held(step.size)
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
     kept = state.gradients if step.strategy == "torch-zero" else 0
     moments = [
@@ -107,28 +131,102 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
         RankMemory(MOMENTS[2], state.parameters, kept, state.optimizer_state, always),
     ]
     if step.strategy != "torch-fsdp":
-        moments.append(max(_moments_of_step(step, state), key=lambda held: held.total))
+        peak = rank_peak(step)
+        rest = peak.activations + always - _always_held(step.share)
+        moments.append(RankMemory(MOMENTS[3], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 
-def rank_state(step: ShardedStep) -> TrainingState:
-    """Bytes of parameters, gradients and AdamW's moments between backward pass and optimizer, on the fullest rank."""
+def fullest_state(step: ShardedStep) -> TrainingState:
+    """Bytes of the training state between backward pass and optimizer, on the rank that holds most of it.
+
+    Raises:
+        UsageError: the strategy is unknown.
+    """
     shapes, world_size = parameter_shapes(step.size).values(), step.world_size
     sizes = [math.prod(shape) for shape in shapes]
     if step.strategy == "none":
-        return training_state(step.size, step.precision)
+        return training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
     if step.strategy == "fsdp":
         return fully_sharded_state(step.size, 0, world_size)
     if step.strategy == "torch-fsdp":
         # Norms are cut, too.
         elements = sum(rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
         return TrainingState(4 * elements, 4 * elements, 8 * elements, 0)
-    of_ranks = (
-        flat_optimizer_state([sizes], world_size)
-        if step.strategy == "optimizer-flat"
-        else sharded_optimizer_state(sizes, world_size)
-    )
+    master_bytes = 0 if step.parameter_bytes == 4 else 4
+    if step.strategy == "optimizer-flat":
+        of_ranks = flat_optimizer_state(
+            [sizes], world_size, element_bytes=step.parameter_bytes, master_bytes=master_bytes
+        )
+    else:
+        of_ranks = sharded_optimizer_state(
+            sizes, world_size, element_bytes=step.parameter_bytes, master_bytes=master_bytes
+        )
     return max(of_ranks, key=lambda state: state.total)
+
+
+def rank_peak(step: ShardedStep) -> PeakMemory:
+    """The widest of :func:`rank_moments`."""
+    return max(rank_moments(step), key=lambda moment: moment.total)
+
+
+def rank_moments(step: ShardedStep) -> list[PeakMemory]:
+    """The moments of a step that can be its peak, on the fullest rank; an upper bound for ``fsdp``.
+
+    They are those of :func:`~cs336sys.accounting.memory.widest_moments`, with what this rank has of the state, and of a
+    step after the first: the optimizer's state exists. Buffers count among the activations, master parameters among the
+    parameters.
+    """
+    state, layers = fullest_state(step), step.size.num_layers
+    parameters = state.parameters + state.master_parameters
+    optimizer_state = state.optimizer_state if step.mode == "train" else 0
+    at_loss, at_blocks = saved_schedule(step.checkpointing, layers)
+    if step.strategy == "optimizer-flat" and step.checkpointing == "none":
+        # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
+        at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
+    moments = []
+    for moment in widest_moments(
+        step.share,
+        step.precision,
+        step.mode,
+        step.attention,
+        autocast=step.uses_autocast,
+        at_loss=at_loss,
+        at_blocks=at_blocks,
+    ):
+        gradients, buffers = _gradients_and_buffers(step, state, moment)
+        held = moment.activations + buffers
+        moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, held))
+    if step.strategy == "torch-zero":
+        # DDP orders its buckets by the first backward pass: the second step begins with the old ones beside the new.
+        held = _always_held(step.share) + state.gradients
+        moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, held))
+    return moments
+
+
+def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
+    """What this rank keeps of the gradients that exist, and what is under way: whole gradients, gathered weights."""
+    count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
+    if step.strategy == "torch-zero":
+        return state.gradients, 0
+    if step.strategy == "optimizer-flat":
+        # One bucket fills while two are being reduced; slices get memory when their bucket is full.
+        bucket = int(step.bucket_mb * 1e6) // step.parameter_bytes
+        full, filling = divmod(done, bucket)
+        if done < count:
+            done = full * bucket
+        under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
+        return state.gradients * done // count, under_way
+    kept = state.gradients * done // count
+    if step.strategy != "fsdp" or done == count:
+        return kept, 0
+    peak = fully_sharded_peak(step.size, step.computed_bytes, step.world_size, prefetch=step.prefetch)
+    return kept, peak.gathered + (peak.whole_gradients + peak.received if done else 0)
+
+
+def _always_held(size: ModelSize) -> int:
+    """Bytes of the batch and the rotary table."""
+    return 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:
@@ -138,57 +236,10 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
     torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.
     """
     if step.strategy == "fsdp":
-        return step_communication(step.size, step.element_bytes, step.world_size).sent_bytes(step.world_size)
+        return step_communication(step.size, step.computed_bytes, step.world_size).sent_bytes(step.world_size)
     count = count_parameters(step.size)
     if step.strategy == "torch-fsdp":
         outside = count_parameters(replace(step.size, num_layers=0))
         ring = (step.world_size - 1) / step.world_size
-        return ring * (step.element_bytes * (2 * count - outside) + 4 * count)
+        return ring * (step.computed_bytes * (2 * count - outside) + 4 * count)
     return sent_bytes(_COUNTERPARTS.get(step.strategy, step.strategy), count, step.world_size)
-
-
-def _moments_of_step(step: ShardedStep, state: TrainingState) -> Iterator[RankMemory]:
-    at_loss, at_blocks = saved_schedule(step.checkpointing, step.size.num_layers)
-    others_batch = 16 * (step.size.batch_size - step.share.batch_size) * step.size.context
-    for blocks in at_blocks:
-        saved = {"loss": at_loss, "end of backward": SavedBlocks(0, 0), "optimizer": SavedBlocks(0, 0)}
-        moments = widest_moments(
-            step.share, step.precision, "train", step.attention, at_loss=at_loss, at_blocks=[blocks]
-        )
-        for moment in moments:
-            gradients, buffers = _gradients_and_buffers(step, state, moment)
-            activations = moment.activations + others_batch
-            activations -= _autocast_copies(step, saved.get(moment.moment, blocks).saved, moment.moment == "loss")
-            yield RankMemory("peak", state.parameters, gradients, state.optimizer_state, activations + buffers)
-
-
-def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
-    """What this rank keeps of the gradients that exist, and what is under way: whole gradients, gathered weights."""
-    if step.strategy == "torch-zero":
-        return state.gradients, 0
-    if step.strategy in ("none", "optimizer"):
-        return moment.gradients, 0
-    kept = state.gradients * moment.gradients // (4 * count_parameters(step.size))
-    if step.strategy == "optimizer-flat":
-        # One bucket fills while two are being reduced.
-        in_flight = min(3 * int(step.bucket_mb * 1e6), moment.gradients)
-        return kept, 0 if moment.moment == "optimizer" else in_flight
-    under_way = fully_sharded_peak(step.size, step.element_bytes, step.world_size, prefetch=step.prefetch)
-    if moment.moment in ("optimizer", "end of backward"):
-        return kept, 0
-    if moment.moment == "loss":
-        return kept, under_way.gathered
-    return kept, under_way.gathered + under_way.whole_gradients + under_way.received
-
-
-def _autocast_copies(step: ShardedStep, saved_blocks: int, at_loss: bool) -> int:
-    """Bytes that autocast saves and a fully sharded model does not, whose matrices and stream are half already.
-
-    Autocast keeps a cast of every weight, and casts the norm's output once for each of q, k, v, w1 and w3.
-    """
-    if step.strategy != "fsdp" or step.precision == "fp32":
-        return 0
-    tokens = step.share.batch_size * step.size.context
-    casts = 3 * step.element_bytes * tokens * step.size.d_model
-    copies = saved_blocks * (block_activations(step.share, step.precision, step.attention).weight_copies + casts)
-    return copies + (step.element_bytes * parameters_by_component(step.size).lm_head if at_loss else 0)

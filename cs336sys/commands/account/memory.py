@@ -45,8 +45,9 @@ def memory(
 
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
-    from cs336sys.report.account.memory import MemorySetting, memory_tables
-    from cs336sys.report.account.plots import plot_memory
+    from cs336sys.accounting.sharding.step import ShardedStep
+    from cs336sys.report.account.memory import rank_memory_tables
+    from cs336sys.report.account.plots import plot_rank_memory
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
@@ -61,19 +62,19 @@ def memory(
         num_heads=num_heads,
     )
     precisions = split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None]
-    element_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
+    parameter_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
     check_choice(attention, "--attention", ATTENTION)
     check_output(output, format)
     check_plot(plot)
-    settings = [
-        MemorySetting(
+    steps = [
+        ShardedStep(
+            chosen_strategy,
             chosen_size,
             ranks,
-            chosen_strategy,
             chosen_precision or chosen_size.precision,
-            chosen_mode,
             attention,
-            element_bytes,
+            mode=chosen_mode,
+            parameter_bytes=parameter_bytes,
         )
         for chosen_size, chosen_precision, chosen_mode, ranks, chosen_strategy in product(
             sizes,
@@ -83,7 +84,7 @@ def memory(
             split_list(strategy, "--strategy", one_of(STRATEGIES)),
         )
     ]
-    tables = memory_tables(settings)
+    tables = rank_memory_tables(steps)
     if plot is not None:
-        plot_memory(settings, plot)
+        plot_rank_memory(steps, plot)
     emit(tables, format=format, output=output)

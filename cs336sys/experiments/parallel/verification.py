@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cs336sys.accounting.memory import predicted_peak
+from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,

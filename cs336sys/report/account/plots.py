@@ -14,12 +14,14 @@ from cs336sys.accounting.parallelism import (
     layer_flops,
     most_devices,
 )
-from cs336sys.report.account.memory import MemorySetting
+from cs336sys.accounting.sharding.step import ShardedStep, rank_peak
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _POINTS = 121
+
+_BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
 
 
 def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
@@ -42,18 +44,18 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_memory(settings: Sequence[MemorySetting], path: Path) -> None:
-    """A bar for each setting, stacked by component: what is there at the peak."""
+def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
+    """A bar for each way of training, stacked by component: what is there at the peak."""
     from matplotlib.figure import Figure
 
-    peaks = [(setting, setting.memory.peak) for setting in settings]
-    labels = [_bar_label(setting, settings) for setting in settings]
-    figure = Figure(figsize=(2 + 1.1 * len(settings), 5), layout="constrained")
+    peaks = [rank_peak(step) for step in steps]
+    labels = [_bar_label(step, steps) for step in steps]
+    figure = Figure(figsize=(2 + 1.1 * len(steps), 5), layout="constrained")
     drawing = figure.subplots()
     bottoms = [0.0] * len(peaks)
     for component in ("parameters", "gradients", "optimizer_state", "activations"):
-        heights = [getattr(peak, component) / GIB for _, peak in peaks]
-        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=component.replace("_", " "))
+        heights = [getattr(peak, component) / GIB for peak in peaks]
+        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=_BAR_NAMES.get(component, component))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for position, total in enumerate(bottoms):
         drawing.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=9)
@@ -63,16 +65,16 @@ def plot_memory(settings: Sequence[MemorySetting], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _bar_label(setting: MemorySetting, settings: Sequence[MemorySetting]) -> str:
+def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     """The strategy, and below it what differs between the bars."""
 
-    def words(one: MemorySetting) -> tuple[str, ...]:
+    def words(one: ShardedStep) -> tuple[str, ...]:
         size = one.size
         return size.name, f"context {size.context}", one.precision, one.mode, f"{one.world_size} ranks"
 
-    columns = zip(*map(words, settings), strict=True)
+    columns = zip(*map(words, steps), strict=True)
     differing = [index for index, values in enumerate(columns) if len(set(values)) > 1]
-    return "\n".join([setting.strategy, *(words(setting)[index] for index in differing)])
+    return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
 
 
 def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
