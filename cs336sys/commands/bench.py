@@ -22,23 +22,11 @@ from cs336sys.workload import COMPARED_SETTINGS, Workload
 
 
 def bench(
-    size: options.SizeOption = ["small"],
-    context: options.ContextOption = [],
-    batch_size: options.BatchSizeOption = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+    model: options.ModelOptions = options.ModelOptions(["small"]),
     mode: options.ModeOption = "train",
-    precision: options.PrecisionOption = [],
-    bf16: options.Bf16Option = False,
-    fp16: options.Fp16Option = False,
-    compile: options.CompileOption = ["off"],
-    attention: options.AttentionOption = ["reference"],
-    optimizer: options.OptimizerOption = ["course"],
-    warmup: options.WarmupOption = ["5"],
-    steps: options.StepsOption = 10,
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
     rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.")] = 1,
     interleave: Annotated[
         str | None,
@@ -49,13 +37,8 @@ def bench(
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
-    device: options.DeviceOption = "auto",
-    seed: options.SeedOption = 0,
-    tf32: options.Tf32Option = False,
-    synchronize: options.SynchronizeOption = "step",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
-    ] = False,
+    run: options.RunOptions = options.RunOptions(),
+    dry_run: options.DryRunOption = False,
     save: SaveOption = None,
     resume: ResumeOption = False,
     cell_timeout: CellTimeoutOption = None,
@@ -73,29 +56,7 @@ def bench(
     from cs336sys.report.bench import bench_tables, plan_table, pool_rounds
     from cs336sys.report.tables import check_output, emit
 
-    workloads = options.expand_workloads(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mode=mode,
-        precision=precision,
-        bf16=bf16,
-        fp16=fp16,
-        compile=compile,
-        attention=attention,
-        optimizer=optimizer,
-        warmup=warmup,
-        steps=steps,
-        device=device,
-        seed=seed,
-        tf32=tf32,
-        synchronize=synchronize,
-    )
+    workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
     split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)

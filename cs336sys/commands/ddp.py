@@ -10,11 +10,18 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
-from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
+from cs336sys.commands.ranks import (
+    BackendOption,
+    HighPriorityOption,
+    TimeoutOption,
+    TraceOption,
+    WorldSizeOption,
+    choose_world_sizes,
+)
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BACKENDS, DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 
 def ddp(
@@ -26,36 +33,16 @@ def ddp(
         list[str], typer.Option("--bucket-mb", help="For bucketed: the most gradients in one all-reduce, in 1e6 bytes.")
     ] = ["25"],
     world_size: WorldSizeOption = [],
-    backend: Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.")] = "auto",
+    backend: BackendOption = "auto",
     gradient_dtype: Annotated[
         list[str], typer.Option("--gradient-dtype", help=f"What gradients are sent in: {', '.join(PRECISIONS)}.")
     ] = ["fp32"],
-    high_priority: Annotated[
-        bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
-    ] = False,
-    size: options.SizeOption = [],
-    context: options.ContextOption = [],
-    batch_size: Annotated[
-        list[str],
-        typer.Option("--batch-size", help="Sequences of all ranks together. Default: the size's.", show_default=False),
-    ] = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
-    precision: options.PrecisionOption = [],
-    bf16: options.Bf16Option = False,
-    fp16: options.Fp16Option = False,
-    compile: options.CompileOption = ["off"],
-    attention: options.AttentionOption = ["reference"],
-    optimizer: options.OptimizerOption = ["course"],
-    warmup: options.WarmupOption = ["2"],
-    steps: options.StepsOption = 5,
-    device: options.DeviceOption = "auto",
-    seed: options.SeedOption = 0,
-    tf32: options.Tf32Option = False,
-    synchronize: options.SynchronizeOption = "step",
+    high_priority: HighPriorityOption = False,
+    model: options.SharedModelOptions = options.SharedModelOptions(),
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
+    run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the timelines of computing and communication to this picture file.")
@@ -63,9 +50,7 @@ def ddp(
     plot_buckets: Annotated[
         Path | None, typer.Option("--plot-buckets", help="Draw bucket sizes and the model of their overhead to this.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
-    ] = None,
+    trace: TraceOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
     ] = False,
@@ -87,29 +72,7 @@ def ddp(
     from cs336sys.report.parallel.ddp import ddp_tables, plan_table
     from cs336sys.report.tables import check_output, emit
 
-    workloads = options.expand_workloads(
-        size=size or [options.default_size(device)],
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mode="train",
-        precision=precision,
-        bf16=bf16,
-        fp16=fp16,
-        compile=compile,
-        attention=attention,
-        optimizer=optimizer,
-        warmup=warmup,
-        steps=steps,
-        device=device,
-        seed=seed,
-        tf32=tf32,
-        synchronize=synchronize,
-    )
+    workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
         ParallelWorkload(
             training,

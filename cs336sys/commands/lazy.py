@@ -6,6 +6,8 @@ from typing import ClassVar
 import typer
 from typer.core import TyperGroup
 
+from cs336sys.commands.options import with_option_groups
+
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -28,5 +30,5 @@ class LazyGroup(TyperGroup):
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command(cmd_name, context_settings=HELP_OPTIONS)(found)
+        command.command(cmd_name, context_settings=HELP_OPTIONS)(with_option_groups(found))
         return typer.main.get_command(command)

@@ -31,34 +31,17 @@ SnapshotOption = Annotated[
 
 
 def memprof(
-    size: options.SizeOption = ["small"],
-    context: options.ContextOption = [],
-    batch_size: options.BatchSizeOption = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+    model: options.ModelOptions = options.ModelOptions(["small"]),
     mode: ModesOption = ["train"],
-    precision: options.PrecisionOption = [],
-    bf16: options.Bf16Option = False,
-    fp16: options.Fp16Option = False,
-    compile: options.CompileOption = ["off"],
-    attention: options.AttentionOption = ["reference"],
-    optimizer: options.OptimizerOption = ["course"],
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
     checkpoint: CheckpointOption = ["none"],
     top: TopOption = 5,
     snapshot: SnapshotOption = None,
     trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also predict each cell on fake tensors.")] = True,
-    warmup: options.WarmupOption = ["1"],
-    steps: options.StepsOption = 3,
-    device: options.DeviceOption = "auto",
-    seed: options.SeedOption = 0,
-    tf32: options.Tf32Option = False,
-    synchronize: options.SynchronizeOption = "step",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
-    ] = False,
+    steps: options.StepsOptions = options.StepsOptions(warmup=["1"], steps=3),
+    run: options.RunOptions = options.RunOptions(),
+    dry_run: options.DryRunOption = False,
     save: SaveOption = None,
     resume: ResumeOption = False,
     cell_timeout: CellTimeoutOption = None,
@@ -80,29 +63,7 @@ def memprof(
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint")
     shown = int(split_list([str(top)], "--top", between(1, LARGEST_ALLOCATIONS))[0])
-    training = options.expand_workloads(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mode=modes[0],
-        precision=precision,
-        bf16=bf16,
-        fp16=fp16,
-        compile=compile,
-        attention=attention,
-        optimizer=optimizer,
-        warmup=warmup,
-        steps=steps,
-        device=device,
-        seed=seed,
-        tf32=tf32,
-        synchronize=synchronize,
-    )
+    training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [
         MemoryWorkload(replace(workload, mode=phases), strategy, trace, directory)

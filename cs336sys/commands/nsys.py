@@ -39,30 +39,15 @@ def nsys(
         list[str],
         typer.Option("--range", help="A range that is a phase of that report; repeatable.", show_default=False),
     ] = [],
-    size: options.SizeOption = ["small"],
-    context: options.ContextOption = [],
-    batch_size: options.BatchSizeOption = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+    model: options.ModelOptions = options.ModelOptions(["small"]),
     mode: options.ModeOption = "train",
-    precision: options.PrecisionOption = [],
-    bf16: options.Bf16Option = False,
-    fp16: options.Fp16Option = False,
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare them phase by phase.")
     ] = False,
-    compile: options.CompileOption = ["off"],
-    attention: options.AttentionOption = ["reference"],
-    optimizer: options.OptimizerOption = ["course"],
-    warmup: options.WarmupOption = ["5"],
-    steps: options.StepsOption = 5,
-    device: options.DeviceOption = "auto",
-    seed: options.SeedOption = 0,
-    tf32: options.Tf32Option = False,
-    synchronize: options.SynchronizeOption = "step",
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=5),
+    run: options.RunOptions = options.RunOptions(),
     profiler: Annotated[
         list[str], typer.Option(help="nsys, torch (torch.profiler), or auto: nsys on a GPU where it is installed.")
     ] = ["auto"],
@@ -71,9 +56,7 @@ def nsys(
     ] = None,
     top: Annotated[int, typer.Option(help="Kernels shown of each phase.")] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
-    ] = False,
+    dry_run: options.DryRunOption = False,
     save: SaveOption = None,
     resume: ResumeOption = False,
     cell_timeout: CellTimeoutOption = None,
@@ -101,31 +84,11 @@ def nsys(
         emit(_tables_of_report(source, range_names, top, full_names), format=format, output=output)
         return
     _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
-    if compare_precision and (precision or bf16 or fp16):
-        raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
-    workloads = options.expand_workloads(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mode=mode,
-        precision=["fp32,bf16"] if compare_precision else precision,
-        bf16=bf16,
-        fp16=fp16,
-        compile=compile,
-        attention=attention,
-        optimizer=optimizer,
-        warmup=warmup,
-        steps=steps,
-        device=device,
-        seed=seed,
-        tf32=tf32,
-        synchronize=synchronize,
-    )
+    if compare_precision:
+        if precision != options.PrecisionOptions():
+            raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
+        precision = options.PrecisionOptions(["fp32", "bf16"])
+    workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
         emit([plan_table(workloads, "nsys")], format=format, output=output)

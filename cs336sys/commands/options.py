@@ -1,9 +1,12 @@
 """Options that several commands share, and the reading of their values."""
 
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -24,6 +27,36 @@ OutputOption = Annotated[
 SaveOption = Annotated[
     Path | None, typer.Option("--save", help="Append every cell with its raw samples to this .jsonl file.")
 ]
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer should see it: with the options of every group among its parameters in the group's place.
+
+    A group is a dataclass each of whose fields is an option, annotated as one. The parameter that takes it has an
+    instance as its default, which holds the defaults of the options.
+    """
+    groups: dict[str, Any] = {}
+    options = []
+    for parameter in inspect.signature(command).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            for field in fields(parameter.annotation):
+                default = getattr(parameter.default, field.name)
+                options.append(parameter.replace(name=field.name, annotation=field.type, default=default))
+        else:
+            options.append(parameter)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        read = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **read)
+
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
+    return run
+
 
 Value = TypeVar("Value")
 
@@ -55,7 +88,7 @@ def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
     return split_list([value], option, one_of(choices))[0]
 
 
-def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
     """A converter for :func:`split_list` that takes only the given names."""
 
     def convert(text: str) -> str:

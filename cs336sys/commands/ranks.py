@@ -33,6 +33,7 @@ import itertools
 import os
 import pickle
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -41,6 +42,7 @@ from cs336sys.commands.options import at_least, split_list
 from cs336sys.errors import CapabilityError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
+from cs336sys.workload import BACKENDS
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress
@@ -48,6 +50,16 @@ if TYPE_CHECKING:
 WorldSizeOption = Annotated[
     list[str],
     typer.Option("--world-size", help="Numbers of ranks. Default: 2, under torchrun its own.", show_default=False),
+]
+
+BackendOption = Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.")]
+
+HighPriorityOption = Annotated[
+    bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
+]
+
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
 ]
 
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that a rank waits for the others.")]

@@ -9,9 +9,16 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, between, one_of, split_list
-from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
+from cs336sys.commands.ranks import (
+    BackendOption,
+    HighPriorityOption,
+    TimeoutOption,
+    TraceOption,
+    WorldSizeOption,
+    choose_world_sizes,
+)
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
-from cs336sys.workload import BACKENDS, BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
 
 
 def shard(
@@ -26,40 +33,18 @@ def shard(
         typer.Option("--checkpoint", help="block: keep the input of each block alone and compute the rest again."),
     ] = ["none"],
     world_size: WorldSizeOption = [],
-    backend: Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.")] = "auto",
-    high_priority: Annotated[
-        bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
-    ] = False,
-    size: options.SizeOption = [],
-    context: options.ContextOption = [],
-    batch_size: Annotated[
-        list[str],
-        typer.Option("--batch-size", help="Sequences of all ranks together. Default: the size's.", show_default=False),
-    ] = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
-    precision: options.PrecisionOption = [],
-    bf16: options.Bf16Option = False,
-    fp16: options.Fp16Option = False,
-    compile: options.CompileOption = ["off"],
-    attention: options.AttentionOption = ["reference"],
-    optimizer: options.OptimizerOption = ["course"],
-    warmup: options.WarmupOption = ["2"],
-    steps: options.StepsOption = 5,
-    device: options.DeviceOption = "auto",
-    seed: options.SeedOption = 0,
-    tf32: options.Tf32Option = False,
-    synchronize: options.SynchronizeOption = "step",
+    backend: BackendOption = "auto",
+    high_priority: HighPriorityOption = False,
+    model: options.SharedModelOptions = options.SharedModelOptions(),
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
+    run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw what a rank's memory holds at four moments to this picture file.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
-    ] = None,
+    trace: TraceOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the predicted memory of a rank and run nothing.")
     ] = False,
@@ -81,29 +66,7 @@ def shard(
     from cs336sys.report.parallel.shard import plan_table, shard_tables
     from cs336sys.report.tables import check_output, emit
 
-    workloads = options.expand_workloads(
-        size=size or [options.default_size(device)],
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mode="train",
-        precision=precision,
-        bf16=bf16,
-        fp16=fp16,
-        compile=compile,
-        attention=attention,
-        optimizer=optimizer,
-        warmup=warmup,
-        steps=steps,
-        device=device,
-        seed=seed,
-        tf32=tf32,
-        synchronize=synchronize,
-    )
+    workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
         ParallelWorkload(
             training,

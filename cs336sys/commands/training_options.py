@@ -1,7 +1,11 @@
-"""The options that say which model is trained and how, shared by every command that trains one."""
+"""The options that say which model is trained and how, shared by every command that trains one.
+
+A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
+of its options (see :func:`cs336sys.commands.options.with_option_groups`).
+"""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Annotated
 
@@ -14,110 +18,159 @@ from cs336sys.workload import ATTENTION, COMPILE_MODES, DEVICES, MODES, OPTIMIZE
 
 _OWN = "Default: the size's own."
 
-SizeOption = Annotated[list[str], typer.Option("--size", help=f"Model sizes: {', '.join(SIZES)}.")]
-ContextOption = Annotated[list[str], typer.Option("--context", help=f"Context lengths. {_OWN}", show_default=False)]
-BatchSizeOption = Annotated[list[str], typer.Option("--batch-size", help=f"Batch sizes. {_OWN}", show_default=False)]
-VocabSizeOption = Annotated[int | None, typer.Option("--vocab-size", help=f"Vocabulary. {_OWN}", show_default=False)]
-DModelOption = Annotated[int | None, typer.Option("--d-model", help=f"Model width. {_OWN}", show_default=False)]
-DFfOption = Annotated[int | None, typer.Option("--d-ff", help=f"Feed-forward width. {_OWN}", show_default=False)]
-NumLayersOption = Annotated[int | None, typer.Option("--num-layers", help=f"Blocks. {_OWN}", show_default=False)]
-NumHeadsOption = Annotated[int | None, typer.Option("--num-heads", help=f"Heads. {_OWN}", show_default=False)]
-ModeOption = Annotated[str, typer.Option("--mode", help=f"Phases of a step: {', '.join(MODES)}.")]
+ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
+BatchSizeOption = Annotated[list[str], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False)]
+NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
+ModeOption = Annotated[str, typer.Option(help=f"Phases of a step: {', '.join(MODES)}.")]
 PrecisionOption = Annotated[
-    list[str], typer.Option("--precision", help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
+    list[str], typer.Option(help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
 ]
-Bf16Option = Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")]
-Fp16Option = Annotated[bool, typer.Option("--fp16", help="Short for --precision fp16.")]
 CompileOption = Annotated[
-    list[str],
-    typer.Option("--compile", help="off; block: one block, reused by all, and the loss; model: the whole model."),
+    list[str], typer.Option(help="off; block: one block, reused by all, and the loss; model: the whole model.")
 ]
-AttentionOption = Annotated[list[str], typer.Option("--attention", help=f"{', '.join(ATTENTION)}.")]
-OptimizerOption = Annotated[
-    list[str], typer.Option("--optimizer", help="course: AdamW of cs336_basics; fused: torch's fused AdamW.")
-]
-WarmupOption = Annotated[list[str], typer.Option("--warmup", help="Warm-up steps; several make a warm-up study.")]
-StepsOption = Annotated[int, typer.Option("--steps", help="Measured steps.")]
-DeviceOption = Annotated[str, typer.Option("--device", help=f"{', '.join(DEVICES)}.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of weights and batch.")]
-Tf32Option = Annotated[bool, typer.Option("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")]
-SynchronizeOption = Annotated[
-    str, typer.Option("--synchronize", help="step: wait for the GPU after every step; none: only at the end.")
+OptimizerOption = Annotated[list[str], typer.Option(help="course: AdamW of cs336_basics; fused: torch's fused AdamW.")]
+DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.")]
+SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU after every step; none: only at the end.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
 ]
 
 
-def expand_sizes(
-    *, size: list[str], context: list[str], batch_size: list[str], **fields: int | None
-) -> list[ModelSize]:
-    """Every combination of sizes, contexts and batch sizes, in their order.
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models, on which batches."""
 
-    Args:
-        fields: single numbers in the place of the sizes' own, see :func:`cs336sys.sizes.choose_size`.
+    size: Annotated[list[str], typer.Option(help=f"Model sizes: {', '.join(SIZES)}.")] = field(default_factory=list)
+    context: ContextOption = field(default_factory=list)
+    batch_size: BatchSizeOption = field(default_factory=list)
+    vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}", show_default=False)] = None
+    d_model: Annotated[int | None, typer.Option(help=f"Model width. {_OWN}", show_default=False)] = None
+    d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}", show_default=False)] = None
+    num_layers: NumLayersOption = None
+    num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}", show_default=False)] = None
 
-    Raises:
-        UsageError: a value is none of the choices, or a size cannot be.
-    """
-    return [
-        choose_size(name, context=tokens, batch_size=sequences, **fields)
-        for name, tokens, sequences in product(
-            split_list(size, "--size", one_of(SIZES)),
-            split_list(context, "--context", at_least(1)) if context else [None],
-            split_list(batch_size, "--batch-size", at_least(1)) if batch_size else [None],
-        )
-    ]
+    def sizes(self) -> list[ModelSize]:
+        """Every combination of sizes, contexts and batch sizes, in their order.
+
+        Raises:
+            UsageError: a value is none of the choices, or a size cannot be.
+        """
+        return [
+            choose_size(
+                name,
+                context=context,
+                batch_size=batch_size,
+                vocab_size=self.vocab_size,
+                d_model=self.d_model,
+                d_ff=self.d_ff,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+            )
+            for name, context, batch_size in product(
+                split_list(self.size, "--size", one_of(SIZES)),
+                split_list(self.context, "--context", at_least(1)) if self.context else [None],
+                split_list(self.batch_size, "--batch-size", at_least(1)) if self.batch_size else [None],
+            )
+        ]
 
 
-def default_size(device: str) -> str:
-    """The model of a command whose default must end soon anywhere: ``small``, and ``tiny`` where there is no GPU."""
+@dataclass(frozen=True)
+class SharedModelOptions(ModelOptions):
+    """Which models, on batches that the ranks share."""
+
+    batch_size: Annotated[
+        list[str], typer.Option(help="Sequences of all ranks together. Default: the size's.", show_default=False)
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """In which precisions."""
+
+    precision: PrecisionOption = field(default_factory=list)
+    bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False
+    fp16: Annotated[bool, typer.Option("--fp16", help="Short for --precision fp16.")] = False
+
+    def precisions(self) -> list[str] | list[None]:
+        """Those that were asked for, else None: the size's own.
+
+        Raises:
+            UsageError: a value is none of the choices, or more than one option was given.
+        """
+        if bool(self.precision) + self.bf16 + self.fp16 > 1:
+            raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
+        asked = ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision
+        return split_list(asked, "--precision", one_of(PRECISIONS)) if asked else [None]
+
+
+@dataclass(frozen=True)
+class ImplementationOptions:
+    """By which of several implementations of the same."""
+
+    compile: CompileOption = field(default_factory=lambda: ["off"])
+    attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.")] = field(
+        default_factory=lambda: ["reference"]
+    )
+    optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
+
+
+@dataclass(frozen=True)
+class StepsOptions:
+    """How often."""
+
+    warmup: Annotated[list[str], typer.Option(help="Warm-up steps; several make a warm-up study.")]
+    steps: Annotated[int, typer.Option(help="Measured steps.")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """On which device, and under which settings of the whole process."""
+
+    device: DeviceOption = "auto"
+    seed: SeedOption = 0
+    tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
+    synchronize: SynchronizeOption = "step"
+
+
+def _default_size(device: str) -> str:
+    """The model where none is asked for and the command must end soon: ``small``, or ``tiny`` without a GPU."""
     return "tiny" if device == "cpu" or shutil.which("nvidia-smi") is None else "small"
 
 
 def expand_workloads(
-    *,
-    size: list[str],
-    context: list[str],
-    batch_size: list[str],
-    vocab_size: int | None,
-    d_model: int | None,
-    d_ff: int | None,
-    num_layers: int | None,
-    num_heads: int | None,
+    model: ModelOptions,
     mode: str,
-    precision: list[str],
-    bf16: bool,
-    fp16: bool,
-    compile: list[str],
-    attention: list[str],
-    optimizer: list[str],
-    warmup: list[str],
-    steps: int,
-    device: str,
-    seed: int,
-    tf32: bool,
-    synchronize: str,
+    precision: PrecisionOptions,
+    implementation: ImplementationOptions,
+    steps: StepsOptions,
+    run: RunOptions,
 ) -> list[Workload]:
     """Every combination of the list options, in their order.
 
     Raises:
         UsageError: a value is none of the choices, or a size cannot be.
     """
-    if bool(precision) + bf16 + fp16 > 1:
-        raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
-    precision = ["bf16"] if bf16 else ["fp16"] if fp16 else precision
-    shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
-    sizes = expand_sizes(size=size, context=context, batch_size=batch_size, vocab_size=vocab_size, **shape)
-    common = {"mode": mode, "steps": steps, "device": device, "seed": seed, "tf32": tf32, "synchronize": synchronize}
-    axes = {
-        "precision": split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None],
-        "compile": split_list(compile, "--compile", one_of(COMPILE_MODES)),
-        "attention": split_list(attention, "--attention", one_of(ATTENTION)),
-        "optimizer": split_list(optimizer, "--optimizer", one_of(OPTIMIZERS)),
-        "warmup": split_list(warmup, "--warmup", at_least(0)),
-    }
-    workloads = []
-    for chosen_size in sizes:
-        own = Workload(chosen_size, precision=chosen_size.precision, **common)
-        for values in product(*axes.values()):
-            choice = {name: value for name, value in zip(axes, values, strict=True) if value is not None}
-            workloads.append(replace(own, **choice))
-    return workloads
+    precisions = precision.precisions()
+    sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
+    choices = product(
+        precisions,
+        split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
+        split_list(implementation.attention, "--attention", one_of(ATTENTION)),
+        split_list(implementation.optimizer, "--optimizer", one_of(OPTIMIZERS)),
+        split_list(steps.warmup, "--warmup", at_least(0)),
+    )
+    return [
+        Workload(
+            size,
+            mode,
+            chosen or size.precision,
+            compile,
+            attention,
+            optimizer,
+            warmup=warmup,
+            steps=steps.steps,
+            **asdict(run),
+        )
+        for size, (chosen, compile, attention, optimizer, warmup) in product(sizes, choices)
+    ]

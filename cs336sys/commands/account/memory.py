@@ -1,5 +1,6 @@
 """``account memory``: what a rank holds for each way of sharing out training state."""
 
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -13,20 +14,16 @@ from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
 
-def memory(
-    size: options.SizeOption = ["xl"],
-    context: options.ContextOption = [],
+@dataclass(frozen=True)
+class _SharedModelOptions(options.ModelOptions):
     batch_size: Annotated[
         list[str],
-        typer.Option(
-            "--batch-size", help="Batches of all ranks together. Default: the size's own.", show_default=False
-        ),
-    ] = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+        typer.Option(help="Batches of all ranks together. Default: the size's own.", show_default=False),
+    ] = field(default_factory=list)
+
+
+def memory(
+    model: _SharedModelOptions = _SharedModelOptions(["xl"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
     strategy: Annotated[list[str], typer.Option(help=f"{', '.join(STRATEGIES)}.")] = [",".join(STRATEGIES)],
     mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.")] = ["train"],
@@ -51,16 +48,6 @@ def memory(
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
-    sizes = options.expand_sizes(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
     precisions = split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None]
     parameter_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
     check_choice(attention, "--attention", ATTENTION)
@@ -77,7 +64,7 @@ def memory(
             parameter_bytes=parameter_bytes,
         )
         for chosen_size, chosen_precision, chosen_mode, ranks, chosen_strategy in product(
-            sizes,
+            model.sizes(),
             precisions,
             split_list(mode, "--mode", one_of(MODES)),
             split_list(world_size, "--world-size", at_least(1)),

@@ -15,14 +15,7 @@ OnePrecisionOption = Annotated[str, typer.Option("--precision", help=f"{', '.joi
 
 
 def activations(
-    size: options.SizeOption = ["2.7b"],
-    context: options.ContextOption = [],
-    batch_size: options.BatchSizeOption = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+    model: options.ModelOptions = options.ModelOptions(["2.7b"]),
     precision: OnePrecisionOption = "fp32",
     attention: AttentionOption = "reference",
     format: FormatOption = None,
@@ -35,31 +28,14 @@ def activations(
     from cs336sys.report.account.model import activations_tables
     from cs336sys.report.tables import check_output, emit
 
-    sizes = options.expand_sizes(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
     check_choice(precision, "--precision", PRECISIONS)
     check_choice(attention, "--attention", ATTENTION)
     check_output(output, format)
-    emit(activations_tables(sizes, precision, attention), format=format, output=output)
+    emit(activations_tables(model.sizes(), precision, attention), format=format, output=output)
 
 
 def flops(
-    size: options.SizeOption = ["2.7b"],
-    context: options.ContextOption = [],
-    batch_size: options.BatchSizeOption = [],
-    vocab_size: options.VocabSizeOption = None,
-    d_model: options.DModelOption = None,
-    d_ff: options.DFfOption = None,
-    num_layers: options.NumLayersOption = None,
-    num_heads: options.NumHeadsOption = None,
+    model: options.ModelOptions = options.ModelOptions(["2.7b"]),
     format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -70,18 +46,8 @@ def flops(
     from cs336sys.report.account.model import flops_tables
     from cs336sys.report.tables import check_output, emit
 
-    sizes = options.expand_sizes(
-        size=size,
-        context=context,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
     check_output(output, format)
-    emit(flops_tables(sizes), format=format, output=output)
+    emit(flops_tables(model.sizes()), format=format, output=output)
 
 
 def attention(
