@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
     _coalescing_manager,
+    _get_default_group,
 )
 
 from cs336sys.errors import UsageError
@@ -69,7 +70,7 @@ class _Launched:
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
+        return _get_default_group()
 
     def wait(self) -> None:
         """Return when the results may be used: on a GPU, when the current stream waits for them.
@@ -117,12 +118,12 @@ class _Mean(_Launched):
         # Gloo does on the CPU only.
         return self._device_type != "cuda" or "nccl" in dist.get_backend()
 
-    def _prepare(self, tensors: Sequence[Tensor]) -> dist.ReduceOp:
+    def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
         """The operation that adds up to a mean; divides the tensors if they are to be summed."""
         if self._averages_inside:
-            return dist.ReduceOp.AVG
+            return dist.ReduceOp(dist.ReduceOp.AVG)
         torch._foreach_div_(tensors, dist.get_world_size())
-        return dist.ReduceOp.SUM
+        return dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 class MeanReduction(_Mean):
@@ -137,7 +138,7 @@ class MeanReduction(_Mean):
 
     _collective = "all-reduce"
 
-    def start(self, tensors: Sequence[Tensor]) -> None:
+    def start(self, tensors: list[Tensor]) -> None:
         """Launch; the tensors must be contiguous, at least one, and of the same shapes in this order on every rank."""
         is_coalesced = len(tensors) > 1 and self._coalesces
         options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
@@ -156,7 +157,7 @@ class MeanScatter(_Mean):
 
     _collective = "reduce-scatter"
 
-    def start(self, slices: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def start(self, slices: Sequence[Tensor], tensors: list[Tensor]) -> None:
         """Launch: rank r's ``slices[i]``, of n elements, becomes the r-th of W slices of the mean of ``tensors[i]``.
 
         All tensors must be contiguous. Those of W n elements may be changed.
@@ -214,7 +215,7 @@ class SliceExchange(_Launched):
 
     _collective = "all-to-all"
 
-    def start(self, received: Tensor, tensor: Tensor, sizes: Sequence[int]) -> None:
+    def start(self, received: Tensor, tensor: Tensor, sizes: list[int]) -> None:
         """Launch: rank r's ``received`` becomes all ranks' r-th slices of ``tensor``, one after another.
 
         Args:
@@ -223,18 +224,19 @@ class SliceExchange(_Launched):
             sizes: elements of each slice, the same on every rank.
         """
         received, tensor = _real(received), _real(tensor)
-        splits: tuple[Sequence[int], Sequence[int]] = ([], [])
+        output_splits: list[int] = []
+        input_splits: list[int] = []
         if min(sizes) < max(sizes):
-            splits = ([len(received) // len(sizes)] * len(sizes), sizes)
+            output_splits, input_splits = [len(received) // len(sizes)] * len(sizes), sizes
         if through_host(tensor):
             on_host = received.cpu()
-            dist.all_to_all_single(on_host, tensor.cpu(), *splits)
+            dist.all_to_all_single(on_host, tensor.cpu(), output_splits, input_splits)
             received.copy_(on_host)
             return
         self._tensors = [received, tensor]
         options = AllToAllOptions()
         options.asyncOp = True
-        self._works = [self._group.alltoall_base(received, tensor, *splits, options)]
+        self._works = [self._group.alltoall_base(received, tensor, output_splits, input_splits, options)]
 
 
 class Broadcasts(_Launched):

@@ -125,7 +125,7 @@ class _Replicated(nn.Module):
         require_same_layout(self.module, self._settings())
         self._watch_gradients()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 

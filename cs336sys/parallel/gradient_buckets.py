@@ -37,14 +37,13 @@ class GradientBucket:
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
-    def collect(self, name: str, parameter: nn.Parameter) -> None:
+    def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take in a gradient that autograd has just finished; here it stays where it is.
 
         Raises:
             UsageError: it is sparse.
         """
-        if parameter.grad.layout != torch.strided:
-            raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
+        refuse_sparse(name, gradient)
 
     def launch(self) -> None:
         """Start to average all gradients, zeros for those that this rank lacks."""
@@ -82,12 +81,11 @@ class GradientBucket:
         """The contiguous tensors to average in place, the same on every rank."""
         tensors = []
         for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                gradient = self._empty_gradient(parameter).zero_()
-                self._substitutes[parameter] = gradient
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = self._substitutes[parameter] = self._empty_gradient(parameter).zero_()
             else:
-                self.collect(name, parameter)
-                gradient = parameter.grad
+                self.collect(name, parameter, gradient)
                 if not _same_order(gradient, self._strides[parameter]):
                     gradient = parameter.grad = self._empty_gradient(parameter).copy_(gradient)
             tensors.append(memory_view(gradient))
@@ -120,15 +118,14 @@ class FlatBucket(GradientBucket):
         # Of this step, between its first gradient and finish().
         self._buffer: Tensor | None = None
 
-    def collect(self, name: str, parameter: nn.Parameter) -> None:
-        super().collect(name, parameter)
-        gradient = parameter.grad
+    def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        super().collect(name, parameter, gradient)
         if self._buffer is None:
             # Gradients that were set to zero instead of dropped lie in the last step's.
             self._buffer = self._buffer_under(parameter, gradient)
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
-        view = self._view(parameter)
+        view = self._view(self._buffer, parameter)
         if gradient.data_ptr() != view.data_ptr():
             parameter.grad = view.copy_(gradient)
 
@@ -142,11 +139,11 @@ class FlatBucket(GradientBucket):
             if parameter.grad is None:
                 missing.append(parameter)
             else:
-                self.collect(name, parameter)
+                self.collect(name, parameter, parameter.grad)
         if self._buffer is None:
             self._buffer = self._new_buffer(missing[0])
         for parameter in missing:
-            self._substitutes[parameter] = self._view(parameter).zero_()
+            self._substitutes[parameter] = self._view(self._buffer, parameter).zero_()
         return [self._buffer]
 
     def _new_buffer(self, sample: Tensor) -> Tensor:
@@ -165,8 +162,14 @@ class FlatBucket(GradientBucket):
         )
         return gradient.detach().as_strided((self._size,), (1,), 0) if is_view else None
 
-    def _view(self, parameter: nn.Parameter) -> Tensor:
-        return self._buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
+    def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
+        return buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Raises UsageError for a gradient that is not an ordinary tensor."""
+    if gradient.layout != torch.strided:
+        raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
 
 
 def divide_into_buckets(

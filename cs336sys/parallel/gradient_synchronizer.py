@@ -86,7 +86,7 @@ class GradientSynchronizer(SynchronizationSwitch):
                 )
             # A backward function may return None for a gradient; the hook is called all the same.
             if parameter.grad is not None:
-                bucket.collect(name, parameter)
+                bucket.collect(name, parameter, parameter.grad)
             if not self.synchronizes:
                 return
             bucket.waiting.remove(parameter)

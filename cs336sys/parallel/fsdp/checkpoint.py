@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -109,8 +109,8 @@ def _pickled(value: Any) -> bytes:
     return pickle.dumps(value)
 
 
-def _names(sharded: FSDP) -> dict[nn.Parameter, str]:
-    slices = {parameter.shard: name for name, parameter in sharded.sharded_parameters.items()}
+def _names(sharded: FSDP) -> dict[Tensor, str]:
+    slices: dict[Tensor, str] = {parameter.shard: name for name, parameter in sharded.sharded_parameters.items()}
     return slices | {parameter: name for name, parameter in sharded.replicated_parameters.items()}
 
 

@@ -1,9 +1,12 @@
 """In which order a step uses its units, learned from the step before: what to gather ahead of use."""
 
 from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Unit = TypeVar("Unit", bound=Hashable)
 
 
-class GatherOrder:
+class GatherOrder(Generic[Unit]):
     """Predicts uses of units: a step uses them in the order of the step before.
 
     The order in which modules are registered is not it: SwiGLU runs w1, w3, w2, and a backward pass runs backwards.
@@ -11,8 +14,8 @@ class GatherOrder:
     """
 
     def __init__(self) -> None:
-        self._expected: list[Hashable] = []
-        self._seen: list[Hashable] = []
+        self._expected: list[Unit] = []
+        self._seen: list[Unit] = []
         # The place in the expected order of the use that comes next.
         self._next = 0
 
@@ -22,15 +25,15 @@ class GatherOrder:
             self._expected, self._seen = self._seen, []
         self._next = 0
 
-    def use(self, unit: Hashable) -> None:
+    def use(self, unit: Unit) -> None:
         """Note that a unit is used now. Uses that were expected before it are taken as left out."""
         self._seen.append(unit)
         if unit in self._expected[self._next :]:
             self._next = self._expected.index(unit, self._next) + 1
 
-    def upcoming(self, count: int) -> list[Hashable]:
+    def upcoming(self, count: int) -> list[Unit]:
         """The next ``count`` units other than the one in use, each once."""
-        found: list[Hashable] = []
+        found: list[Unit] = []
         place = self._next
         while len(found) < count and place < len(self._expected):
             unit = self._expected[place]

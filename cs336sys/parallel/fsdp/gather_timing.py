@@ -28,36 +28,33 @@ class GatherWatch:
     """Notes when weights are needed and when they arrive; costs two events a gather, and nothing waits for it."""
 
     def __init__(self) -> None:
-        self._notes: list[tuple[ShardedUnit, bool, torch.cuda.Event | float, torch.cuda.Event | float]] = []
+        # The delays are in ms, or on a GPU from one event to the other.
+        self._notes: list[tuple[ShardedUnit, bool, float | tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def use(self, unit: ShardedUnit, is_backward: bool) -> None:
         """Wait for a unit that is being gathered."""
-        needed: torch.cuda.Event | float
-        arrived: torch.cuda.Event | float
         if unit.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(unit.device)
-            needed, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            needed, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             needed.record()
             unit.record_arrival(arrived, self._stream)
             unit.use()
+            self._notes.append((unit, is_backward, (needed, arrived)))
         else:
-            needed = time.perf_counter()
+            start = time.perf_counter()
             unit.use()
-            arrived = time.perf_counter()
-        self._notes.append((unit, is_backward, needed, arrived))
+            self._notes.append((unit, is_backward, (time.perf_counter() - start) * 1e3))
 
     def timings(self) -> list[GatherTiming]:
         """Of all gathers so far, in the order of use; waits until a GPU is done with them."""
         return [
-            GatherTiming(unit.name, is_backward, _elapsed_ms(needed, arrived))
-            for unit, is_backward, needed, arrived in self._notes
+            GatherTiming(unit.name, is_backward, delay if isinstance(delay, float) else _elapsed_ms(*delay))
+            for unit, is_backward, delay in self._notes
         ]
 
 
-def _elapsed_ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(start, float):
-        return (end - start) * 1e3
+def _elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     start.synchronize()
     end.synchronize()
     return start.elapsed_time(end)

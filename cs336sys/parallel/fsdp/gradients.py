@@ -43,7 +43,7 @@ class GradientScatter:
         """Launch; the gradients, one for each parameter, must be contiguous, and of the same dtypes on every rank."""
         for group, places in self._groups:
             group.start([gradients[place] for place in places])
-        if self._averages_beside:
+        if self._stream is not None and self._exchanges:
             with beside(self._stream):
                 for group, _ in self._groups:
                     group.average()
@@ -61,15 +61,15 @@ class GradientScatter:
             group.forget()
 
     @property
-    def _averages_beside(self) -> bool:
-        return self._stream is not None and any(group.averages for group, _ in self._groups)
+    def _exchanges(self) -> bool:
+        return any(group.averages for group, _ in self._groups)
 
     def _wait(self) -> None:
         for group, _ in self._groups:
             group.wait()
             if self._stream is None:
                 group.average()
-        if self._averages_beside:
+        if self._stream is not None and self._exchanges:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
@@ -92,7 +92,7 @@ class _Group:
         shard = parameters[0].shard
         self._scatter = MeanScatter(shard.dtype, shard.device, what)
         self._exchange = SliceExchange(what)
-        # In one piece, as the optimizer's slices of them are made and dropped together.
+        # Of all slices in one piece, as they are made and dropped together.
         self._mean: Tensor | None = None
         self._received: Tensor | None = None
         # The memory of what is being sent must not be given to others, whichever stream has waited already.
@@ -103,12 +103,12 @@ class _Group:
         """Whether there is a mean to be taken of what is exchanged."""
         return self._received is not None
 
-    def start(self, gradients: Sequence[Tensor]) -> None:
+    def start(self, gradients: list[Tensor]) -> None:
         shard = self._parameters[0].shard
-        self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
+        mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
         if self._divides_evenly and gradients[0].dtype == shard.dtype and not through_host(shard):
             self._sent = gradients
-            self._scatter.start(self._means(), gradients)
+            self._scatter.start(self._of_each(mean), gradients)
             return
         slices = [
             gradient.view(-1).split_with_sizes(sizes)
@@ -117,7 +117,7 @@ class _Group:
         # Rank after rank: one piece of memory goes to each.
         packed = torch.cat([piece for of_rank in zip(*slices, strict=True) for piece in of_rank])
         self._sent = [packed]
-        self._received = packed.new_empty(len(self._rank_sizes) * len(self._mean))
+        self._received = packed.new_empty(len(self._rank_sizes) * len(mean))
         self._exchange.start(self._received, packed, self._rank_sizes)
 
     def wait(self) -> None:
@@ -126,14 +126,14 @@ class _Group:
             self._scatter.wait()
 
     def average(self) -> None:
-        if self.averages:
+        if self._received is not None and self._mean is not None:
             self._exchange.wait()
             of_ranks = self._received.view(len(self._rank_sizes), len(self._mean))
             torch.mean(of_ranks, 0, dtype=self._mean.dtype, out=self._mean)
 
     def add_means(self) -> None:
         if self._mean is not None:
-            for parameter, mean in zip(self._parameters, self._means(), strict=True):
+            for parameter, mean in zip(self._parameters, self._of_each(self._mean), strict=True):
                 parameter.add_mean_gradient(mean)
         self.forget()
 
@@ -141,8 +141,9 @@ class _Group:
         self._mean = self._received = None
         self._sent = ()
 
-    def _means(self) -> list[Tensor]:
-        pieces = self._mean.split_with_sizes(self._sizes)
+    def _of_each(self, mean: Tensor) -> list[Tensor]:
+        """The mean of each parameter's slice, in its shape."""
+        pieces = mean.split_with_sizes(self._sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 

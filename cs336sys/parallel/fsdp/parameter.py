@@ -14,6 +14,7 @@ from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
+from cs336sys.parallel.gradient_buckets import refuse_sparse
 
 
 class ShardedParameter:
@@ -86,8 +87,8 @@ class ShardedParameter:
             UsageError: it is sparse.
         """
         gradient, self.full.grad = self.full.grad, None
-        if gradient is not None and gradient.layout != torch.strided:
-            raise UsageError(f"{self.names[0]} has a sparse gradient, which cannot be averaged: choose sparse=False")
+        if gradient is not None:
+            refuse_sparse(self.names[0], gradient)
         return gradient
 
     def keep_gradient(self) -> None:
@@ -152,8 +153,8 @@ def _materialize(
     module.to_empty(device=device, recurse=False)
     if initialize is not None:
         initialize(module)
-    elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise UsageError(
             f"{name} is on the meta device and its class {type(module).__name__} has no reset_parameters(): "

@@ -29,7 +29,9 @@ class PlannedParameter:
     def held(self) -> nn.Parameter:
         """What the modules hold: the whole parameter at first, later perhaps a slice in its place."""
         owner, attribute = self.owners[0]
-        return owner._parameters[attribute]
+        parameter = owner._parameters[attribute]
+        assert parameter is not None
+        return parameter
 
 
 @dataclass(eq=False)
@@ -109,6 +111,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
 
     for entry in sharded:
         (unit,) = homes[entry.owners[0][0]]
+        assert unit is not None
         unit.sharded.append(entry)
     for unit in units:
         inside = {part for module in unit.modules for part in module.modules()}

@@ -46,8 +46,8 @@ class UnitRunner(SynchronizationSwitch):
         self._units = units
         self._prefetch = prefetch
         # With and without gradients: only the former go on with a backward pass.
-        self._orders = {True: GatherOrder(), False: GatherOrder()}
-        self._order: GatherOrder | None = None
+        self._orders: dict[bool, GatherOrder[ShardedUnit]] = {True: GatherOrder(), False: GatherOrder()}
+        self._order: GatherOrder[ShardedUnit] | None = None
         # Units that have memory for a use to come.
         self._ahead: set[ShardedUnit] = set()
         self._in_backward = False
@@ -160,7 +160,7 @@ class UnitRunner(SynchronizationSwitch):
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
         # A view that is changed in place is cut off from what computed it, but what it views is not.
-        tensors += [tensor._base for tensor in tensors if tensor._is_view()]
+        tensors += [tensor._base for tensor in tensors if tensor._base is not None]
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if watched:
             if not _in_backward_pass():

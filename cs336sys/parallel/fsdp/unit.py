@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
 from cs336sys.parallel.collectives import SliceGather
@@ -63,7 +64,7 @@ class ShardedUnit:
         self._under_way = self._ready = False
         for parameter in parameters:
             parameter.show(parameter.shard)
-        self._shards = [parameter.shard for parameter in parameters]
+        self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
         self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
     @property

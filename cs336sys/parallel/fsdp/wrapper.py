@@ -108,9 +108,10 @@ class FSDP(nn.Module):
         require_same_layout(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
         sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
         shards = [parameter.shard for parameter in sharded.values()]
-        streams = (None, None)
+        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         if shards and shards[0].is_cuda:
-            streams = tuple(torch.cuda.Stream(shards[0].device, priority=-1) for _ in range(2))
+            device = shards[0].device
+            streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self.units = tuple(
             ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], gradient_dtype, streams)
             for unit in plan.units
@@ -207,7 +208,7 @@ class FSDP(nn.Module):
 
         In the dtype of the slices. Every rank must call it, between two steps, and has memory for them.
         """
-        full = {}
+        full: dict[str, Tensor] = {}
         for unit in self.units:
             for parameter in unit.parameters:
                 full |= dict.fromkeys(parameter.names, parameter.gather_whole())
@@ -236,7 +237,7 @@ class FSDP(nn.Module):
         nn.utils.clip_grads_with_norm_([*sharded, *replicated], max_norm, norm)
         return norm
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's, between two steps: this rank's slices, without a prefix.
 
         For a checkpoint that any number of ranks can load see :mod:`cs336sys.parallel.fsdp.checkpoint`.

@@ -47,6 +47,11 @@ class _Rank:
     process: multiprocessing.process.BaseProcess
     connection: multiprocessing.connection.Connection
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
     def send(self, job: bytes) -> None:
         # A rank that died says so when its answer is read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -59,12 +64,13 @@ class _Rank:
                 return pickle.loads(self.connection.recv_bytes())
         self.process.join()
         code = self.process.exitcode
+        assert code is not None, "join() waits for it"
         return Failure(self.number, cause_of_death(code), details="", time_s=time.monotonic(), exit_code=code)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             # It has not made its own process group yet, or is gone already.
             self.process.kill()
@@ -190,7 +196,7 @@ class SpawnedRanks:
         """Where running ranks are: they answer SIGUSR1 even from inside a collective or an endless loop."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
+                os.kill(rank.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
         while True:
             stacks = [self._written_stacks(rank.number) for rank in ranks]
@@ -226,7 +232,7 @@ def _exception_chain(failure: Failure) -> BaseException | None:
 
 def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     """The ranks that answered or died; empty when the time is up or there are none."""
-    handles = {handle: rank for rank in ranks for handle in (rank.connection, rank.process.sentinel)}
+    handles: dict[Any, _Rank] = {handle: rank for rank in ranks for handle in (rank.connection, rank.process.sentinel)}
     timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
     ready = multiprocessing.connection.wait(handles, timeout_s) if handles else []
     numbers = {handles[handle].number for handle in ready}

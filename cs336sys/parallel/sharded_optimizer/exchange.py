@@ -64,8 +64,8 @@ class ParameterExchange:
         if "torch._dynamo" in sys.modules:
             # What was compiled before would go on without the hooks.
             torch.compiler.reset()
-        while isinstance(getattr(module, "module", None), nn.Module):
-            module = module.module
+        while isinstance(wrapped := getattr(module, "module", None), nn.Module):
+            module = wrapped
         for part in _parts(module):
             buckets: list[ExchangeBucket] = []
             self._awaited.append((frozenset(part.parameters()), buckets))

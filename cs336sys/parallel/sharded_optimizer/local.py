@@ -36,7 +36,7 @@ class LocalOptimizer:
         return self._optimizer.defaults
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> Sequence[Tensor]:
         return parameters_of(self._optimizer.param_groups)
 
     @property
@@ -72,7 +72,7 @@ class LocalOptimizer:
     def zero_grad(self, set_to_none: bool) -> None:
         self._optimizer.zero_grad(set_to_none)
 
-    def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, State]:
+    def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[Tensor, State]:
         """What is kept of those parameters of which anything is; the dicts themselves."""
         local = ((parameter, self._partition.local(parameter)) for parameter in parameters)
         return {parameter: self.state[tensor] for parameter, tensor in local if tensor in self.state}
@@ -97,8 +97,9 @@ class LocalOptimizer:
         parameters = parameters_of(groups)
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}
         kept = {
-            numbers[self._partition.local(parameters[index])]: {k: v for k, v in state.items() if k != MASTER}
+            numbers[tensor]: {k: v for k, v in state.items() if k != MASTER}
             for index, state in states.items()
+            if (tensor := self._partition.local(parameters[index])) is not None
         }
         local_groups = [
             {**options_of(saved), "params": [numbers[tensor] for tensor in group["params"]]}

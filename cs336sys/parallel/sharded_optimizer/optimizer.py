@@ -5,7 +5,7 @@ Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -100,7 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             CapabilityError: ``flat=True`` with parameters on GPUs needs NCCL.
         """
         require_process_group(type(self).__name__)
-        self._local: LocalOptimizer | None = None
         self._module = module
         with same_on_every_rank() as lines:
             require_optimizer(optimizer_cls)
@@ -136,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: on every rank, if the groups differ between them or gradients are under way.
         """
-        if self._local is None:
+        if not hasattr(self, "_local"):
             # Called by the base constructor.
             super().add_param_group(param_group)
             return
@@ -200,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._require_slices("finish_gradient_synchronization").prepare_gradients()
 
     @property
-    def own_tensors(self) -> list[Tensor]:
+    def own_tensors(self) -> Sequence[Tensor]:
         """What this rank updates: parameters, or with ``flat=True`` slices of them or their master copies, (n,) each.
 
         Their ``grad`` are the averaged gradients that it has, once they are complete.
@@ -301,8 +300,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._slices is not None:
                 self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
         self._link_state()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> NoReturn:
         raise UsageError("a sharded optimizer cannot be copied or pickled: choose consolidated_state_dict()")

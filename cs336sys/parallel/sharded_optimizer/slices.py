@@ -128,6 +128,7 @@ class ScatteredBucket(GradientBucket):
 
     def finish(self, present_anywhere: list[bool]) -> None:
         """Give the optimizer its segments of the gradients that exist on any rank, and begin a new step."""
+        assert self._own is not None, "launch() comes before"
         own = self._own.to(self._master_dtype or self._own.dtype)
         parameters = list(self.parameters.values())
         for index, gradient in zip(self._cut_out, own.split_with_sizes(self._cuts)[1::2], strict=True):
