@@ -1,9 +1,9 @@
 """What one benchmark cell trains, and how. Plain data, no torch."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from cs336sys.accounting.activations import ATTENTION
 from cs336sys.accounting.checkpointing import parse_checkpointing
@@ -29,6 +29,46 @@ SYNCHRONIZE = ("step", "none")
 # What ``bench`` compares: one model trained in different ways.
 COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer")
 
+# A size's fields in a configuration, which calls its name "size"; its own default precision decides nothing.
+_SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("name", "precision"))
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a cell measures: its fields are the cell's configuration in the results, and come back from it."""
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields as one flat dictionary of JSON scalars; of a size or of another workload, their fields."""
+        flat: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, ModelSize):
+                flat |= {"size": value.name} | {name: getattr(value, name) for name in _SHAPE}
+            else:
+                flat |= value.configuration() if isinstance(value, Configured) else {field.name: value}
+        return flat
+
+    @classmethod
+    def from_configuration(cls, configuration: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`configuration`; what is no field, like the number of a round, is passed over."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.type is ModelSize:
+                shape = {name: configuration[name] for name in _SHAPE if name in configuration}
+                values[field.name] = ModelSize(configuration["size"], **shape)
+            elif isinstance(field.type, type) and issubclass(field.type, Configured):
+                values[field.name] = field.type.from_configuration(configuration)
+            elif field.name in configuration:
+                values[field.name] = configuration[field.name]
+        return cls(**values)
+
+
+def _check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
+    for field, names in choices.items():
+        if getattr(workload, field) not in names:
+            raise UsageError(f"unknown {field} '{getattr(workload, field)}': choose from {', '.join(names)}")
+
+
 _CHOICES = {
     "mode": MODES,
     "precision": PRECISIONS,
@@ -41,7 +81,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Configured):
     """One model, its batch, and how its steps run.
 
     Attributes:
@@ -69,9 +109,7 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise UsageError(f"unknown {field} '{getattr(self, field)}': choose from {', '.join(choices)}")
+        _check_choices(self, _CHOICES)
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup}: must be at least 0")
         if self.steps < 1:
@@ -105,26 +143,9 @@ class Workload:
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
         return "-".join([*parts, self.optimizer, f"w{self.warmup}"]).replace("/", "x")
 
-    def configuration(self) -> dict[str, Any]:
-        """All fields as one flat dictionary of JSON scalars: a cell's configuration in the results."""
-        size = asdict(self.size)
-        # The size's own default precision decides nothing: the workload's does.
-        del size["precision"]
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "size"}
-        return {"size": size.pop("name")} | size | own
-
-    @classmethod
-    def from_configuration(cls, configuration: Mapping[str, Any]) -> "Workload":
-        """The inverse of :meth:`configuration`; how often and beside what it is measured is no part of the workload."""
-        own = {field.name for field in fields(cls)} - {"size"}
-        others = {*own, "size", "round", "rounds", "interleave", "interleaved"}
-        shape = {name: value for name, value in configuration.items() if name not in others}
-        size = ModelSize(name=configuration["size"], **shape)
-        return cls(size=size, **{name: configuration[name] for name in own})
-
 
 @dataclass(frozen=True)
-class MemoryWorkload:
+class MemoryWorkload(Configured):
     """A training workload whose memory is recorded.
 
     Attributes:
@@ -151,24 +172,12 @@ class MemoryWorkload:
         """A file name without its ending, different for workloads that differ in anything but steps and seed."""
         return f"{self.training.name}-{self.checkpointing}".replace("=", "")
 
-    def configuration(self) -> dict[str, Any]:
-        """All fields, the training workload's among them: a cell's configuration in the results."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "training"}
-        return self.training.configuration() | own
-
-    @classmethod
-    def from_configuration(cls, configuration: Mapping[str, Any]) -> "MemoryWorkload":
-        """The inverse of :meth:`configuration`."""
-        own = {field.name: configuration[field.name] for field in fields(cls) if field.name != "training"}
-        rest = {name: value for name, value in configuration.items() if name not in own}
-        return cls(Workload.from_configuration(rest), **own)
-
 
 PROFILERS = ("auto", "nsys", "torch")
 
 
 @dataclass(frozen=True)
-class ProfileWorkload:
+class ProfileWorkload(Configured):
     """A training workload that is run under a profiler.
 
     Attributes:
@@ -181,21 +190,9 @@ class ProfileWorkload:
     keep: str | None = None
 
     def __post_init__(self) -> None:
-        if self.profiler not in PROFILERS:
-            raise UsageError(f"unknown profiler '{self.profiler}': choose from {', '.join(PROFILERS)}")
+        _check_choices(self, {"profiler": PROFILERS})
         if self.profiler == "nsys" and self.training.device == "cpu":
             raise UsageError("profiler 'nsys' traces work on a GPU: with device cpu choose torch")
-
-    def configuration(self) -> dict[str, Any]:
-        """All fields, the training workload's among them: a cell's configuration in the results."""
-        return self.training.configuration() | {"profiler": self.profiler, "keep": self.keep}
-
-    @classmethod
-    def from_configuration(cls, configuration: Mapping[str, Any]) -> "ProfileWorkload":
-        """The inverse of :meth:`configuration`."""
-        rest = dict(configuration)
-        own = {"profiler": rest.pop("profiler"), "keep": rest.pop("keep")}
-        return cls(Workload.from_configuration(rest), **own)
 
 
 # How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last synchronizes
@@ -208,7 +205,7 @@ BLOCK_CHECKPOINTING = ("none", "block")
 
 
 @dataclass(frozen=True)
-class ParallelWorkload:
+class ParallelWorkload(Configured):
     """A training workload that several ranks share, and how they do it.
 
     Attributes:
@@ -243,9 +240,7 @@ class ParallelWorkload:
             "gradient_dtype": PRECISIONS,
             "checkpointing": BLOCK_CHECKPOINTING,
         }
-        for field, names in choices.items():
-            if getattr(self, field) not in names:
-                raise UsageError(f"unknown {field} '{getattr(self, field)}': choose from {', '.join(names)}")
+        _check_choices(self, choices)
         if self.backend == "nccl" and self.training.device == "cpu":
             raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
         if self.training.mode != "train":
@@ -285,25 +280,13 @@ class ParallelWorkload:
             self, strategy="unsynchronized", bucket_mb=None, gradient_dtype="fp32", trace=None, prefetch=None
         )
 
-    def configuration(self) -> dict[str, Any]:
-        """All fields, the training workload's among them: a cell's configuration in the results."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "training"}
-        return self.training.configuration() | own
-
-    @classmethod
-    def from_configuration(cls, configuration: Mapping[str, Any]) -> "ParallelWorkload":
-        """The inverse of :meth:`configuration`."""
-        own = {field.name: configuration[field.name] for field in fields(cls) if field.name != "training"}
-        rest = {name: value for name, value in configuration.items() if name not in own}
-        return cls(Workload.from_configuration(rest), **own)
-
 
 # Bytes an element, by the name of the dtype.
 COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
 
 
 @dataclass(frozen=True)
-class CollectiveWorkload:
+class CollectiveWorkload(Configured):
     """One collective on one size of message.
 
     Attributes:
@@ -346,10 +329,6 @@ class CollectiveWorkload:
         """The whole array as it is communicated; errors as of :attr:`elements`."""
         return self.elements * COLLECTIVE_DTYPES[self.dtype]
 
-    def configuration(self) -> dict[str, Any]:
-        """All fields: a cell's configuration in the results."""
-        return asdict(self)
-
 
 IMPLEMENTATIONS = (
     "auto",
@@ -366,7 +345,7 @@ IMPLEMENTATIONS = (
 
 
 @dataclass(frozen=True)
-class AttentionWorkload:
+class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
     Attributes:
@@ -375,7 +354,6 @@ class AttentionWorkload:
             scores in memory and ``compiled`` the same under torch.compile.
         causal: a query sees the keys up to its own position.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
-        round: which of several measurements of the same, counted from 1; None where there is only one.
     """
 
     implementation: str
@@ -389,14 +367,6 @@ class AttentionWorkload:
     seed: int = 0
     warmup_ms: float = 25.0
     repetition_ms: float = 100.0
-    round: int | None = None
-
-    def configuration(self) -> dict[str, Any]:
-        """All fields, but no round where there is only one: a cell's configuration in the results."""
-        configuration = asdict(self)
-        if self.round is None:
-            del configuration["round"]
-        return configuration
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
         """``forward_tflops`` and so on: FLOPs of each part (:func:`attention_flops`) over the median of its times."""

@@ -94,6 +94,8 @@ def flash(
     split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
     check_plot(plot)
+    # A round goes through all implementations of a shape, so that what is compared is measured side by side.
+    numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
     configurations = [
         AttentionWorkload(
             implementation,
@@ -103,10 +105,10 @@ def flash(
             seed=seed,
             warmup_ms=warmup_ms,
             repetition_ms=repetition_ms,
-            round=number,
         ).configuration()
+        | number
         for values in product(*axes.values())
-        for number in (range(1, rounds + 1) if rounds > 1 else [None])
+        for number in numbers
         for implementation in chosen
     ]
     sweep = run_sweep(

@@ -149,8 +149,8 @@ def relative_errors(attention: Attention, workload: AttentionWorkload, device: t
 
     The first compiles, and later ones may take another way to the kernels: what is checked is what is then timed.
     """
-    # Implementation and round decide neither inputs nor reference.
-    workload = replace(workload, implementation="", round=None)
+    # The implementation decides neither inputs nor reference.
+    workload = replace(workload, implementation="")
     inputs = random_inputs(workload, device)
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
     out = attention(*inputs.differentiable)
@@ -169,7 +169,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. An implementation
     whose output or gradient is off by more than :data:`TOLERANCES` is ``wrong`` and is not timed.
     """
-    workload = AttentionWorkload(**configuration)
+    workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     progress("checking")
     with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
@@ -247,9 +247,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     when the forward pass is done and the backward pass has not begun, and the peak, both with the inputs.
     """
     warmup, steps = configuration["warmup"], configuration["steps"]
-    workload = AttentionWorkload(
-        **{name: value for name, value in configuration.items() if name not in ("warmup", "steps")}
-    )
+    workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     progress("building the inputs")
     with implementation(workload.implementation, workload.causal, workload.context, device) as attention:

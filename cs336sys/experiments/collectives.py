@@ -75,7 +75,7 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     :func:`time_collective`. Derived columns: see ``docs/columns.md``. A collective with wrong elements is ``wrong`` and
     not timed, and messages that do not fit into memory are refused as ``oom`` before anything is allocated.
     """
-    workload = CollectiveWorkload(**configuration)
+    workload = CollectiveWorkload.from_configuration(configuration)
     derived: dict[str, Any] = {
         "size_bytes": workload.size_bytes,
         "elements": workload.elements,

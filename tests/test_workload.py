@@ -1,0 +1,40 @@
+"""Workloads and their configurations, as results files hold them."""
+
+from pathlib import Path
+
+import pytest
+
+from cs336sys.results import read_results
+from cs336sys.workload import (
+    AttentionWorkload,
+    CollectiveWorkload,
+    MemoryWorkload,
+    ParallelWorkload,
+    ProfileWorkload,
+    Workload,
+)
+
+SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl"))
+
+KINDS = {
+    "bench": Workload,
+    "nsys": ProfileWorkload,
+    "memprof": MemoryWorkload,
+    "ddp": ParallelWorkload,
+    "shard": ParallelWorkload,
+    "allreduce": CollectiveWorkload,
+    "flash": AttentionWorkload,
+    "attn": AttentionWorkload,
+}
+
+# What a sweep adds to a workload's own configuration.
+ADDED = {"round", "interleave", "interleaved", "warmup", "steps"}
+
+
+@pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
+def test_saved_configurations_come_back_as_they_are(path):
+    for cell in read_results(path).cells:
+        configuration = KINDS[cell.command].from_configuration(cell.configuration).configuration()
+        saved = list(cell.configuration.items())
+        assert saved[: len(configuration)] == list(configuration.items())
+        assert {name for name, _ in saved[len(configuration) :]} <= ADDED
