@@ -43,8 +43,8 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> li
     buckets are ordered by their last tensor: with the gradients in reverse order they complete one after the other.
 
     Args:
-        tensors: in parameter order, tied weights once for every name. A tied weight counts at its first place, because
-            its gradient is ready only when the backward pass has come to its first use.
+        tensors: in parameter order, a tied weight once for every name. It counts where it stands first, because its
+            gradient is ready only when the backward pass has reached its first use.
         cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap, one bucket for each kind.
 
     Returns:
@@ -55,14 +55,14 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> li
     """
     if cap_bytes is not None and not cap_bytes >= 0:
         raise UsageError(f"bucket cap {cap_bytes} bytes: must be at least 0")
-    first_place: dict[Hashable, int] = {}
+    first_index: dict[Hashable, int] = {}
     for index, tensor in enumerate(tensors):
-        first_place.setdefault(tensor.identity, index)
+        first_index.setdefault(tensor.identity, index)
 
     buckets: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}
-    for index in reversed(first_place.values()):
+    for index in reversed(first_index.values()):
         tensor = tensors[index]
         full = cap_bytes is not None and filled_bytes.get(tensor.kind, 0) + tensor.size_bytes > cap_bytes
         if full or tensor.kind not in filling:

@@ -27,7 +27,7 @@ from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.same_on_ranks import require_same_layout
+from cs336sys.parallel.same_on_ranks import require_same_module
 
 
 class _Replicated(nn.Module):
@@ -82,7 +82,7 @@ class _Replicated(nn.Module):
             raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
         self.module = module
         self._gradient_dtype = gradient_dtype
-        require_same_layout(module, self._settings())
+        require_same_module(module, self._settings())
         broadcast_from_first([*module.parameters(), *module.buffers()])
         self._watch_gradients()
 
@@ -122,7 +122,7 @@ class _Replicated(nn.Module):
         Raises:
             UsageError: on every rank, if it was not changed alike.
         """
-        require_same_layout(self.module, self._settings())
+        require_same_module(self.module, self._settings())
         self._watch_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

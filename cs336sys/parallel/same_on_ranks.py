@@ -13,7 +13,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device
 
 
-def require_same_layout(module: nn.Module, settings: str) -> None:
+def require_same_module(module: nn.Module, settings: str) -> None:
     """Compare names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers between ranks.
 
     Args:
@@ -74,13 +74,13 @@ def describe_module(module: nn.Module) -> list[str]:
         first = first_name.setdefault(parameter, name)
         tie = f" tied to {first}" if first != name else ""
         lines.append(f"parameter {name} {describe_parameter(parameter)}{tie}")
-    return lines + [f"buffer {name} {tensor_layout(buffer)}" for name, buffer in module.named_buffers()]
+    return lines + [f"buffer {name} {describe_tensor(buffer)}" for name, buffer in module.named_buffers()]
 
 
 def describe_parameter(parameter: nn.Parameter) -> str:
-    return f"{tensor_layout(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
+    return f"{describe_tensor(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
 
 
-def tensor_layout(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: torch.Tensor) -> str:
     """Dtype, shape and strides in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"

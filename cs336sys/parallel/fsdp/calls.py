@@ -22,9 +22,9 @@ class UnitCall:
         self.module = module
         self._compute_dtype = compute_dtype
         self._function: Callable[..., Any] = module._call_impl
-        self.take_place()
+        self.install()
 
-    def take_place(self) -> None:
+    def install(self) -> None:
         """Call what the module calls now; again after the module was compiled."""
         current = self.module.__dict__.get("_compiled_call_impl")
         if current is not self:

@@ -164,15 +164,15 @@ def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
 def _set_optimizer_state(
     sharded: FSDP, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> None:
-    places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
-    by_place: dict[int, dict[str, Any]] = {}
+    indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    by_index: dict[int, dict[str, Any]] = {}
     for saved_key, value in state.items():
         if saved_key.startswith("optimizer/"):
             _, key, name = saved_key.split("/", 2)
             own = value.to_local() if isinstance(value, DTensor) else value
-            by_place.setdefault(places[name], {})[key] = own
-    numbered = [group | {"params": [places[name] for name in group["params"]]} for group in groups]
-    optimizer.load_state_dict({"state": by_place, "param_groups": numbered})
+            by_index.setdefault(indices[name], {})[key] = own
+    numbered = [group | {"params": [indices[name] for name in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": by_index, "param_groups": numbered})
 
 
 def _check_same_groups(

@@ -16,7 +16,7 @@ class GatherOrder(Generic[Unit]):
     def __init__(self) -> None:
         self._expected: list[Unit] = []
         self._seen: list[Unit] = []
-        # The place in the expected order of the use that comes next.
+        # The position in the expected order of the use that comes next.
         self._next = 0
 
     def begin(self) -> None:
@@ -34,12 +34,12 @@ class GatherOrder(Generic[Unit]):
     def upcoming(self, count: int) -> list[Unit]:
         """The next ``count`` units other than the one in use, each once."""
         found: list[Unit] = []
-        place = self._next
-        while len(found) < count and place < len(self._expected):
-            unit = self._expected[place]
+        position = self._next
+        while len(found) < count and position < len(self._expected):
+            unit = self._expected[position]
             if unit != self._seen[-1] and unit not in found:
                 found.append(unit)
-            place += 1
+            position += 1
         return found
 
     def repeats(self) -> bool:

@@ -26,25 +26,26 @@ class GradientScatter:
     def __init__(self, what: str, stream: torch.cuda.Stream | None):
         self._what = what
         self._stream = stream
-        self._groups: list[tuple[_Group, list[int]]] = []
+        self._groups: list[tuple[_GradientGroup, list[int]]] = []
 
     def choose(self, parameters: Sequence[ShardedParameter]) -> None:
         """Average the gradients of these from now on; what is under way is dropped."""
         self.drop()
-        places: dict[Any, list[int]] = {}
-        for place, parameter in enumerate(parameters):
+        indices_of_kind: dict[Any, list[int]] = {}
+        for index, parameter in enumerate(parameters):
             kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
-            places.setdefault(kind, []).append(place)
+            indices_of_kind.setdefault(kind, []).append(index)
         self._groups = [
-            (_Group([parameters[place] for place in alike], self._what), alike) for alike in places.values()
+            (_GradientGroup([parameters[index] for index in indices], self._what), indices)
+            for indices in indices_of_kind.values()
         ]
 
     def start(self, gradients: Sequence[Tensor]) -> None:
         """Launch; the gradients, one for each parameter, must be contiguous, and of the same dtypes on every rank."""
-        for group, places in self._groups:
-            group.start([gradients[place] for place in places])
+        for group, indices in self._groups:
+            group.start([gradients[index] for index in indices])
         if self._stream is not None and self._exchanges:
-            with beside(self._stream):
+            with on_side_stream(self._stream):
                 for group, _ in self._groups:
                     group.average()
 
@@ -73,7 +74,7 @@ class GradientScatter:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-class _Group:
+class _GradientGroup:
     """Parameters whose gradients have one dtype and are averaged in one launch: nothing is done for each that can be
     done for all, because a GPU that computes a layer in less than a millisecond waits for the CPU.
 
@@ -148,7 +149,7 @@ class _Group:
 
 
 @contextlib.contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run on this stream, after what the current one has been given so far; without a GPU (None) just run."""
     if stream is None:
         yield

@@ -55,7 +55,7 @@ class ShardedParameter:
         # Gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
 
-    def place(self, memory: Tensor) -> Tensor:
+    def gather_into(self, memory: Tensor) -> Tensor:
         """Choose the bytes (uint8) that the rows of all ranks are gathered in; return where this rank's go."""
         each = rows_per_rank(self.shape[0], dist.get_world_size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])

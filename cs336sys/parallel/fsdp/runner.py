@@ -88,7 +88,7 @@ class UnitRunner(SynchronizationSwitch):
         finally:
             unit.depth -= 1
         if torch.is_grad_enabled():
-            self._watch(unit, output)
+            self._hook_outputs(unit, output)
         if not in_use:
             if self._order is not None and self._order.repeats():
                 self._ahead.add(unit)
@@ -151,7 +151,7 @@ class UnitRunner(SynchronizationSwitch):
         else:
             unit.use()
 
-    def _watch(self, unit: ShardedUnit, output: Any) -> None:
+    def _hook_outputs(self, unit: ShardedUnit, output: Any) -> None:
         """Have :meth:`arrive` called before the gradient of any output is used."""
         tensors = list(_tensors_in(output))
         if not tensors and output is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
 from cs336sys.parallel.collectives import SliceGather
-from cs336sys.parallel.fsdp.gradients import GradientScatter, beside
+from cs336sys.parallel.fsdp.gradients import GradientScatter, on_side_stream
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plan import PlannedUnit
 
@@ -50,15 +50,15 @@ class ShardedUnit:
         self._gradient_dtype = gradient_dtype
         self._stream = streams[0]
         world_size = dist.get_world_size()
-        layout = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
-        starts, self.gathered_bytes = gathered_layout(layout, world_size)
+        shapes_and_sizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
+        starts, self.gathered_bytes = gathered_layout(shapes_and_sizes, world_size)
         memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
-        places = [
+        regions = [
             memory[start : start + padded_bytes(*shape_and_size, world_size)]
-            for start, shape_and_size in zip(starts, layout, strict=True)
+            for start, shape_and_size in zip(starts, shapes_and_sizes, strict=True)
         ]
-        self._own = [parameter.place(place) for parameter, place in zip(parameters, places, strict=True)]
-        self._gather = SliceGather(places, f"weights of {self.name}")
+        self._own = [parameter.gather_into(region) for parameter, region in zip(parameters, regions, strict=True)]
+        self._gather = SliceGather(regions, f"weights of {self.name}")
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
         self._under_way = self._ready = False
@@ -94,7 +94,7 @@ class ShardedUnit:
             return
         self._under_way = True
         self._storage.resize_(self.gathered_bytes)
-        with beside(self._stream), torch.no_grad():
+        with on_side_stream(self._stream), torch.no_grad():
             torch._foreach_copy_(self._own, self._shards)
             self._gather.start()
 

@@ -26,7 +26,7 @@ from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
-from cs336sys.parallel.same_on_ranks import require_same_layout, require_same_lines
+from cs336sys.parallel.same_on_ranks import require_same_lines, require_same_module
 
 
 class FSDP(nn.Module):
@@ -101,11 +101,11 @@ class FSDP(nn.Module):
         if prefetch < 0:
             raise UsageError(f"prefetch {prefetch}: must be at least 0")
         self.module = module
-        self._place = (dist.get_rank(), dist.get_world_size())
+        self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
         self._gradient_dtype = gradient_dtype
         plan = plan_sharding(module, unit_modules)
         units = [unit.name for unit in plan.units]
-        require_same_layout(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
+        require_same_module(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
         sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
         shards = [parameter.shard for parameter in sharded.values()]
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
@@ -138,7 +138,7 @@ class FSDP(nn.Module):
             UsageError: this process is not in the process group of the construction any more; a parameter was frozen or
                 unfrozen since and :meth:`refresh` was not called; the module was compiled as a whole.
         """
-        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._place:
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
         for name, parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:
@@ -150,7 +150,7 @@ class FSDP(nn.Module):
                     "compile its blocks"
                 )
         for call in self._calls:
-            call.take_place()
+            call.install()
         self._runner.begin_forward()
         output = self.module(*args, **kwargs)
         self._runner.end_forward()

@@ -88,7 +88,7 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
             )
 
 
-def own_states(
+def take_own_states(
     state_dict: Mapping[str, Any],
     share: Mapping[str, Any],
     names: Sequence[str],
@@ -105,8 +105,8 @@ def own_states(
     Raises:
         UsageError: it is another rank's, or a tensor cannot be that of its parameter.
     """
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    states = {place: state_dict["state"][index] for place, index in enumerate(indices) if index in state_dict["state"]}
+    saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = {index: state_dict["state"][key] for index, key in enumerate(saved_as) if key in state_dict["state"]}
     if "share" in state_dict:
         saved = state_dict["share"]
         if saved != share:
@@ -115,18 +115,18 @@ def own_states(
                 f"this is rank {share['rank']} of {share['world_size']} with flat={share['flat']}, or buckets differ: "
                 "choose a consolidated_state_dict()"
             )
-        return {place: {key: _copy(value) for key, value in state.items()} for place, state in states.items()}
-    for place, state in states.items():
-        _check_shapes(state, names[place], parameters[place].shape, sliced=share["flat"])
+        return {index: {key: _copy(value) for key, value in state.items()} for index, state in states.items()}
+    for index, state in states.items():
+        _check_shapes(state, names[index], parameters[index].shape, sliced=share["flat"])
     return {
-        place: {
-            key: _in_memory_order(value, parameters[place])[owned[place].start : owned[place].stop].clone()
-            if share["flat"] and _is_elementwise(key, value, parameters[place].shape)
+        index: {
+            key: _in_memory_order(value, parameters[index])[owned[index].start : owned[index].stop].clone()
+            if share["flat"] and _is_elementwise(key, value, parameters[index].shape)
             else _copy(value)
             for key, value in state.items()
         }
-        for place, state in states.items()
-        if owned[place]
+        for index, state in states.items()
+        if owned[index]
     }
 
 

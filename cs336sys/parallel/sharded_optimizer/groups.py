@@ -43,11 +43,11 @@ def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[st
     the model, each in its order: often one holds the matrices of all layers, another their norms.
     """
     given = dict(zip(names_of(groups), parameters_of(groups), strict=True))
-    places = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
-    place_of = dict(zip(given.values(), places, strict=True))
+    positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
+    position_of = dict(zip(given.values(), positions, strict=True))
     if module is not None:
-        place_of |= {parameter: -1.0 / (1 + index) for index, parameter in enumerate(module.parameters())}
-    return dict(sorted(given.items(), key=lambda item: place_of[item[1]]))
+        position_of |= {parameter: -1.0 / (1 + index) for index, parameter in enumerate(module.parameters())}
+    return dict(sorted(given.items(), key=lambda item: position_of[item[1]]))
 
 
 def options_of(group: Group) -> Group:
@@ -55,7 +55,7 @@ def options_of(group: Group) -> Group:
 
 
 def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
-    """Give each group the options of the one in the same place, for example a learning rate that a scheduler set."""
+    """Give each group the options of the one at the same index, for example a learning rate that a scheduler set."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
 
@@ -66,7 +66,7 @@ def describe_options(options: Group) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
 
 
-def describe(groups: Sequence[Group]) -> list[str]:
+def describe_groups(groups: Sequence[Group]) -> list[str]:
     """Lines that are the same on every rank if the groups are."""
     names = iter(names_of(groups))
     lines = []

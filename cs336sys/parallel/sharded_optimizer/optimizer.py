@@ -19,11 +19,11 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
-from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, own_states
+from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,
     check_parameters,
-    describe,
+    describe_groups,
     describe_options,
     given_names,
     in_model_order,
@@ -113,13 +113,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
                 f"master_dtype={master_dtype}, {describe_options(options)}"
             )
-            lines += describe(self.param_groups)
+            lines += describe_groups(self.param_groups)
             lines += [] if module is None else describe_module(module)
         # With flat=True the partition, which then has gradients and master copies of its own.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
-        # Where each parameter that is sharded lies in memory.
-        self._places: dict[nn.Parameter, int] = {}
+        # Of each parameter that is sharded, in memory.
+        self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
         if module is not None:
             broadcast_from_first([*module.parameters(), *module.buffers()])
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 check_parameters(self.param_groups, flat=self._slices is not None)
                 self._local.check_options(self.param_groups[-1])
-                lines += describe(self.param_groups)
+                lines += describe_groups(self.param_groups)
         except Exception:
             del self.param_groups[count:]
             raise
@@ -161,10 +161,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with same_on_every_rank() as lines:
             self._require_between_steps()
-            lines += describe(self.param_groups)
-        known = set(self._places)
+            lines += describe_groups(self.param_groups)
+        known = set(self._addresses)
         self._shard(self.param_groups)
-        self._local.extend_groups(self.param_groups, set(self._places) - known)
+        self._local.extend_groups(self.param_groups, set(self._addresses) - known)
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
@@ -240,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_places()
+        self._check_addresses()
         self._partition.prepare_gradients()
         self._local.step(self.param_groups, kwargs)
         with torch.no_grad():
@@ -292,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
             owned = [self._partition.owned(parameter) for parameter in self._parameters]
-            states = own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
+            states = take_own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
         with torch.no_grad():
@@ -319,7 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, groups: list[Group]) -> None:
         """Share out the parameters of groups that are trained and were not shared out before."""
-        added = {parameter for parameter in parameters_of(groups) if parameter not in self._places}
+        added = {parameter for parameter in parameters_of(groups) if parameter not in self._addresses}
         ordered = {
             name: parameter
             for name, parameter in in_model_order(self.param_groups, self._module).items()
@@ -328,16 +328,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         broadcast_from_first(list(ordered.values()))
         trained = {name: parameter for name, parameter in ordered.items() if parameter.requires_grad}
         self._partition.adopt(trained)
-        self._places |= {parameter: parameter.data_ptr() for parameter in trained.values()}
-        self._frozen = [parameter for parameter in self._parameters if parameter not in self._places]
+        self._addresses |= {parameter: parameter.data_ptr() for parameter in trained.values()}
+        self._frozen = [parameter for parameter in self._parameters if parameter not in self._addresses]
 
-    def _check_places(self) -> None:
+    def _check_addresses(self) -> None:
         for parameter in self._frozen:
             if parameter.requires_grad:
                 name = self._name(parameter)
                 raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
-        for parameter, place in self._places.items():
-            if parameter.data_ptr() != place:
+        for parameter, address in self._addresses.items():
+            if parameter.data_ptr() != address:
                 name = self._name(parameter)
                 raise UsageError(f"{name} was moved after it was sharded: build the optimizer after moving the model")
 

@@ -69,9 +69,9 @@ class ScatteredBucket(GradientBucket):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._layout = flat_pieces(sizes, world_size)
         # This rank's slices of the gradients, piece after piece, consist of gap, segment, gap, segment, ..., gap.
-        self._cuts: list[int] = []
+        self._split_sizes: list[int] = []
         # Which parameter each segment between the gaps belongs to.
-        self._cut_out: list[int] = []
+        self._segment_indices: list[int] = []
         before = end = 0
         for piece in self._layout:
             if piece.is_packed:
@@ -88,11 +88,11 @@ class ScatteredBucket(GradientBucket):
                     updated = weights if master_dtype is None else weights.to(master_dtype)
                     self.segments[members[index]] = Segment(elements, weights, nn.Parameter(updated))
                     own_start = before + start + elements.start - rank * piece.slice_size
-                    self._cuts += [own_start - end, len(elements)]
-                    self._cut_out.append(index)
+                    self._split_sizes += [own_start - end, len(elements)]
+                    self._segment_indices.append(index)
                     end = own_start + len(elements)
             before += piece.slice_size
-        self._cuts.append(before - end)
+        self._split_sizes.append(before - end)
         self._scatter = MeanScatter(sample.dtype, sample.device, f"gradients of {', '.join(parameters)}")
         # This rank's slices of the mean gradients, between launch() and finish().
         self._own: Tensor | None = None
@@ -109,8 +109,8 @@ class ScatteredBucket(GradientBucket):
                 packed = torch.zeros_like(memory)
                 members = [gradients[index] for index in piece.starts]
                 starts = piece.starts.values()
-                places = [packed[start : start + len(one)] for start, one in zip(starts, members, strict=True)]
-                torch._foreach_copy_(places, members)
+                targets = [packed[start : start + len(one)] for start, one in zip(starts, members, strict=True)]
+                torch._foreach_copy_(targets, members)
                 whole.append(packed)
             else:
                 whole.append(gradients[next(iter(piece.starts))])
@@ -131,7 +131,7 @@ class ScatteredBucket(GradientBucket):
         assert self._own is not None, "launch() comes before"
         own = self._own.to(self._master_dtype or self._own.dtype)
         parameters = list(self.parameters.values())
-        for index, gradient in zip(self._cut_out, own.split_with_sizes(self._cuts)[1::2], strict=True):
+        for index, gradient in zip(self._segment_indices, own.split_with_sizes(self._split_sizes)[1::2], strict=True):
             if present_anywhere[index]:
                 updated = self.segments[parameters[index]].updated
                 # A gradient is left from an earlier step if none were zeroed after it.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cs336sys.parallel import collectives
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.fsdp import gradients as gradient_scatter
+from cs336sys.parallel.fsdp import gradients as fsdp_gradients
 
 
 def train_alone(optimizer="adamw", steps=4, dtype=torch.float64):
@@ -67,7 +67,7 @@ def train(
 
 @contextlib.contextmanager
 def sent_through_the_host():
-    modules = (collectives, gradient_scatter)
+    modules = (collectives, fsdp_gradients)
     through_host = collectives.through_host
     for module in modules:
         module.through_host = lambda tensor: True

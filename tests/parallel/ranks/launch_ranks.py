@@ -92,8 +92,8 @@ def main():
     world_size = int(sys.argv[1])
     for base in (10, 20):
         results = launch.run(rank_and_sum, base, world_size=world_size, backend="gloo", timeout_s=60)
-        place = launch.started_outside()
-        if place is None or place.rank == 0:
+        identity = launch.started_outside()
+        if identity is None or identity.rank == 0:
             print([(rank, size, total.item()) for rank, size, total in results], flush=True)
     if sys.argv[2:] == ["fail"]:
         launch.run(fail, "raise", world_size=world_size, backend="gloo", timeout_s=60)

@@ -322,8 +322,8 @@ def test_impossible_runs_are_refused_before_anything_starts(asked, error, messag
 def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    place = launch.started_outside()
-    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    identity = launch.started_outside()
+    assert (identity.rank, identity.world_size, identity.local_rank) == (5, 8, 1)
     with pytest.raises(UsageError, match="world size 2: 8 ranks were started"):
         launch.run(launch_ranks.process_id, world_size=2, backend="gloo")
 
