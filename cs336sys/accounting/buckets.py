@@ -13,7 +13,7 @@ Its derivative by ``n_b``, ``o - s / (n_b^2 w)``, is zero at ``n_b = sqrt(s / (w
 """
 
 from cs336sys.accounting.collectives import AlphaBeta
-from cs336sys.accounting.derivation import Number, minimum
+from cs336sys.accounting.derivation import Number, minimum, number_of
 from cs336sys.errors import UsageError
 
 
@@ -59,7 +59,7 @@ def overhead_on_link_s(gradient_bytes: float, bucket_bytes: float, link: AlphaBe
     """
     _check_positive(bucket_bytes=bucket_bytes)
     buckets = max(1.0, gradient_bytes / bucket_bytes)
-    return bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s)
+    return number_of(bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s))
 
 
 def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> float:
@@ -71,10 +71,10 @@ def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> floa
     if link.latency_s == 0:
         _check_positive(gradient_bytes=gradient_bytes)
         return 0.0
-    return optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s)
+    return number_of(optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s))
 
 
-def _check_positive(**values: float) -> None:
+def _check_positive(**values: Number) -> None:
     for name, value in values.items():
         if not value > 0:
             raise UsageError(f"{name} {value}: must be positive")

@@ -139,7 +139,7 @@ class Derived:
 
     Attributes:
         quantity: what it is, in words.
-        expression: its value and formula.
+        result: of its formula; a plain number has none and is written out.
         unit: ``bytes``, ``s``, ``flops``, ``tokens``, ``devices`` or any other plural noun; "" for a ratio.
         symbol: its name in its own and in later formulas.
         relation: ``=``, or ``<=`` and ``>=`` where the expression bounds the symbol.
@@ -149,7 +149,7 @@ class Derived:
     """
 
     quantity: str
-    expression: Expression
+    result: Number
     unit: str
     symbol: str = ""
     relation: str = "="
@@ -158,8 +158,13 @@ class Derived:
     question: str = ""
 
     @property
+    def expression(self) -> Expression:
+        """Its value and formula."""
+        return expression_of(self.result)
+
+    @property
     def value(self) -> float:
-        return self.expression.value
+        return number_of(self.result)
 
     def as_symbol(self) -> Expression:
         """This value under its name, for the formulas that build on it."""
@@ -173,9 +178,10 @@ class Derived:
         return start + " = ".join(steps)
 
 
-def symbol(name: str, value: float) -> Expression:
+def symbol(name: str, value: Number) -> Expression:
     """A named number: what formulas are written in."""
-    return Expression(value, (_Symbol(name, value),), _ATOM)
+    number = number_of(value)
+    return Expression(number, (_Symbol(name, number),), _ATOM)
 
 
 def number_of(value: Number) -> float:
@@ -204,6 +210,11 @@ def minimum(*terms: Number) -> Number:
 def log2(value: Number) -> Number:
     """The binary logarithm."""
     return _call("log2", math.log2, value) if isinstance(value, Expression) else math.log2(value)
+
+
+def ceil(value: Number) -> Number:
+    """The least whole number that is not smaller."""
+    return _call("ceil", math.ceil, value) if isinstance(value, Expression) else math.ceil(value)
 
 
 def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) -> Number:

@@ -192,8 +192,8 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
     """
     # At N = 2 both factors (N - 1) / N are 1 / 2.
-    g = 2 * fsdp_communication_s(layer, 2, which)
-    r = 2 * tp_communication_s(layer, 2)
+    g = number_of(2 * fsdp_communication_s(layer, 2, which))
+    r = number_of(2 * tp_communication_s(layer, 2))
     if overlapped:
         fsdp = (g - r + math.sqrt((g - r) ** 2 + 4 * g * r * devices)) / (2 * g)
     else:
@@ -205,7 +205,12 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
 def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool) -> tuple[int, int]:
     """The mesh ``(N_FSDP, N_TP)`` of so many devices, in whole numbers, that communicates for the shortest time."""
     meshes = [(fsdp, devices // fsdp) for fsdp in range(1, devices + 1) if devices % fsdp == 0]
-    return min(meshes, key=lambda mesh: mesh_communication_s(layer, *mesh, which, overlapped=overlapped))
+
+    def seconds(mesh: tuple[int, int]) -> float:
+        fsdp, tp = mesh
+        return number_of(mesh_communication_s(layer, fsdp, tp, which, overlapped=overlapped))
+
+    return min(meshes, key=seconds)
 
 
 def _over(number: int, element_bytes: int) -> float:

@@ -1,10 +1,8 @@
 """The 2026 handout's problem ``gradient_checkpointing``: what strategies hold and compute again, as functions of N."""
 
-import math
-
 from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.checkpointing import recomputed_blocks
-from cs336sys.accounting.derivation import Derived, Number, log2, symbol
+from cs336sys.accounting.derivation import Derived, Number, ceil, log2, symbol
 from cs336sys.sizes import ModelSize
 
 _HANDOUT = "2026 handout, 3.2"
@@ -26,7 +24,7 @@ def best_group(blocks: Number, block_input: Number, block_activations: Number) -
 
 def held_by_halves(blocks: Number, block_input: Number, block_activations: Number) -> Number:
     """Bytes held at most with halves inside halves down to one block: its activations and one input for each level."""
-    return block_activations + math.ceil(log2(blocks)) * block_input
+    return block_activations + ceil(log2(blocks)) * block_input
 
 
 def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:

@@ -5,7 +5,7 @@ Problems ``alternate_ring_all_reduce`` (2026, 8.1) and ``ddp_bucketed_benchmarki
 
 from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_bytes
 from cs336sys.accounting.collectives import bus_factor
-from cs336sys.accounting.derivation import Derived, symbol
+from cs336sys.accounting.derivation import Derived, number_of, symbol
 from cs336sys.accounting.rings import (
     alternate_ring_all_reduce_s,
     ring_all_gather_s,
@@ -67,15 +67,16 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
     return rows
 
 
-def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, float]:
+def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, float | None]:
     """One row of a table of sizes and devices: milliseconds, and the all-reduce's bandwidths in 1e9 bytes/s."""
-    all_reduce_s = ring_all_reduce_s(size_bytes, devices, bytes_per_s)
+    setting = size_bytes, devices, bytes_per_s
+    all_reduce_s = number_of(ring_all_reduce_s(*setting))
     algorithm_gbps = size_bytes / all_reduce_s / 1e9 if all_reduce_s else None
     return {
-        "all_gather_ms": 1e3 * ring_all_gather_s(size_bytes, devices, bytes_per_s),
-        "reduce_scatter_ms": 1e3 * ring_reduce_scatter_s(size_bytes, devices, bytes_per_s),
+        "all_gather_ms": 1e3 * number_of(ring_all_gather_s(*setting)),
+        "reduce_scatter_ms": 1e3 * number_of(ring_reduce_scatter_s(*setting)),
         "all_reduce_ms": 1e3 * all_reduce_s,
-        "alternate_all_reduce_ms": 1e3 * alternate_ring_all_reduce_s(size_bytes, devices, bytes_per_s),
+        "alternate_all_reduce_ms": 1e3 * number_of(alternate_ring_all_reduce_s(*setting)),
         "algbw_gbps": algorithm_gbps,
         "busbw_gbps": algorithm_gbps and algorithm_gbps * bus_factor("all_reduce", devices),
     }

@@ -3,7 +3,7 @@
 Problems ``optimizer_state_sharding_accounting`` (a) and (c), ``fsdp_accounting`` (a).
 """
 
-from cs336sys.accounting.derivation import Derived, Number, expression_of, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import ideal_state, sent_bytes
 from cs336sys.sizes import ModelSize
@@ -21,7 +21,7 @@ def state_answers(
 
     def row(quantity: str, value: Number, reason: str = "", name: str = "", question: str = problem) -> Derived:
         named = f"{strategy}: {quantity}"
-        return Derived(named, expression_of(value), "bytes", name, reason=reason, source=_ZERO, question=question)
+        return Derived(named, value, "bytes", name, reason=reason, source=_ZERO, question=question)
 
     parts = [
         row("parameters", state.parameters, name="p"),

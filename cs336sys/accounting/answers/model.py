@@ -5,9 +5,10 @@ handout, sections 1.1 and 1.2; 2026 handout, 2.1 and 4.1.
 """
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from cs336sys.accounting.activations import attention_memory, block_activations
-from cs336sys.accounting.derivation import Derived, Expression, expression_of, symbol
+from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, linear_flops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
@@ -49,13 +50,18 @@ def _named(size: ModelSize) -> ModelSize:
     """The size with symbols for its numbers."""
     return replace(
         size,
-        d_model=symbol("d_model", size.d_model),
-        d_ff=symbol("d_ff", size.d_ff),
-        num_heads=symbol("H", size.num_heads),
-        vocab_size=symbol("V", size.vocab_size),
-        context=symbol("S", size.context),
-        batch_size=symbol("B", size.batch_size),
+        d_model=_whole("d_model", size.d_model),
+        d_ff=_whole("d_ff", size.d_ff),
+        num_heads=_whole("H", size.num_heads),
+        vocab_size=_whole("V", size.vocab_size),
+        context=_whole("S", size.context),
+        batch_size=_whole("B", size.batch_size),
     )
+
+
+def _whole(name: str, value: int) -> Any:
+    """A symbol for where formulas are declared to count in integers."""
+    return symbol(name, value)
 
 
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
@@ -80,7 +86,7 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
         ),
         *(
             Derived(name, value, "bytes", reason=reason, source=_SHAPES, question="memory_profiling (e)")
-            for name, value, reason in sorted(largest, key=lambda tensor: -tensor[1].value)
+            for name, value, reason in sorted(largest, key=lambda tensor: -number_of(tensor[1]))
         ),
     ]
 
@@ -145,12 +151,10 @@ def flops_answers(size: ModelSize) -> list[Derived]:
     named = _named(size)
     tokens = named.batch_size * named.context
     layers = symbol("L", size.num_layers)
-    head_dim = symbol("d_head", size.head_dim)
+    head_dim = _whole("d_head", size.head_dim)
     tokens_and_width = tokens, named.d_model
 
-    def row(
-        quantity: str, value: Expression, unit: str, name: str = "", reason: str = "", question: str = ""
-    ) -> Derived:
+    def row(quantity: str, value: Number, unit: str, name: str = "", reason: str = "", question: str = "") -> Derived:
         question = f"nsys_profile {question}" if question else ""
         return Derived(quantity, value, unit, name, reason=reason, source=_FLOPS, question=question)
 
@@ -217,18 +221,18 @@ def attention_answers(
     batch: int, context: int, head_dim: int, dtype: str, *, causal: bool, implementation: str
 ) -> list[Derived]:
     """The memory of attention alone, tensor by tensor (arguments as in ``accounting.activations.attention_memory``)."""
-    shape = symbol("B", batch), symbol("S", context), symbol("d", head_dim)
+    shape = _whole("B", batch), _whole("S", context), _whole("d", head_dim)
     memory = attention_memory(*shape, dtype, causal=causal, implementation=implementation)
     question = "pytorch_attention (a)"
     source = "FlashAttention-2, alg. 1 and 2" if implementation == "flash" else _SAVED
     rows = [
         Derived(quantity, value, "bytes", reason=reason, source=source, question=question)
         for name, (quantity, reason) in _ATTENTION_NAMES.items()
-        if (value := expression_of(getattr(memory, name))).value
+        if number_of(value := getattr(memory, name))
     ]
     held = Derived(
         "held before the backward pass",
-        symbol("sum of these", memory.held.value),
+        symbol("sum of these", memory.held),
         "bytes",
         symbol="held",
         source=source,

@@ -5,8 +5,9 @@ Problems ``data_parallel_calcs``, ``fsdp_calcs``, ``tp_calcs`` and ``fsdp_tp_cal
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from cs336sys.accounting.derivation import Derived, Expression, expression_of, maximum, symbol
+from cs336sys.accounting.derivation import Derived, Number, maximum, symbol
 from cs336sys.accounting.parallelism import (
     PASSES,
     Layer,
@@ -65,6 +66,13 @@ class Mesh:
         return self.fsdp * self.tp
 
 
+class _Axes(NamedTuple):
+    """Devices by axis; one that a strategy does not use leaves no trace in its formulas."""
+
+    fsdp: Number = 1
+    tp: Number = 1
+
+
 def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived]:
     """FLOPs, times and largest numbers of devices of one strategy.
 
@@ -82,10 +90,10 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
         element_bytes=layer.element_bytes,
     )
     axes = {
-        "dp": {"fsdp": symbol("N_DP", mesh.fsdp)},
-        "fsdp": {"fsdp": symbol("N_FSDP", mesh.fsdp)},
-        "tp": {"tp": symbol("N_TP", mesh.tp)},
-        "fsdp-tp": {"fsdp": symbol("N_FSDP", mesh.fsdp), "tp": symbol("N_TP", mesh.tp)},
+        "dp": _Axes(fsdp=symbol("N_DP", mesh.fsdp)),
+        "fsdp": _Axes(fsdp=symbol("N_FSDP", mesh.fsdp)),
+        "tp": _Axes(tp=symbol("N_TP", mesh.tp)),
+        "fsdp-tp": _Axes(symbol("N_FSDP", mesh.fsdp), symbol("N_TP", mesh.tp)),
     }[strategy]
     forward, backward = (
         [*_computing(strategy, named, axes, which), *_communication(strategy, named, axes, which)] for which in PASSES
@@ -99,7 +107,7 @@ def _row(
     which: str,
     part: int,
     quantity: str,
-    expression: Expression,
+    result: Number,
     unit: str,
     name: str = "",
     **details: str,
@@ -114,7 +122,7 @@ def _row(
     problem = _PROBLEMS[strategy]
     return Derived(
         f"{quantity}, {which}",
-        expression,
+        result,
         unit,
         name,
         source=f"2026 handout, {_SECTIONS[strategy]}",
@@ -123,16 +131,16 @@ def _row(
     )
 
 
-def _computing(strategy: str, layer: Layer, axes: dict[str, Expression], which: str) -> list[Derived]:
+def _computing(strategy: str, layer: Layer, axes: _Axes, which: str) -> list[Derived]:
     row = partial(_row, strategy, which)
     products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
     reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
-    flops = layer_flops(layer, which, **axes)
+    flops = layer_flops(layer, which, fsdp=axes.fsdp, tp=axes.tp)
     count = row(1, "FLOPs of a device", flops, "flops", f"F_{_SHORT[which]}", reason=reason)
     return [count, row(0, "computing time", count.as_symbol() / layer.flops_per_s, "s", f"T_{_SHORT[which]}")]
 
 
-def _communication(strategy: str, layer: Layer, axes: dict[str, Expression], which: str) -> list[Derived]:
+def _communication(strategy: str, layer: Layer, axes: _Axes, which: str) -> list[Derived]:
     """The communication times of a pass; the one named K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
         return []
@@ -146,12 +154,12 @@ def _communication(strategy: str, layer: Layer, axes: dict[str, Expression], whi
     reduced = {"forward": "the output, (B, D)", "backward": "the gradient of the input, (B, D)"}[which]
     activations = f"Each device has a partial sum of {reduced}: an all-reduce."
     if strategy != "fsdp-tp":
-        seconds = communication_s(strategy, layer, which, **axes)
+        seconds = communication_s(strategy, layer, which, fsdp=axes.fsdp, tp=axes.tp)
         return [row(2, "communication time", seconds, "s", name, reason=activations if strategy == "tp" else weights)]
     along_fsdp = row(
         2,
         "communication time along FSDP",
-        fsdp_communication_s(layer, axes["fsdp"], which, tp=axes["tp"]),
+        fsdp_communication_s(layer, axes.fsdp, which, tp=axes.tp),
         "s",
         f"{name}_FSDP",
         reason=f"{weights} TP has split each matrix N_TP ways.",
@@ -159,7 +167,7 @@ def _communication(strategy: str, layer: Layer, axes: dict[str, Expression], whi
     along_tp = row(
         2,
         "communication time along TP",
-        tp_communication_s(layer, axes["tp"], fsdp=axes["fsdp"]),
+        tp_communication_s(layer, axes.tp, fsdp=axes.fsdp),
         "s",
         f"{name}_TP",
         reason=f"{activations} FSDP has split its rows N_FSDP ways.",
@@ -249,7 +257,7 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
             reason=f"The longer axis counts, so each goes to its own limit; b t is {product} for two-byte elements.",
         )
         best = [
-            row(0, f"{axis} of that mesh, axes sharing the network", expression_of(devices), "devices", axis)
+            row(0, f"{axis} of that mesh, axes sharing the network", devices, "devices", axis)
             for axis, devices in zip(("N_FSDP", "N_TP"), largest_mesh_shared(*reaches), strict=True)
         ]
         shared = row(

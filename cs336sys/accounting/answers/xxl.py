@@ -2,7 +2,7 @@
 
 import math
 
-from cs336sys.accounting.derivation import Derived, Expression, Number, expression_of, symbol
+from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
 from cs336sys.accounting.xxl import (
     FeedForwardStack,
     TpuMesh,
@@ -173,7 +173,7 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
 def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_max: Expression) -> list[Derived]:
     """Part (d): what lowers the batch of (c), each alone."""
     widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
-    more_links = symbol("M_X", mesh.m_x.value + 1)
+    more_links = symbol("M_X", number_of(mesh.m_x) + 1)
     tricks = [
         (
             f"per-device batch with Y = {widest}",
@@ -219,7 +219,7 @@ def _answer(
     """A row that answers this part of the problem, or none; (a) and (b) need no more than the handout."""
     return Derived(
         quantity,
-        expression_of(value),
+        value,
         unit,
         name,
         reason=reason,
@@ -228,7 +228,8 @@ def _answer(
     )
 
 
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
+def _check_positive(**values: Number) -> None:
+    for name, number in values.items():
+        value = number_of(number)
         if not 0 < value < math.inf:
             raise UsageError(f"{name.replace('_', ' ')} {value:g}: must be positive")

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
 from cs336sys.accounting.parameters import count_parameters, parameter_shapes
 from cs336sys.accounting.sharding.fsdp import (
@@ -242,4 +243,4 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
         outside = count_parameters(replace(step.size, num_layers=0))
         ring = (step.world_size - 1) / step.world_size
         return ring * (step.computed_bytes * (2 * count - outside) + 4 * count)
-    return sent_bytes(_COUNTERPARTS.get(step.strategy, step.strategy), count, step.world_size)
+    return number_of(sent_bytes(_COUNTERPARTS.get(step.strategy, step.strategy), count, step.world_size))
