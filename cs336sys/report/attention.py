@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cs336sys.accounting.activations import attention_memory
+from cs336sys.accounting.activations import AttentionMemory, attention_memory
+from cs336sys.accounting.answers.model import attention_answers
 from cs336sys.accounting.memory import GIB
+from cs336sys.report.account.answers import answers_table
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import machine_words
@@ -110,40 +112,22 @@ def _attn_row(cell: Cell) -> dict[str, Any]:
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
 
 
-def _predicted(cell: Cell):
+def _predicted(cell: Cell) -> AttentionMemory:
+    return attention_memory(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
+
+
+def _sequences(cell: Cell) -> tuple[int, int, int, str]:
+    """Sequences of all heads, their length, the head dimension, and the dtype."""
     shape = cell.configuration
-    return attention_memory(
-        shape["batch_size"] * shape["heads"],
-        shape["context"],
-        shape["head_dim"],
-        shape["dtype"],
-        causal=shape["causal"],
-        implementation="eager",
-    )
+    return shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]
 
 
 def _worked_through(cell: Cell) -> Table:
-    """Where the memory of one shape goes, tensor by tensor."""
-    shape, memory = cell.configuration, _predicted(cell)
-    sequences, context, head_dim = shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"]
-    element = {"fp32": 4, "bf16": 2, "fp16": 2}[shape["dtype"]]
-    tensor = f"{sequences} x {context} x {head_dim} x {element} bytes"
-    square = f"{sequences} x {context}^2 x {element} bytes"
-    parts = [
-        ("query, key, value", f"3 x {tensor}", memory.inputs),
-        ("scaled query", tensor, memory.scaled_query),
-        ("causal mask", f"{context}^2 bytes", memory.mask),
-        ("probabilities", square, memory.probabilities),
-        ("output", tensor, memory.output),
-        ("held before backward", "the sum of these", memory.held),
-        ("gradients of output and value, of probabilities and scores", f"2 x {tensor} + 2 x {square}", memory.backward),
-        ("peak of the backward pass", "all together", memory.peak),
-    ]
-    rows = [{"what": what, "formula": formula, "gib": count / GIB} for what, formula, count in parts if count]
-    title = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {shape['dtype']}"
-    return Table(
-        "accounting", title, (Column("what", "what"), Column("formula", "formula"), Column("gib", "", "gib")), rows
-    )
+    """Where the memory of one shape goes, tensor by tensor, as ``account attention`` derives it."""
+    answers = attention_answers(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
+    sequences, context, head_dim, dtype = _sequences(cell)
+    title = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {dtype}"
+    return answers_table("accounting", title, answers)
 
 
 def _growth(cells: Sequence[Cell]) -> Table | None:

@@ -133,12 +133,18 @@ def test_smallest_shape_out_of_memory_is_worked_through():
     cells = [attn_cell(4096, "ok", 1.0), attn_cell(65536, "oom"), attn_cell(32768, "oom")]
     accounting = next(table for table in attn_tables(cells, None) if table.name == "accounting")
     assert accounting.title == "attn: the smallest shape out of memory, 8 x 32768 x 64 fp32"
-    parts = {row["what"]: row["gib"] for row in accounting.rows}
+    units = {"MiB": 2**-10, "GiB": 1}
+    parts = {row["quantity"]: row["value"] * units[row["unit"]] for row in accounting.rows}
     assert parts["probabilities"] == 8 * 32768**2 * 4 / 2**30 == 32.0
     assert parts["causal mask"] == 1.0
     held = ("query, key, value", "scaled query", "causal mask", "probabilities", "output")
-    assert parts["held before backward"] == pytest.approx(sum(parts[part] for part in held))
-    assert parts["peak of the backward pass"] > 96
+    assert parts["held before the backward pass"] == pytest.approx(sum(parts[part] for part in held))
+    assert parts["peak"] > 96
+    derivations = {row["quantity"]: row["derivation"] for row in accounting.rows}
+    widest = "more where the backward pass is widest"
+    # What is not held and is needed at once: two tensors as large as the output, three as large as the scores.
+    assert derivations[widest] == ("more = 2 x 4 B S d + 3 x 4 B S^2 = 2 x 4 x 8 x 32,768 x 64 + 3 x 4 x 8 x 32,768^2")
+    assert parts[widest] == (2 * 4 * 8 * 32768 * 64 + 3 * 4 * 8 * 32768**2) / 2**30
 
 
 def test_growth_of_held_memory_is_set_against_the_context():
