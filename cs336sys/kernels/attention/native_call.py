@@ -27,8 +27,7 @@ import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.runtime.cache import get_cache_manager
 
-from cs336sys.kernels.attention.plan import Launch
-from cs336sys.kernels.attention.triton.plans import Plan, Scratch
+from cs336sys.kernels.attention.plan import Launch, Plan, Scratch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

@@ -14,9 +14,10 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import native_call
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.plan import Plan
+from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton.forward import forward_kernel
-from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan, Operand, Plan, make_problem
-from cs336sys.kernels.attention.triton.settings import Problem
+from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
 

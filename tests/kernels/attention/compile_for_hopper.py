@@ -20,9 +20,8 @@ from triton.backends.compiler import GPUTarget
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper import plans as hopper_plans
 from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
-from cs336sys.kernels.attention.plan import Launch
+from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.triton import plans as triton_plans
-from cs336sys.kernels.attention.triton.plans import Plan
 
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132

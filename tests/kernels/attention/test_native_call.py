@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.kernels.attention import flash_attention, native_call
-from cs336sys.kernels.attention.plan import Descriptors
-from cs336sys.kernels.attention.triton.plans import Scratch
+from cs336sys.kernels.attention.plan import Descriptors, Scratch
 
 SHAPE = (2, 3, 8, 16)
 # As the attention kernels': the tests' plans are for the fifth.

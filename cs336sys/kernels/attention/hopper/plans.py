@@ -17,18 +17,17 @@ from cs336sys.kernels.attention.hopper.settings import (
     hopper_backward_settings,
     hopper_forward_settings,
 )
-from cs336sys.kernels.attention.plan import Descriptors, Launch
-from cs336sys.kernels.attention.triton.plans import (
+from cs336sys.kernels.attention.plan import (
     BACKWARD_L2_BYTES,
     FORWARD_L2_BYTES,
-    BackwardPlan,
-    ForwardPlan,
-    Operand,
+    FORWARD_TENSORS,
+    Descriptors,
+    Launch,
     Plan,
-    make_problem,
     sequences_per_group,
 )
-from cs336sys.kernels.attention.triton.settings import BackwardPass, BackwardSettings, Problem, TileSettings, fused
+from cs336sys.kernels.attention.problem import Operand, make_problem
+from cs336sys.kernels.attention.triton.plans import BackwardPlan
 
 # The rows of one warpgroup's tile, in both kernels.
 WARPGROUP_ROWS = 64
@@ -65,7 +64,7 @@ def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.T
 class HopperForwardPlan(Plan):
     """The launch of the forward kernel."""
 
-    given = ForwardPlan.given
+    given = FORWARD_TENSORS
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
         super().__init__(query.device)
@@ -111,11 +110,12 @@ class HopperForwardPlan(Plan):
 class HopperBackwardPlan(BackwardPlan):
     """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
 
-    def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
-        num_stages = hopper_backward_settings(problem).num_stages
-        return fused(TileSettings(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS, 4, num_stages, use_tma=True))
+    def _add_launches(self, deterministic: bool) -> None:
+        self.fused, self._query_parts = True, 1
+        self._pad(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS)
+        self._add_prepared([self._only_pass()])
 
-    def _pass_launch(self, one: BackwardPass) -> Launch:
+    def _only_pass(self) -> Launch:
         problem = self._problem
         settings = hopper_backward_settings(problem)
         row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
@@ -143,11 +143,11 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.is_causal,
                 *settings.registers,
             ),
-            self._pass_descriptors(one.tile),
+            self._only_pass_descriptors(),
             **_OPTIONS,
         )
 
-    def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
+    def _only_pass_descriptors(self) -> list[Descriptors]:
         rows = self._problem.num_sequences * self._padded_queries
         head_dim = self._problem.head_dim
         # The reducer adds whole tiles of dQ, each of two consumers without one half a tile.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cs336sys.kernels.attention.triton.settings import Problem
+from cs336sys.kernels.attention.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -1,83 +1,37 @@
-"""From tensors to launches: how the Triton attention kernels are given their grids, strides, tiles and descriptors.
-
-A plan is made once for tensors of given shapes, strides, dtype and device, and then called with such tensors, all of
-them 16-byte aligned with elements side by side.
-"""
+"""From tensors to launches: how the Triton attention kernels are given their grids, strides, tiles and descriptors."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 
-from cs336sys.kernels.attention.plan import Descriptors, Launch
+from cs336sys.kernels.attention.plan import (
+    BACKWARD_L2_BYTES,
+    BACKWARD_TENSORS,
+    FORWARD_L2_BYTES,
+    FORWARD_TENSORS,
+    Descriptors,
+    Launch,
+    Plan,
+    Scratch,
+    sequences_per_group,
+)
+from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton.backward import backward_kernel, convert_grad_query_kernel, prepare_kernel
 from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
 from cs336sys.kernels.attention.triton.settings import (
     BackwardPass,
-    BackwardSettings,
-    Problem,
     TileSettings,
     backward_settings,
     forward_settings,
-    has_hopper_shared_memory,
 )
-
-# What FlashAttention-3 lets the operands that concurrent programs stream fill of the L2 cache, 50 MB on H100 and H200.
-FORWARD_L2_BYTES = 32 * 2**20
-BACKWARD_L2_BYTES = 40 * 2**20
 
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
 ELEMENTWISE_TILE = 4096
 
 # Of the kernel that combines what programs found in parts of the keys; 1x1x2048 leaves 128 programs.
 COMBINED_ROWS = 16
-
-
-class Operand:
-    """How the kernels address a tensor of two to four dimensions: as (batch, head, row, element)."""
-
-    def __init__(self, tensor: torch.Tensor):
-        leading = (1,) * (4 - tensor.dim())
-        self.shape = (*leading, *tensor.shape)
-        strides = [*leading, *tensor.stride()]
-        for dim in (2, 1, 0):
-            if self.shape[dim] == 1:  # any stride will do; a descriptor wants this one
-                strides[dim] = self.shape[dim + 1] * strides[dim + 1]
-        self.strides = tuple(strides)
-        self.row_strides = self.strides[:3]
-        element_bytes = tensor.element_size()
-        self.fits_tma = all(stride > 0 and stride * element_bytes % 16 == 0 for stride in self.row_strides)
-
-    def descriptors(self, rows: int, block_dim: int) -> Descriptors:
-        return Descriptors(self.shape, self.strides, [1, 1, rows, block_dim])
-
-
-def make_problem(
-    query: torch.Tensor, key: torch.Tensor, operands: Sequence[Operand], is_causal: bool, float32_precision: str
-) -> Problem:
-    num_sequences = math.prod(query.shape[:-2])
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    capability, num_multiprocessors = None, 1
-    if query.is_cuda:
-        properties = torch.cuda.get_device_properties(query.device)
-        capability, num_multiprocessors = (properties.major, properties.minor), properties.multi_processor_count
-    # TMA coordinates have 32 bits, and the sum of dQ is addressed as one tall matrix.
-    fits_tma = all(operand.fits_tma for operand in operands) and num_sequences * (num_queries + 256) < 2**31
-    return Problem(
-        head_dim=query.shape[-1],
-        dtype=query.dtype,
-        float32_precision=float32_precision,
-        is_causal=is_causal,
-        num_sequences=num_sequences,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        capability=capability,
-        num_multiprocessors=num_multiprocessors,
-        # 12.x has TMA, but not the shared memory.
-        tma_allowed=fits_tma and capability is not None and has_hopper_shared_memory(capability),
-    )
 
 
 def _block_dim(problem: Problem) -> int:
@@ -89,10 +43,8 @@ def _dot_precision(problem: Problem) -> str:
     return problem.float32_precision if problem.dtype == torch.float32 else "ieee"
 
 
-def sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: int) -> int:
-    """As many sequences as fit in L2 together, in groups of about equal size."""
-    num_groups = triton.cdiv(num_sequences, max(1, l2_bytes // bytes_per_sequence))
-    return triton.cdiv(num_sequences, num_groups)
+def _descriptors(operand: Operand, rows: int, block_dim: int) -> Descriptors:
+    return Descriptors(operand.shape, operand.strides, [1, 1, rows, block_dim])
 
 
 def _options(tile: TileSettings) -> dict:
@@ -102,60 +54,10 @@ def _options(tile: TileSettings) -> dict:
     return options
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """A float32 tensor (rows, columns) that lives for one call of a plan."""
-
-    shape: tuple[int, int]
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        return self.shape[1], 1
-
-    def allocate(self, device: torch.device) -> torch.Tensor:
-        # torch.empty takes 2.4 us where this takes 0.9.
-        return torch.empty_strided(self.shape, self.strides, dtype=torch.float32, device=device)
-
-
-class Plan:
-    """Launches over named tensors: those that the plan is called with, in the order of ``given``, and its own.
-
-    Attributes:
-        own: what follows the given tensors: scratch tensors and constants.
-        steps: every launch with the numbers of its tensors.
-        is_direct: tensors of this signature are on a GPU and go to the kernels as they are.
-        result_layouts: shape, strides and dtype of each result.
-    """
-
-    given: Sequence[str]
-    is_direct: bool
-    result_layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._numbers = {name: number for number, name in enumerate(self.given)}
-        self.own: list[Scratch | torch.Tensor] = []
-        self.steps: list[tuple[Launch, tuple[int, ...]]] = []
-
-    def _own(self, name: str, one: Scratch | torch.Tensor) -> str:
-        self._numbers[name] = len(self._numbers)
-        self.own.append(one)
-        return name
-
-    def _then(self, launch: Launch, *names: str) -> None:
-        self.steps.append((launch, tuple(self._numbers[name] for name in names)))
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        slots = list(tensors)
-        slots += (one.allocate(self._device) if isinstance(one, Scratch) else one for one in self.own)
-        for launch, numbers in self.steps:
-            launch(*[slots[number] for number in numbers])
-
-
 class ForwardPlan(Plan):
     """The launches of the forward kernels: one, and if programs share keys a second that combines what they find."""
 
-    given = ("query", "key", "value", "out", "logsumexp")
+    given = FORWARD_TENSORS
 
     def __init__(
         self,
@@ -189,7 +91,7 @@ class ForwardPlan(Plan):
         descriptors = []
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
-            descriptors = [one.descriptors(n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
+            descriptors = [_descriptors(one, n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
         launch = Launch(
             forward_kernel,
@@ -225,7 +127,7 @@ class ForwardPlan(Plan):
 class BackwardPlan(Plan):
     """The launches of the backward kernels: prepare if need be, one or two passes, and in the fused form convert."""
 
-    given = ("query", "key", "value", "out", "logsumexp", "grad_out", "grad_query", "grad_key", "grad_value")
+    given = BACKWARD_TENSORS
 
     def __init__(
         self,
@@ -243,26 +145,31 @@ class BackwardPlan(Plan):
         self._operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
         self._out_strides = Operand(out).row_strides
         self._problem = problem = make_problem(query, key, self._operands, is_causal, float32_precision)
-        settings = self._settings(problem, deterministic)
-        self.fused = settings.fused
-        self._prepared = settings.prepared
-        self._query_parts = settings.query_parts
-        self._block_dim = _block_dim(problem)
-        query_rows = max(one.tile.query_rows for one in settings.passes)
-        key_rows = settings.passes[0].tile.key_rows
-        self._padded_queries = triton.cdiv(problem.num_queries, query_rows) * query_rows
-        self._padded_keys = triton.cdiv(problem.num_keys, key_rows) * key_rows
         self._grad_operands = [Operand(grad) for grad in grads]
         self._grad_strides = [operand.row_strides for operand in self._grad_operands]
+        self._block_dim = _block_dim(problem)
+        self._add_launches(deterministic)
+
+    def _add_launches(self, deterministic: bool) -> None:
+        settings = backward_settings(self._problem, deterministic)
+        self.fused, self._prepared, self._query_parts = settings.fused, settings.prepared, settings.query_parts
+        self._pad(max(one.tile.query_rows for one in settings.passes), settings.passes[0].tile.key_rows)
+        launches = [self._pass_launch(one) for one in settings.passes]
         if settings.prepared:
-            self._add_prepared_passes(settings.passes)
+            self._add_prepared(launches)
             return
-        for one in settings.passes:
+        for launch in launches:
             # The logsumexp also stands in for the sum of dQ, which is not touched.
             sums = "logsumexp", "logsumexp"
-            self._then(self._pass_launch(one), "query", "key", "value", "grad_out", *sums, *self.given[6:], "out")
+            self._then(launch, "query", "key", "value", "grad_out", *sums, *self.given[6:], "out")
 
-    def _add_prepared_passes(self, passes: Sequence[BackwardPass]) -> None:
+    def _pad(self, query_rows: int, key_rows: int) -> None:
+        """Rows of a sequence in scratch memory: whole tiles."""
+        self._padded_queries = triton.cdiv(self._problem.num_queries, query_rows) * query_rows
+        self._padded_keys = triton.cdiv(self._problem.num_keys, key_rows) * key_rows
+
+    def _add_prepared(self, passes: Sequence[Launch]) -> None:
+        """The passes between the launch that prepares them and, in the fused form, the one that converts sums."""
         problem, grads = self._problem, self.given[6:]
         num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
@@ -309,8 +216,7 @@ class BackwardPlan(Plan):
             sums[1:] = (self._own(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
             results = grads[0], *sums[1:]
         self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums)
-        for one in passes:
-            launch = self._pass_launch(one)
+        for launch in passes:
             read = "query", "key", "value", "grad_out", statistics, sums[0]
             self._then(launch, *read, *self._results_of_pass(results))
         if self.fused:
@@ -364,9 +270,6 @@ class BackwardPlan(Plan):
             **_options(tile),
         )
 
-    def _settings(self, problem: Problem, deterministic: bool) -> BackwardSettings:
-        return backward_settings(problem, deterministic)
-
     def _results_of_pass(self, grads: Sequence[str]) -> Sequence[str]:
         """What a prepared pass is given to write the gradients of query, key and value to, and all behind it."""
         return *grads, grads[0]  # stands in for the output
@@ -379,7 +282,7 @@ class BackwardPlan(Plan):
         if not tile.use_tma:
             return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
-        descriptors = [one.descriptors(n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
+        descriptors = [_descriptors(one, n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
         if not self._prepared:
             return descriptors
         padded_queries = self._padded_queries

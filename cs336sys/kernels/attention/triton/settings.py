@@ -8,25 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Problem:
-    """What the choice depends on.
-
-    ``capability`` is the GPU's compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the
-    shared memory for its tiles, and strides and alignment let TMA descriptors address the tensors.
-    """
-
-    head_dim: int
-    dtype: torch.dtype
-    float32_precision: str
-    is_causal: bool
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    capability: tuple[int, int] | None
-    num_multiprocessors: int
-    tma_allowed: bool
+from cs336sys.kernels.attention.problem import Problem, has_hopper_shared_memory
 
 
 @dataclass(frozen=True)
@@ -91,15 +73,6 @@ def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
 def joint(tile: TileSettings, prepared: bool = True) -> BackwardSettings:
     """The two passes of the split form side by side in one launch."""
     return BackwardSettings((BackwardPass(tile, keys=True, queries=True),), prepared=prepared)
-
-
-def has_hopper_shared_memory(capability: tuple[int, int]) -> bool:
-    """Whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
-
-    The CUDA programming guide's table of compute capabilities: 227 KiB for 9.0, 10.x and 11.0; 163 KiB for 8.0 and 8.7;
-    99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
-    """
-    return 9 <= capability[0] <= 11
 
 
 # The fewest keys that programs of the forward kernel share, and the most that share them.

@@ -11,8 +11,8 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, operators
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.problem import Problem
 from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.kernels.attention.triton.settings import Problem
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", availability.HEAD_DIMS)

@@ -18,10 +18,11 @@ from compile_for_hopper import CompileOnlyDriver
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from cs336sys.kernels.attention.plan import Plan
+from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import (
     ForwardSettings,
-    Problem,
     TileSettings,
     backward_settings,
     forward_settings,
@@ -46,15 +47,13 @@ LARGEST = {
     (12, 0): [((1, 16, 8192, 64), torch.float32)],
 }
 
-make_problem_on_this_machine = plans.make_problem
-
 
 def make_problem_on(capability: tuple[int, int], query: torch.Tensor, *arguments) -> Problem:
     """What ``make_problem`` makes of tensors on a GPU of this capability with 132 multiprocessors."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     on_gpu = SimpleNamespace(is_cuda=True, shape=query.shape, dtype=query.dtype, device=query.device)
     with mock.patch("torch.cuda.get_device_properties", return_value=properties):
-        return make_problem_on_this_machine(on_gpu, *arguments)
+        return make_problem(on_gpu, *arguments)
 
 
 class AnyGpuDriver(CompileOnlyDriver):
@@ -71,7 +70,7 @@ class AnyGpuDriver(CompileOnlyDriver):
         return GPUTarget("cuda", 10 * self._capability[0] + self._capability[1], 32)
 
 
-def shared_bytes(plan: plans.Plan, *tensors: torch.Tensor) -> list[int]:
+def shared_bytes(plan: Plan, *tensors: torch.Tensor) -> list[int]:
     """Of the plan's launches, without those of elementwise kernels."""
     kernels = plans.forward_kernel, plans.backward_kernel
     plan.steps = [(launch, slots) for launch, slots in plan.steps if launch._kernel in kernels]
@@ -101,6 +100,7 @@ def test_largest_tiles_fit_in_shared_memory(capability, tmp_path):
     # This process may be the interpreter's.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the folder of compile_for_hopper is in it
     command = [sys.executable, __file__, "{}.{}".format(*capability)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -122,7 +122,7 @@ def problems(capability):
             for num_heads in (1, 4, 16, 400):
                 for length in (64, 512, 1024, 2048, 8192, 65536):
                     query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
-                    operands = [plans.Operand(query)] * 4
+                    operands = [Operand(query)] * 4
                     yield make_problem_on(capability, query, query, operands, True, float32_precision)
 
 
@@ -185,21 +185,21 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
 )
 def test_h200_gets_the_tiles_measured_on_it(shape, dtype, forward, backward):
     query = torch.empty(shape, dtype=dtype, device="meta")
-    problem = make_problem_on((9, 0), query, query, [plans.Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
     assert forward_settings(problem) == ForwardSettings(forward)
     assert backward_settings(problem, False) == backward
 
 
 def test_h200_gets_tma_at_head_dimension_256():
     query = torch.empty(1, 16, 16384, 256, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((9, 0), query, query, [plans.Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
     assert all(tile.use_tma for tile in tiles(problem))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a100_gets_tiles_by_pointers(deterministic):
     query = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((8, 0), query, query, [plans.Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((8, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
     assert forward_settings(problem) == ForwardSettings(TileSettings(64, 64, num_warps=4, num_stages=3))
     expected = joint(TileSettings(64, 64, num_warps=4, num_stages=2))
     assert backward_settings(problem, deterministic) == expected

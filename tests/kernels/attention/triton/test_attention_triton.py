@@ -13,11 +13,11 @@ from attention_checks import ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_m
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import operators as triton_attention
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
+from cs336sys.kernels.attention.problem import Problem
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import (
     ForwardSettings,
-    Problem,
     TileSettings,
     backward_settings,
     forward_settings,
