@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 class CommandTable(LazyGroup):
-    """All subcommands; an error that a user can mend ends with its one sentence."""
+    """All subcommands; an error that a user can fix ends with its one sentence."""
 
     modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
 

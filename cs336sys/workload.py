@@ -9,18 +9,18 @@ from cs336sys.accounting.activations import ATTENTION
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
-from cs336sys.accounting.sharding.ideal import STRATEGIES as OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.errors import UsageError
 from cs336sys.results import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
 
-PHASES = {
+PHASES_OF_MODE = {
     "forward": ("forward",),
     "forward-backward": ("forward", "backward"),
     "train": ("forward", "backward", "optimizer"),
 }
-MODES = tuple(PHASES)
+MODES = tuple(PHASES_OF_MODE)
 COMPILE_MODES = ("off", "block", "model")
 OPTIMIZERS = ("course", "fused")
 DEVICES = ("auto", "cuda", "cpu")

@@ -20,7 +20,7 @@ from cs336sys.accounting.derivation import Number, maximum, number_of
 from cs336sys.accounting.rings import ring_all_gather_s, ring_all_reduce_s
 from cs336sys.errors import UsageError
 
-STRATEGIES = ("dp", "fsdp", "tp", "fsdp-tp")
+PARALLELISMS = ("dp", "fsdp", "tp", "fsdp-tp")
 PASSES = ("forward", "backward")
 
 
@@ -109,7 +109,7 @@ def mesh_communication_s(layer: Layer, fsdp: Number, tp: Number, which: str, *, 
 def communication_s(
     strategy: str, layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1, overlapped: bool = True
 ) -> Number:
-    """Communication time of one pass under a strategy, one of :data:`STRATEGIES`.
+    """Communication time of one pass under a strategy, one of :data:`PARALLELISMS`.
 
     Args:
         fsdp: devices of dp or fsdp, and of the mesh's first axis.

@@ -68,7 +68,7 @@ def allreduce(
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.parallel.allreduce import allreduce_tables, plan_table
+    from cs336sys.report.parallel.allreduce import allreduce_plan, allreduce_tables
     from cs336sys.report.tables import check_output, emit
 
     for name, value, lowest in (("--warmup", warmup, 0), ("--iterations", iterations, 1)):
@@ -88,7 +88,7 @@ def allreduce(
         for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
     ]
     if dry_run:
-        emit([plan_table(workloads)], format=format, output=output)
+        emit([allreduce_plan(workloads)], format=format, output=output)
         return
     sweep = run_sweep(
         "allreduce",

@@ -53,7 +53,7 @@ def bench(
 
     cs336sys bench --size small --attention sdpa,flash --interleave attention
     """
-    from cs336sys.report.bench import bench_tables, plan_table, pool_rounds
+    from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
@@ -69,7 +69,7 @@ def bench(
         configurations = _interleaved(workloads, interleave)
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        emit([plan_table(workloads, notes=plan_notes)], format=format, output=output)
+        emit([bench_plan(workloads, notes=plan_notes)], format=format, output=output)
         return
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
@@ -85,7 +85,7 @@ def bench(
         cell_timeout=cell_timeout,
         fresh_worker=len({workload.warmup for workload in workloads}) > 1,
     )
-    emit(bench_tables(pool_rounds(sweep.cells), sweep.run, shown_percentiles), format=format, output=output)
+    emit(bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles), format=format, output=output)
     sweep.exit()
 
 

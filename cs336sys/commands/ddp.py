@@ -69,7 +69,7 @@ def ddp(
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.ddp import ddp_tables, plan_table
+    from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
@@ -99,7 +99,7 @@ def ddp(
     if trace is not None:
         check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
-        emit([plan_table(chosen)], format=format, output=output)
+        emit([ddp_plan(chosen)], format=format, output=output)
         return
     sweep = run_sweep(
         "ddp",

@@ -9,7 +9,7 @@ from cs336sys.errors import CapabilityError
 
 
 def doctor(format: FormatOption = None, output: OutputOption = None) -> None:
-    """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to mend what is wrong.
+    """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to fix what is wrong.
 
     Exits with 3 when something is missing that cs336sys cannot do without. A machine without a GPU is no such case.
 
@@ -28,7 +28,7 @@ def doctor(format: FormatOption = None, output: OutputOption = None) -> None:
         Column("name", "check"),
         Column("verdict", "verdict"),
         Column("found", "found"),
-        Column("mend", "mend"),
+        Column("fix", "fix"),
     )
     table = Table("doctor", f"What cs336sys finds here: {counts}", columns, [asdict(check) for check in checks])
     emit([table], format=format, output=output)

@@ -70,7 +70,7 @@ def flash(
 
     cs336sys flash --context 512 --implementations triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
     """
-    from cs336sys.report.attention import flash_tables, pool_rounds
+    from cs336sys.report.attention import flash_tables, pool_flash_rounds
     from cs336sys.report.attention_plots import plot_flash
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
@@ -119,7 +119,7 @@ def flash(
         resume=resume,
         cell_timeout=cell_timeout,
     )
-    cells = pool_rounds(sweep.cells)
+    cells = pool_flash_rounds(sweep.cells)
     if plot is not None:
         plot_flash(cells, plot)
     emit(flash_tables(cells, sweep.run, baseline), format=format, output=output)

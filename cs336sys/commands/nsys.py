@@ -72,7 +72,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.measure.profile.nsys import is_profiled
-    from cs336sys.report.bench import plan_table
+    from cs336sys.report.bench import bench_plan
     from cs336sys.report.profile import profile_tables
     from cs336sys.report.tables import check_output, emit
 
@@ -91,7 +91,7 @@ def nsys(
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
-        emit([plan_table(workloads, "nsys")], format=format, output=output)
+        emit([bench_plan(workloads, "nsys")], format=format, output=output)
         return
     if is_profiled():
         _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")

@@ -63,7 +63,7 @@ def shard(
     cs336sys shard --strategy fsdp --size 10b --bf16 --optimizer fused --checkpoint block
     """
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.shard import plan_table, shard_tables
+    from cs336sys.report.parallel.shard import shard_plan, shard_tables
     from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
@@ -92,7 +92,7 @@ def shard(
     if trace is not None:
         check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
-        emit([plan_table(chosen)], format=format, output=output)
+        emit([shard_plan(chosen)], format=format, output=output)
         return
     sweep = run_sweep(
         "shard",

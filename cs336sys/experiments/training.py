@@ -22,7 +22,7 @@ from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import gpu_busy_ms, time_phases
 from cs336sys.results import Samples
-from cs336sys.workload import PHASES, Workload
+from cs336sys.workload import PHASES_OF_MODE, Workload
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -158,7 +158,7 @@ class TrainStep:
         self.loss: Tensor | None = None
         self._logits: Tensor | None = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
-        self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES[workload.mode]}
+        self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
         self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss}
         self.phases_with_loss |= {name: run for name, run in self.phases.items() if name != "forward"}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from cs336sys.measure.range_names import ATTENTION, FINAL_MATMUL, SCORES, SOFTMAX
+from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
 
 
 class Marks(Protocol):
@@ -81,8 +81,8 @@ def annotated_model(model: nn.Module, marks: Marks, *, blocks: bool = True, atte
     """Within this ``with``, calls of the model show its blocks and the parts of its attention.
 
     Ranges: ``block 3`` around the fourth ``TransformerBlock``, ``block 3 backward`` from the gradient of its output to
-    that of its input, and on the forward pass those of :mod:`cs336sys.measure.range_names`: ``ATTENTION`` and, where
-    the attention in use calls ``cs336_basics.model.softmax``, ``ATTENTION_PARTS`` in it.
+    that of its input, and on the forward pass those of :mod:`cs336sys.measure.range_names`: ``ATTENTION_RANGE`` and,
+    where the attention in use calls ``cs336_basics.model.softmax``, ``ATTENTION_PARTS`` in it.
 
     Args:
         blocks: not for a model compiled as a whole, which the ranges would cut into pieces; blocks that are each
@@ -180,7 +180,7 @@ class _AttentionRanges:
         self.show_parts = softmax is not None and _calls_softmax(attention)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._marks.range(ATTENTION):
+        with self._marks.range(ATTENTION_RANGE):
             if not self.show_parts:
                 return self._attention(*args, **kwargs)
             with contextlib.ExitStack() as part:

@@ -6,9 +6,9 @@ from typing import Any
 WARM_UP = "warm-up"
 STEP = "step"
 # The phases of a step, in order; they do not overlap. ``bench`` counts the loss as part of the forward pass.
-PHASES = ("forward", "loss", "backward", "optimizer")
+STEP_PHASES = ("forward", "loss", "backward", "optimizer")
 
-ATTENTION = "scaled dot product attention"
+ATTENTION_RANGE = "scaled dot product attention"
 # The names that the handout gives them.
 SCORES, SOFTMAX, FINAL_MATMUL = "computing attention scores", "computing softmax", "final matmul"
 ATTENTION_PARTS = (SCORES, SOFTMAX, FINAL_MATMUL)

@@ -25,7 +25,7 @@ _SHAPE_COLUMNS = {
 _PARTS = ("forward", "backward", "end_to_end")
 
 
-def pool_rounds(cells: Sequence[Cell]) -> list[Cell]:
+def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of ``flash`` with their rounds pooled (:func:`pool_cells`).
 
     TFLOP/s are of the medians of all samples, errors and peak the largest.

@@ -10,7 +10,7 @@ from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, p
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
-from cs336sys.workload import COMPARED_SETTINGS, PHASES, Workload
+from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
@@ -18,7 +18,7 @@ LAUNCH_BOUND_IDLE_PERCENT = 20.0
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 
 
-def pool_rounds(cells: Sequence[Cell]) -> list[Cell]:
+def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of ``bench`` with their rounds pooled (:func:`pool_cells`).
 
     Tokens/s, TFLOP/s and MFU are of the mean of all steps, the peak the largest, the GPU's busy time the median, and
@@ -59,7 +59,7 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     return [*tables, speedups] if speedups else tables
 
 
-def plan_table(workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = ()) -> Table:
+def bench_plan(workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = ()) -> Table:
     """What ``--dry-run`` prints: each cell with its predicted memory, and ``notes`` below."""
     rows = []
     for workload in workloads:
@@ -93,7 +93,7 @@ def plan_table(workloads: Sequence[Workload], command: str = "bench", notes: Seq
 
 
 def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
-    phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES[cell.configuration["mode"]]))
+    phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES_OF_MODE[cell.configuration["mode"]]))
     columns = [
         *SIZE_COLUMNS,
         *settings.values(),

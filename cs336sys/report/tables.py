@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import rich.console
     import rich.table
 
-SCHEMA_VERSION = 1
+TABLES_SCHEMA_VERSION = 1
 
 Value = str | bool | int | float | Samples | None
 
@@ -290,7 +290,7 @@ def _json(tables: Sequence[Table]) -> str:
         keys, rows = _flat_rows(table, ("mean", "std", "median"))
         objects = [dict(zip(keys, map(_finite, row), strict=True)) for row in rows]
         documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": list(table.notes)})
-    return json.dumps({"schema_version": SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 
 
 def _finite(value: str | float | None) -> str | float | None:

@@ -6,8 +6,8 @@ import pytest
 
 from cs336sys.accounting.answers.parallelism import Mesh, parallelism_answers
 from cs336sys.accounting.parallelism import (
+    PARALLELISMS,
     PASSES,
-    STRATEGIES,
     Layer,
     best_split,
     best_whole_mesh,
@@ -115,7 +115,7 @@ def test_largest_numbers_of_devices_worked_by_hand():
 
 
 @pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("strategy", PARALLELISMS[:3])
 def test_at_the_limit_communication_takes_as_long_as_computing(strategy, which):
     devices = most_devices(strategy, LAYER, which)
     if devices == math.inf:

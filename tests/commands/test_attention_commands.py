@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.cli import app
 from cs336sys.measure.cells import Worker
-from cs336sys.report.attention import attn_tables, flash_tables, pool_rounds
+from cs336sys.report.attention import attn_tables, flash_tables, pool_flash_rounds
 from cs336sys.report.attention_plots import plot_flash
 from cs336sys.results import Cell, Samples, read_results
 
@@ -69,9 +69,9 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
     assert "causal True, rounds 2" in table["title"]
     cells = read_results(path).cells
     assert len(cells) == 8
-    assert drawn == pool_rounds(cells)
+    assert drawn == pool_flash_rounds(cells)
     assert [row["forward_ms"] for row in table["rows"]] == [
-        pytest.approx(cell.samples["forward"].median) for cell in pool_rounds(cells)
+        pytest.approx(cell.samples["forward"].median) for cell in pool_flash_rounds(cells)
     ]
 
 
@@ -86,7 +86,7 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
         *("implementation", "batch_size", "heads", "context", "head_dim", "dtype", "causal", "device", "seed"),
         *("warmup_ms", "repetition_ms"),
     }
-    assert pool_rounds([cell]) == [cell]
+    assert pool_flash_rounds([cell]) == [cell]
 
 
 def test_attn_measures_eager_and_compiled():
@@ -195,7 +195,7 @@ def test_rounds_are_pooled_and_speedups_are_of_pooled_medians():
     cells = [cell for both in zip(ours, theirs, strict=True) for cell in both]
     cells[0] = replace(cells[0], derived=cells[0].derived | {"out_error": 3e-3, "peak_gib": 0.5})
     cells[2] = replace(cells[2], derived=cells[2].derived | {"dq_error": 2e-3, "peak_gib": 0.7})
-    pooled = pool_rounds(cells)
+    pooled = pool_flash_rounds(cells)
     assert [cell.configuration["implementation"] for cell in pooled] == ["triton", "eager"]
     assert pooled[0].samples["forward"] == Samples(
         "ms", "triton do_bench", (1.0, 1.0, 9.0, 2.0, 2.0, 18.0, 3.0, 3.0, 27.0)
@@ -214,7 +214,7 @@ def test_rounds_are_pooled_and_speedups_are_of_pooled_medians():
 def test_warmup_samples_stay_apart_when_rounds_are_pooled():
     cell = flash_cell("eager", 1.0)
     samples = {part: replace(series, warmup=(7.0,)) for part, series in cell.samples.items()}
-    (pooled,) = pool_rounds(in_rounds(*[replace(cell, samples=samples)] * 2))
+    (pooled,) = pool_flash_rounds(in_rounds(*[replace(cell, samples=samples)] * 2))
     assert pooled.samples["backward"].warmup == (7.0, 7.0)
     assert len(pooled.samples["backward"].measured) == 6
 
@@ -224,7 +224,7 @@ def test_row_is_ok_only_if_every_round_is():
     not_a_number = flash_cell("triton", 1.0, status="wrong")
     not_a_number = replace(not_a_number, derived={"out_error": math.nan}, reason="out by nan")
     rounds = in_rounds(flash_cell("triton", 1.0), not_a_number, timeout, flash_cell("triton", 1.0))
-    (table,) = flash_tables(pool_rounds(rounds), None, "triton")
+    (table,) = flash_tables(pool_flash_rounds(rounds), None, "triton")
     (row,) = table.rows
     assert (row["status"], row["out_error"]) == ("wrong", "nan")
     assert not any(name.endswith(("_ms", "_tflops", "_speedup")) for name in row)

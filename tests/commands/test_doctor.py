@@ -29,8 +29,8 @@ def test_this_machine_is_described_in_time():
     assert {"Python", "torch", "GPU", "C compiler", "scipy", "nsys", "ncu", "RAM"} <= set(rows)
     for row in rows.values():
         assert row["verdict"] in ("ok", "warn")
-        assert (row["mend"] is None) == (row["verdict"] == "ok"), row
-        assert row["mend"] is None or "`" in row["mend"], f"no command to type: {row}"
+        assert (row["fix"] is None) == (row["verdict"] == "ok"), row
+        assert row["fix"] is None or "`" in row["fix"], f"no command to type: {row}"
 
 
 def test_warnings_are_no_failure(monkeypatch):
@@ -38,7 +38,7 @@ def test_warnings_are_no_failure(monkeypatch):
     result = doctor("--format", "csv")
     assert result.exit_code == 0
     assert result.stdout == (
-        "name,verdict,found,mend\nPython,ok,3.12.3,\nnsys importer,warn,lacks libdw.so.1,`apt-get install libdw1`.\n"
+        "name,verdict,found,fix\nPython,ok,3.12.3,\nnsys importer,warn,lacks libdw.so.1,`apt-get install libdw1`.\n"
     )
 
 
@@ -49,7 +49,7 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
     assert result.stdout == (
         "What cs336sys finds here: 1 ok, 1 warn, 1 missing\n"
         "╭───────────────┬───────────┬──────────────────┬────────────────────────────────────────╮\n"
-        "│ check         │ verdict   │ found            │ mend                                   │\n"
+        "│ check         │ verdict   │ found            │ fix                                    │\n"
         "├───────────────┼───────────┼──────────────────┼────────────────────────────────────────┤\n"
         "│ Python        │ ok        │ 3.12.3           │ -                                      │\n"
         "│ nsys importer │ warn      │ lacks libdw.so.1 │ `apt-get install libdw1`.              │\n"

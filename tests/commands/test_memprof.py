@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.measure.allocations.timeline import CATEGORIES
+from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.results import read_results
 
@@ -159,7 +159,10 @@ def test_page_needs_no_network(sweep):
     ("derived", "warning"),
     [
         ({"lost_events": 7}, "the history was full and lost its first 7 events"),
-        ({"phases": [{"allocated": 2**30} | dict.fromkeys(CATEGORIES, 2**20)]}, "the allocator counted 1.000 GiB"),
+        (
+            {"phases": [{"allocated": 2**30} | dict.fromkeys(MEMORY_CATEGORIES, 2**20)]},
+            "the allocator counted 1.000 GiB",
+        ),
     ],
 )
 def test_an_incomplete_history_is_said(sweep, derived, warning):

@@ -17,7 +17,7 @@ from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHi
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.timeline import (
-    CATEGORIES,
+    MEMORY_CATEGORIES,
     RECOMPUTATION,
     Event,
     Gradient,
@@ -97,7 +97,7 @@ def test_memory_that_was_there_before():
     """A free of what nobody allocated, and bytes that the allocator counts but nobody claims."""
     timeline = step_timeline([Event(7, -16), *STEP], regions=[], held_size=350)
     assert timeline.bytes_by_category()["other"] == [50] + [34] * 11
-    assert sum(timeline.bytes_by_category()[category][0] for category in CATEGORIES) == 350
+    assert sum(timeline.bytes_by_category()[category][0] for category in MEMORY_CATEGORIES) == 350
 
 
 def test_activations_without_a_backward_pass_are_temporary():

@@ -74,7 +74,7 @@ def test_throttled_clocks(two_h200):
     assert clocks.found.endswith(
         "GPU 1: 1155 of 1980 MHz, 88 C, 701 of 700 W, limited by power cap, software thermal slowdown"
     )
-    assert "`nvidia-smi -q -d PERFORMANCE`" in clocks.mend
+    assert "`nvidia-smi -q -d PERFORMANCE`" in clocks.fix
 
 
 def test_application_clocks_are_shown_but_no_fault(two_h200):
@@ -173,14 +173,14 @@ def test_gpus_that_torch_has_code_for(two_h200, monkeypatch, capability, built, 
 
 
 @pytest.mark.parametrize(
-    ("cuda", "variables", "mend"),
+    ("cuda", "variables", "fix"),
     [
         (None, {}, "This torch is built for CPUs"),
         ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES hides it"),
         ("13.0", {}, "See why"),
     ],
 )
-def test_gpus_that_torch_does_not_see(two_h200, monkeypatch, cuda, variables, mend):
+def test_gpus_that_torch_does_not_see(two_h200, monkeypatch, cuda, variables, fix):
     pretend_gpus(monkeypatch, 0)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -188,7 +188,7 @@ def test_gpus_that_torch_does_not_see(two_h200, monkeypatch, cuda, variables, me
         monkeypatch.setenv(name, value)
     found = devices()
     assert (found["GPU"].verdict, found["GPU"].found) == ("warn", "nvidia-smi sees 2 x NVIDIA H200, torch sees none")
-    assert found["GPU"].mend.startswith(mend)
+    assert found["GPU"].fix.startswith(fix)
     assert "NCCL" not in found
 
 
@@ -276,7 +276,7 @@ def test_nsys_that_a_variable_names_comes_before_all(installations, tmp_path, mo
     with pytest.raises(CapabilityError, match=r"CS336SYS_NSYS=.*nowhere: this does not run as nsys"):
         profilers.find_nsys()
     (check,) = profilers.check_nsys()
-    assert (check.verdict, check.mend) == ("warn", "`unset CS336SYS_NSYS`.")
+    assert (check.verdict, check.fix) == ("warn", "`unset CS336SYS_NSYS`.")
 
 
 def test_nsys_that_does_not_run(installations):
@@ -343,7 +343,7 @@ def test_triton_interpreter_works_unless_numpy_is_too_new_for_it():
 
 
 @pytest.mark.parametrize(
-    ("triton", "numpy", "mend"),
+    ("triton", "numpy", "fix"),
     [
         (
             "3.6.0",
@@ -354,7 +354,7 @@ def test_triton_interpreter_works_unless_numpy_is_too_new_for_it():
         ("3.6.0", "2.3.5", "See the whole error: "),
     ],
 )
-def test_a_broken_interpreter_names_its_cause(monkeypatch, triton, numpy, mend):
+def test_a_broken_interpreter_names_its_cause(monkeypatch, triton, numpy, fix):
     monkeypatch.setattr(
         software, "probe_triton", lambda device: "TypeError: only 0-dimensional arrays can be converted"
     )
@@ -364,7 +364,7 @@ def test_a_broken_interpreter_names_its_cause(monkeypatch, triton, numpy, mend):
         "warn",
         f"TypeError: only 0-dimensional arrays can be converted; numpy {numpy}",
     )
-    assert check.mend.startswith(mend)
+    assert check.fix.startswith(fix)
 
 
 def test_a_kernel_that_cannot_run_says_why():
@@ -419,7 +419,7 @@ def test_no_compiler(tmp_path, monkeypatch):
     check = software.check_compiler()
     assert check.verdict == "warn"
     assert check.found.startswith("C none, C++ none, ")
-    assert check.mend == "--compile and Triton need it: `apt-get install build-essential`."
+    assert check.fix == "--compile and Triton need it: `apt-get install build-essential`."
     put_tool(tmp_path, "clang", {})
     put_tool(tmp_path, "g++", {})
     assert software.check_compiler().found.startswith("C clang, C++ g++, ")
@@ -476,7 +476,7 @@ def test_a_variable_that_names_no_compiler(only_a_c_compiler, monkeypatch, varia
 
 def test_no_scipy(monkeypatch):
     monkeypatch.setattr(software, "installed_version", lambda package: None)
-    assert software.check_scipy().mend == "`compare` needs it: `python -m pip install scipy`."
+    assert software.check_scipy().fix == "`compare` needs it: `python -m pip install scipy`."
 
 
 def test_too_little_memory_and_disk(tmp_path, monkeypatch):
@@ -491,7 +491,7 @@ def test_too_little_memory_and_disk(tmp_path, monkeypatch):
         "0.06 of 1024.00 GiB free",
     )
     assert host.check_disk(".") == Check("disk, this folder", "100.0 GiB free")
-    assert host.check_disk("/tmp").mend == ("Free some, or use another folder: `export TMPDIR=/path/with/space`.")
+    assert host.check_disk("/tmp").fix == ("Free some, or use another folder: `export TMPDIR=/path/with/space`.")
 
 
 def test_wsl_is_named(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from cs336_basics.nn_utils import cross_entropy
 
 from cs336sys.measure.phases import RecordFunctionMarks, annotated_model, phase
-from cs336sys.measure.range_names import ATTENTION, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
+from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
 
 CPU = torch.device("cpu")
 
@@ -46,8 +46,8 @@ def loss_of(model):
 
 
 ATTENTION_EVENTS = [
-    *(f"+{ATTENTION}", f"+{SCORES}", f"-{SCORES}", f"+{SOFTMAX}", f"-{SOFTMAX}", f"+{FINAL_MATMUL}"),
-    *(f"-{FINAL_MATMUL}", f"-{ATTENTION}"),
+    *(f"+{ATTENTION_RANGE}", f"+{SCORES}", f"-{SCORES}", f"+{SOFTMAX}", f"-{SOFTMAX}", f"+{FINAL_MATMUL}"),
+    *(f"-{FINAL_MATMUL}", f"-{ATTENTION_RANGE}"),
 ]
 
 
@@ -105,7 +105,7 @@ def test_attention_that_calls_no_softmax_of_the_models_has_no_parts(model, monke
     marks = WrittenMarks()
     with annotated_model(model, marks, blocks=False):
         loss_of(model)
-    assert marks.events == [f"+{ATTENTION}", f"-{ATTENTION}"] * 2
+    assert marks.events == [f"+{ATTENTION_RANGE}", f"-{ATTENTION_RANGE}"] * 2
 
 
 def test_softmax_outside_of_attention_is_no_part_of_it(model):
@@ -159,7 +159,7 @@ def test_torch_profiler_sees_the_ranges(model):
         with phase("backward", marks, CPU):
             loss.backward()
     names = {event.name for event in profiler.events()}
-    assert {"forward", "backward", "block 1", "block 0 backward", ATTENTION, SOFTMAX} <= names
+    assert {"forward", "backward", "block 1", "block 0 backward", ATTENTION_RANGE, SOFTMAX} <= names
 
 
 def test_the_name_of_a_run_says_what_was_run():

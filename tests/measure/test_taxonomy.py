@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import cs336sys
-from cs336sys.measure.profile.taxonomy import CATEGORIES, category_of, short_name
+from cs336sys.measure.profile.taxonomy import KERNEL_CATEGORIES, category_of, short_name
 
 # By kind: full names, and short names where they are others.
 KERNELS = {
@@ -109,7 +109,7 @@ KERNELS = {
 
 
 def test_every_kind_has_an_example():
-    assert tuple(KERNELS) == CATEGORIES
+    assert tuple(KERNELS) == KERNEL_CATEGORIES
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_kind_and_short_name(category, kernel, short):
 def test_every_attention_kernel_of_this_project_is_known():
     """Triton names kernels after their functions."""
     kernels = []
-    for path in (Path(cs336sys.__file__).parent / "kernels" / "attention").glob("*.py"):
+    for path in (Path(cs336sys.__file__).parent / "kernels" / "attention").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
                 kernels.append(node.name)

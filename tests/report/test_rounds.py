@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.report.bench import bench_tables, pool_rounds
+from cs336sys.report.bench import bench_tables, pool_bench_rounds
 from cs336sys.report.rounds import largest_known
 from cs336sys.results import Cell, Samples
 from cs336sys.sizes import SIZES
@@ -49,7 +49,7 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
         cell(2, (30.0, 60.0), peak_gib=0.7, gpu_busy_ms=21.0),
         cell(3, (40.0, 20.0), peak_gib=0.6, gpu_busy_ms=20.0),
     ]
-    (pooled,) = pool_rounds(rounds)
+    (pooled,) = pool_bench_rounds(rounds)
     assert pooled.configuration == cell(None, (10.0, 20.0)).configuration | {"rounds": 3}
     assert pooled.samples["step"] == Samples(
         "ms", "cuda events", (10.0, 20.0, 30.0, 60.0, 40.0, 20.0), warmup=(1000.0, 2000.0, 3000.0)
@@ -71,14 +71,14 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
 def test_what_is_not_known_stays_unknown():
     """On a CPU there is no peak memory and no busy time, and of an unknown GPU no MFU."""
     unknown = {"peak_gib": None, "gpu_busy_ms": None, "mfu_percent": None}
-    (pooled,) = pool_rounds([cell(1, (10.0,), **unknown), cell(2, (30.0,), **unknown)])
+    (pooled,) = pool_bench_rounds([cell(1, (10.0,), **unknown), cell(2, (30.0,), **unknown)])
     assert {name: pooled.derived[name] for name in unknown} == unknown
     assert pooled.derived["tokens_per_s"] == pytest.approx(4 * 512 / 20e-3)
 
 
 def test_cells_without_a_round_stay_as_they_are():
     cells = [cell(None, (10.0, 20.0)), cell(None, (10.0, 20.0), precision="bf16")]
-    assert pool_rounds(cells) == cells
+    assert pool_bench_rounds(cells) == cells
     (table, _) = bench_tables(cells, None)
     assert "round" not in table.title
     assert not any("round" in note for note in table.notes)
@@ -90,7 +90,7 @@ def test_table_has_a_row_for_each_configuration_and_names_the_rounds():
         for number in (1, 2, 3)
         for attention, ms in (("reference", 30.0), ("sdpa", 10.0), ("flash", 20.0))
     ]
-    table, speedups = bench_tables(pool_rounds(cells), None, percentiles=(50, 100))
+    table, speedups = bench_tables(pool_bench_rounds(cells), None, percentiles=(50, 100))
     assert table.title.endswith("optimizer course, warm-up 1, rounds 3")
     assert table.notes == (
         "mean ± standard deviation of 2 steps after 1 warm-up, by cuda events",
@@ -108,7 +108,7 @@ def test_interrupted_rounds_get_a_column_and_are_compared_all_the_same():
         cell(1, (10.0,), attention="sdpa"),
         cell(2, (50.0,), attention="reference"),
     ]
-    table, speedups = bench_tables(pool_rounds(cells), None)
+    table, speedups = bench_tables(pool_bench_rounds(cells), None)
     assert "rounds" not in table.title
     assert [(row["attention"], row["rounds"]) for row in table.rows] == [("reference", 2), ("sdpa", 1)]
     assert "rounds" in [column.key for column in table.columns]
@@ -122,7 +122,7 @@ def test_row_is_ok_only_if_every_round_is():
         cell(3, (), status="oom", reason="out of memory at step 1/1"),
         cell(4, (10.0,)),
     ]
-    (pooled,) = pool_rounds(cells)
+    (pooled,) = pool_bench_rounds(cells)
     assert (pooled.status, pooled.reason) == ("timeout", "not done after 5 s")
     assert (pooled.samples, pooled.derived) == ({}, {})
     (table,) = bench_tables([pooled], None)

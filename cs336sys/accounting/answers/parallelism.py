@@ -77,7 +77,7 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
     """FLOPs, times and largest numbers of devices of one strategy.
 
     Args:
-        strategy: one of :data:`~cs336sys.accounting.parallelism.STRATEGIES`.
+        strategy: one of :data:`~cs336sys.accounting.parallelism.PARALLELISMS`.
         layer: in plain numbers.
         mesh: dp and fsdp use its first axis, tp its second.
     """

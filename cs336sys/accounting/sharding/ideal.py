@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cs336sys.accounting.derivation import Number
 from cs336sys.errors import UsageError
 
-STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
+OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 
 # AdamW's two moments, fp32.
 MOMENT_BYTES = 8
@@ -89,5 +89,5 @@ def sent_bytes(
 
 
 def _check(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise UsageError(f"unknown strategy '{strategy}': choose from {', '.join(STRATEGIES)}")
+    if strategy not in OWN_SHARDING_STRATEGIES:
+        raise UsageError(f"unknown strategy '{strategy}': choose from {', '.join(OWN_SHARDING_STRATEGIES)}")

@@ -7,7 +7,7 @@ import typer
 
 from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
-from cs336sys.accounting.parallelism import STRATEGIES, Layer
+from cs336sys.accounting.parallelism import PARALLELISMS, Layer
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
 from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
@@ -22,7 +22,7 @@ BandwidthOption = Annotated[float, typer.Option("--bandwidth", help="Bytes/s tha
 
 
 def parallel(
-    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(STRATEGIES)}.")] = [",".join(STRATEGIES)],
+    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.")] = [",".join(PARALLELISMS)],
     batch: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
     d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
@@ -50,7 +50,7 @@ def parallel(
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.tables import check_output, emit
 
-    chosen = split_list(strategy, "--strategy", one_of(STRATEGIES))
+    chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
     element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
     layer = Layer(batch, d_model, d_ff, flops, bandwidth, element_bytes)
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.sharding.ideal import STRATEGIES
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
@@ -25,7 +25,9 @@ class _SharedModelOptions(options.ModelOptions):
 def memory(
     model: _SharedModelOptions = _SharedModelOptions(["xl"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
-    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(STRATEGIES)}.")] = [",".join(STRATEGIES)],
+    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(OWN_SHARDING_STRATEGIES)}.")] = [
+        ",".join(OWN_SHARDING_STRATEGIES)
+    ],
     mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.")] = ["train"],
     precision: options.PrecisionOption = [],
     parameter_dtype: Annotated[
@@ -68,7 +70,7 @@ def memory(
             precisions,
             split_list(mode, "--mode", one_of(MODES)),
             split_list(world_size, "--world-size", at_least(1)),
-            split_list(strategy, "--strategy", one_of(STRATEGIES)),
+            split_list(strategy, "--strategy", one_of(OWN_SHARDING_STRATEGIES)),
         )
     ]
     tables = rank_memory_tables(steps)

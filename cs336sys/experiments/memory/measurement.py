@@ -14,7 +14,7 @@ from cs336sys.experiments.training import set_matmul_precision
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
-from cs336sys.measure.allocations.timeline import Timeline
+from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.timing import time_phases
@@ -80,7 +80,7 @@ def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
     return peaks
 
 
-def record(step: MemoryStep, *, follow_operations: bool) -> tuple[Timeline, AllocationHistory]:
+def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
     """One step with the history of its allocations, see :class:`StepRecorder`."""
     step.loss = None
     history: AllocationHistory

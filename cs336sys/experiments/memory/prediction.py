@@ -14,12 +14,12 @@ from cs336sys.experiments.training import ATTENTION_FUNCTIONS
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.allocations.history import FakeHistory, ScalarsReadAsZero
 from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.timeline import Timeline
+from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import MemoryWorkload
 
 
-def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> Timeline:
+def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> AllocationTimeline:
     """The timeline of a second or later step, of the results of its operations.
 
     Compiled workloads are traced eagerly, fp16 as bf16, which has as many bytes and runs everywhere. What kernels use

@@ -5,7 +5,7 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
-from cs336sys.measure.allocations.timeline import Timeline, largest_allocations, peak_position, thinned
+from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.workload import MemoryWorkload
 
 # What a cell keeps of its timeline: enough for every allocation worth a look, and for a picture a page wide.
@@ -26,13 +26,13 @@ class PhasePeak:
     reserved: int | None
 
 
-def timeline_peaks(timeline: Timeline) -> list[PhasePeak]:
+def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
     """Of a timeline, which knows the tensors' bytes alone."""
     totals = timeline.totals()
     return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
 
 
-def summary(workload: MemoryWorkload, timeline: Timeline, peaks: list[PhasePeak]) -> dict[str, Any]:
+def summary(workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak]) -> dict[str, Any]:
     """What a cell keeps of its timeline."""
     size = workload.training.size
     totals, categories = timeline.totals(), timeline.bytes_by_category()
@@ -59,7 +59,7 @@ def summary(workload: MemoryWorkload, timeline: Timeline, peaks: list[PhasePeak]
     }
 
 
-def block_changes(timeline: Timeline, num_layers: int) -> dict[str, int | None] | None:
+def block_changes(timeline: AllocationTimeline, num_layers: int) -> dict[str, int | None] | None:
     """How memory changes over one block, in the middle of the model, in bytes.
 
     Returns:

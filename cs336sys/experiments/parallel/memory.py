@@ -11,7 +11,7 @@ from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.experiments.parallel.communication import communication_at_once
 from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
-from cs336sys.measure.allocations.timeline import Region, Timeline, build_timeline, peak_position
+from cs336sys.measure.allocations.timeline import AllocationTimeline, Region, build_timeline, peak_position
 
 
 def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> tuple[ParallelStep, list[RankMemory]]:
@@ -102,7 +102,7 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
 _Block = tuple[int, int, int]
 
 
-def _blocks(timeline: Timeline, addresses: set[int], position: int) -> list[_Block]:
+def _blocks(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[_Block]:
     """The allocations at these addresses at a moment."""
     return [
         (allocation.start, allocation.end, allocation.size)

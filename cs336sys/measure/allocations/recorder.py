@@ -11,12 +11,12 @@ from cs336sys.measure.allocations.history import AllocationHistory, code_line, p
 from cs336sys.measure.allocations.module_stack import ModuleStack
 from cs336sys.measure.allocations.timeline import (
     RECOMPUTATION,
+    AllocationTimeline,
     Gradient,
     Held,
     Origin,
     Region,
     Span,
-    Timeline,
     build_timeline,
 )
 
@@ -74,7 +74,7 @@ class StepRecorder:
 
     def timeline(
         self, *, held: Mapping[str, list[Tensor]], held_size: int | None, optimizer_state: list[Tensor]
-    ) -> Timeline:
+    ) -> AllocationTimeline:
         """What was recorded.
 
         Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.timeline import Allocation, Timeline
+from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
 
 # The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
 PICKLE_PROTOCOL = 4
@@ -25,7 +25,7 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
         raise UsageError(f"cannot write the snapshot {path}: {error.strerror or error}") from error
 
 
-def as_snapshot(timeline: Timeline) -> dict[str, Any]:
+def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
     """A timeline in the form of ``torch.cuda.memory._snapshot()``, for memory that is not CUDA's.
 
     Every allocation gets an address of its own in one segment, which shows what is left after the last event; from that

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from cs336sys.measure.range_names import STEP_PHASES
+
 # What memory is for. ``activations`` is what the forward pass, or a checkpoint's recomputation, leaves to the backward
 # pass; ``temporary`` is all else that a step allocates; ``other`` was there before: batch, rotary table, workspaces.
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
-
-PHASES = ("forward", "loss", "backward", "optimizer")
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 RECOMPUTATION = "recomputation"
 
 
@@ -100,7 +100,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class AllocationTimeline:
     """All allocations of one recorded step.
 
     Attributes:
@@ -115,11 +115,11 @@ class Timeline:
     lost_events: int = 0
 
     def phases(self) -> list[Region]:
-        return [region for region in self.regions if region.name in PHASES]
+        return [region for region in self.regions if region.name in STEP_PHASES]
 
     def bytes_by_category(self) -> dict[str, list[int]]:
         """Bytes held at every position 0..length, by category."""
-        changes = {category: [0] * (self.length + 2) for category in CATEGORIES}
+        changes = {category: [0] * (self.length + 2) for category in MEMORY_CATEGORIES}
         for allocation in self.allocations:
             changes[allocation.category][allocation.start] += allocation.size
             changes[allocation.category][allocation.end] -= allocation.size
@@ -145,7 +145,7 @@ def build_timeline(
     gradients: Iterable[Gradient] = (),
     optimizer_state: Iterable[int] = (),
     lost_events: int = 0,
-) -> Timeline:
+) -> AllocationTimeline:
     """Pair allocations with frees, and say what each is for.
 
     Args:
@@ -161,7 +161,7 @@ def build_timeline(
         origins[span.start : span.end] = [span.origin] * (span.end - span.start)
     phases = [""] * length
     for region in regions:
-        if region.name in PHASES:
+        if region.name in STEP_PHASES:
             phases[region.start : region.end] = [region.name] * (region.end - region.start)
 
     live = {block.address: Allocation(block.address, block.size, 0, length + 1, "", block.category) for block in held}
@@ -185,7 +185,7 @@ def build_timeline(
     if held_size is not None and held_size > explained:
         allocations.append(Allocation(0, held_size - explained, 0, length + 1, "", "other"))
     categorized = _categorized(allocations, regions, gradients, set(optimizer_state), length)
-    return Timeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
+    return AllocationTimeline(sorted(categorized, key=lambda a: (a.start, a.end)), length, regions, lost_events)
 
 
 def _categorized(
@@ -241,7 +241,7 @@ class AllocationGroup:
     code: str
 
 
-def largest_allocations(timeline: Timeline, limit: int) -> list[AllocationGroup]:
+def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[AllocationGroup]:
     """The ``limit`` largest groups of allocations that the step made, by the size of one allocation."""
     totals = timeline.totals()
     peak = max(range(len(totals)), key=totals.__getitem__)
@@ -272,7 +272,7 @@ def _without_numbers(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def thinned(timeline: Timeline, points: int) -> Mapping[str, list[int]]:
+def thinned(timeline: AllocationTimeline, points: int) -> Mapping[str, list[int]]:
     """Bytes by category at about ``points`` positions: of equal stretches, where each holds the most.
 
     Returns:

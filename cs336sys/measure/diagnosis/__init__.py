@@ -1,4 +1,4 @@
-"""Checks what this machine has and lacks for cs336sys, each lack with its mend."""
+"""Checks what this machine has and lacks for cs336sys, each lack with its fix."""
 
 from cs336sys.measure.diagnosis import host, profilers, software
 from cs336sys.measure.diagnosis.check import Check
@@ -6,13 +6,13 @@ from cs336sys.measure.system import installed_version, read_gpus
 
 
 def diagnose() -> list[Check]:
-    """All checks, in the order to read and mend them; those that do not apply to this machine are left out.
+    """All checks, in the order to read and fix them; those that do not apply to this machine are left out.
 
     Starts a few short-lived processes (nvidia-smi, compilers, Triton probes), each with a time limit.
     """
     checks = [software.check_python(), software.check_torch()]
     if checks[-1].verdict == "missing":
-        # All the rest depends on torch: mend it first.
+        # All the rest depends on torch: fix it first.
         return checks
     from cs336sys.measure.diagnosis import gpu
 

@@ -12,10 +12,10 @@ class Check:
 
     Attributes:
         verdict: ``warn``: a command is slower, disturbed or unavailable; ``missing``: cs336sys cannot work like this.
-        mend: what to do about it, one sentence with the command to type; None when there is nothing to do.
+        fix: what to do about it, one sentence with the command to type; None when there is nothing to do.
     """
 
     name: str
     found: str
     verdict: Verdict = "ok"
-    mend: str | None = None
+    fix: str | None = None

@@ -51,12 +51,12 @@ def check_gpu(gpus: list[GpuState]) -> Check:
         )
     found = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
     if torch.version.cuda is None:
-        mend = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
+        fix = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
     elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        mend = "CUDA_VISIBLE_DEVICES hides it: `unset CUDA_VISIBLE_DEVICES`."
+        fix = "CUDA_VISIBLE_DEVICES hides it: `unset CUDA_VISIBLE_DEVICES`."
     else:
-        mend = "See why: `python -c 'import torch; torch.cuda.init()'`."
-    return Check("GPU", found, "warn", mend)
+        fix = "See why: `python -c 'import torch; torch.cuda.init()'`."
+    return Check("GPU", found, "warn", fix)
 
 
 def check_driver(gpus: list[GpuState]) -> Check:

@@ -59,8 +59,8 @@ def check_disk(folder: str) -> Check:
     free_gib = shutil.disk_usage(folder).free / 2**30
     found = f"{free_gib:.1f} GiB free"
     if free_gib < ENOUGH_DISK_GIB:
-        mend = "Free some; this shows what is large: `du -xh --max-depth 2 . | sort -h | tail`."
+        fix = "Free some; this shows what is large: `du -xh --max-depth 2 . | sort -h | tail`."
         if folder != ".":
-            mend = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
-        return Check(name, found, "warn", mend)
+            fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
+        return Check(name, found, "warn", fix)
     return Check(name, found)

@@ -96,8 +96,8 @@ def check_nsys() -> list[Check]:
     except CapabilityError as error:
         return [Check("nsys", str(error), "warn", f"`unset {NSYS_VARIABLE}`.")]
     if nsys is None:
-        mend = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
-        return [Check("nsys", _absence("nsys", _NSYS_PLACES), "warn", mend)]
+        fix = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
+        return [Check("nsys", _absence("nsys", _NSYS_PLACES), "warn", fix)]
     return [Check("nsys", f"{nsys.version} at {nsys.path}"), _check_importer(nsys.path)]
 
 
@@ -126,8 +126,8 @@ def _check_importer(nsys: Path) -> Check:
 def check_ncu() -> Check:
     ncu = find_ncu()
     if ncu is None:
-        mend = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
-        return Check("ncu", _absence("ncu", _NCU_PLACES), "warn", mend)
+        fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
+        return Check("ncu", _absence("ncu", _NCU_PLACES), "warn", fix)
     found = f"{ncu.version} at {ncu.path}"
     if _counters_need_root() and os.geteuid() != 0:
         return Check(

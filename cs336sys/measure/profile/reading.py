@@ -31,7 +31,7 @@ def open_capture(path: Path) -> Capture:
         return _export_and_read(path)
     if path.suffix == ".qdstrm":
         raise UsageError(
-            f"{path} is what nsys leaves when its importer fails: run its QdstrmImporter, or mend what "
+            f"{path} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
             "`cs336sys doctor` says about it and profile again"
         )
     if head.startswith(GZIP_MAGIC) or head.lstrip().startswith((b"{", b"[")):

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture
-from cs336sys.measure.range_names import ATTENTION_PARTS, PHASES, STEP
+from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
 # Less than this share of the GPU's time given to phases means that the answers would be wrong, not imprecise.
 MINIMUM_ATTRIBUTED_PERCENT = 95.0
@@ -107,7 +107,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
             chosen, or too little of the work can be given to phases.
     """
     names = capture.range_names()
-    phases = tuple(dict.fromkeys(chosen)) or tuple(name for name in PHASES if name in names)
+    phases = tuple(dict.fromkeys(chosen)) or tuple(name for name in STEP_PHASES if name in names)
     _check_names(phases, names)
     tables = capture.tables
     _select_ranges(tables, "phase", phases, same_thread=False)
@@ -149,7 +149,7 @@ def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
         raise UsageError("the capture holds no ranges, so kernels have no phase: annotate the program with NVTX ranges")
     if not phases:
         raise UsageError(
-            f"the capture has none of the ranges {', '.join(PHASES)}: choose others with --range, of {frequent}"
+            f"the capture has none of the ranges {', '.join(STEP_PHASES)}: choose others with --range, of {frequent}"
         )
     for name in phases:
         if name not in names:

@@ -4,7 +4,7 @@ import functools
 import re
 
 MATMUL = "matmul"
-ATTENTION = "attention/softmax"
+ATTENTION_SOFTMAX = "attention/softmax"
 ELEMENTWISE = "elementwise"
 REDUCTION = "reduction"
 NORMALIZATION = "normalization"
@@ -15,9 +15,9 @@ COMMUNICATION = "communication"
 DISPATCH = "dispatch"
 UNCLASSIFIED = "unclassified"
 
-CATEGORIES = (
+KERNEL_CATEGORIES = (
     MATMUL,
-    ATTENTION,
+    ATTENTION_SOFTMAX,
     ELEMENTWISE,
     REDUCTION,
     NORMALIZATION,
@@ -34,13 +34,13 @@ _PATTERNS = (
     (COMMUNICATION, r"nccl|nvshmem|multimem|_shot_all_reduce|c10d::"),
     # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
     (
-        ATTENTION,
+        ATTENTION_SOFTMAX,
         r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
     ),
     # This project's kernels, by the names of their functions.
-    (ATTENTION, r"^(forward|backward|reducer_backward|prepare|convert_grad_query|combine)_kernel$"),
+    (ATTENTION_SOFTMAX, r"^(forward|backward|reducer_backward|prepare|convert_grad_query|combine)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
-    (ATTENTION, r"softmax"),
+    (ATTENTION_SOFTMAX, r"softmax"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
     (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
     (MATMUL, r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_scaled_mm|_addmm_activation)$|mkl(dnn)?_linear"),
@@ -73,7 +73,7 @@ _COMPILED = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, p
 
 @functools.cache
 def category_of(kernel: str) -> str:
-    """One of :data:`CATEGORIES`, by a kernel's full name or that of a CPU operation.
+    """One of :data:`KERNEL_CATEGORIES`, by a kernel's full name or that of a CPU operation.
 
     A name says nothing about purpose: the kernels of a softmax written as several operations are elementwise and
     reductions, and so are those of an eager RMSNorm.

@@ -6,7 +6,8 @@ from dataclasses import replace
 from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.measure.allocations.timeline import CATEGORIES, PHASES
+from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
+from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.memory.checkpointing import strategies_table, workload_peak
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table
@@ -50,7 +51,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     columns = (
         *SIZE_COLUMNS,
         *settings.values(),
-        *(Column(f"{phase}_gib", phase, "gib") for phase in PHASES),
+        *(Column(f"{phase}_gib", phase, "gib") for phase in STEP_PHASES),
         Column("peak_gib", "peak", "gib"),
         Column("peak_phase", "in"),
         Column("reserved_gib", "reserved", "gib"),
@@ -92,7 +93,7 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
                 "categories, allocations and pictures are incomplete; the peaks are not"
             )
             continue
-        listed = max(sum(phase[category] for category in CATEGORIES) for phase in phases)
+        listed = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
         counted = max(phase["allocated"] for phase in phases)
         if abs(listed / counted - 1) > _COUNTER_TOLERANCE:
             notes.append(
@@ -110,14 +111,14 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         Column("allocated_gib", "allocated", "gib"),
         Column("reserved_gib", "reserved", "gib"),
         Column("traced_gib", "traced", "gib"),
-        *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in CATEGORIES),
+        *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in MEMORY_CATEGORIES),
     )
     rows = []
     for cell in cells:
         traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
         for phase in cell.derived["phases"]:
             row = cell.configuration | {"phase": phase["phase"], "allocated_gib": phase["allocated"] / GIB}
-            row |= {f"{category.replace(' ', '_')}_gib": phase[category] / GIB for category in CATEGORIES}
+            row |= {f"{category.replace(' ', '_')}_gib": phase[category] / GIB for category in MEMORY_CATEGORIES}
             row["reserved_gib"] = None if phase["reserved"] is None else phase["reserved"] / GIB
             row["traced_gib"] = traced[phase["phase"]] / GIB if traced else None
             rows.append(row)

@@ -95,7 +95,7 @@ def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float
     return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
 
 
-def plan_table(workloads: Sequence[CollectiveWorkload]) -> Table:
+def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
     """What ``--dry-run`` prints: each cell with the memory of its tensors."""
     rows = []
     for workload in workloads:

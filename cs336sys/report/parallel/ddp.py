@@ -24,7 +24,7 @@ _ALWAYS_SHOWN = ("precision", "compile")
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "bucket_mb", "trace")
 
-PHASES = ("forward", "backward", "synchronize", "optimizer")
+PARALLEL_PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -114,7 +114,7 @@ def check_notes(cells: Sequence[Cell]) -> list[str]:
 def _phase_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
     columns = (
         *own,
-        *(Column(f"{phase}_ms", phase, "ms") for phase in PHASES),
+        *(Column(f"{phase}_ms", phase, "ms") for phase in PARALLEL_PHASES),
         Column("wall_ms", "CPU wall", "ms"),
         Column("overlap_percent", "communication beside computing", "percent"),
     )
@@ -186,7 +186,7 @@ def _optimum(sweep: Sequence[Cell]) -> str:
     )
 
 
-def plan_table(workloads: Sequence[ParallelWorkload]) -> Table:
+def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """What ``--dry-run`` prints: each cell with the memory of a rank's training state."""
     rows = []
     for workload in workloads:

@@ -13,7 +13,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.ddp import PHASES, check_notes, step_rows
+from cs336sys.report.parallel.ddp import PARALLEL_PHASES, check_notes, step_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -116,7 +116,7 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
 def _phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...]) -> Table:
     columns = (
         *identity,
-        *(Column(f"{phase}_ms", phase, "ms") for phase in PHASES),
+        *(Column(f"{phase}_ms", phase, "ms") for phase in PARALLEL_PHASES),
         Column("wall_ms", "CPU wall", "ms"),
         Column("overlap_percent", "communication beside computing", "percent"),
     )
@@ -186,7 +186,7 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     return Table("gathers", "gather end against use", columns, rows, tuple(dict.fromkeys(notes)))
 
 
-def plan_table(workloads: Sequence[ParallelWorkload]) -> Table:
+def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """What ``--dry-run`` prints: each cell with what a rank is predicted to hold and to send."""
     rows = []
     for workload in workloads:

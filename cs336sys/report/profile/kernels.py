@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from cs336sys.measure.profile.summary import KernelTime
-from cs336sys.measure.profile.taxonomy import CATEGORIES, MATMUL, OPTIMIZER, UNCLASSIFIED, category_of, short_name
+from cs336sys.measure.profile.taxonomy import (
+    KERNEL_CATEGORIES,
+    MATMUL,
+    OPTIMIZER,
+    UNCLASSIFIED,
+    category_of,
+    short_name,
+)
 from cs336sys.measure.range_names import STEP
 from cs336sys.report.profile.measured import Measured
 from cs336sys.report.tables import Column, Table
@@ -130,7 +137,7 @@ def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table
         *labels,
         Column("phase", "phase"),
         Column("kernel_ms", "kernels", "ms"),
-        *(Column(_share_key(category), category, "percent") for category in CATEGORIES),
+        *(Column(_share_key(category), category, "percent") for category in KERNEL_CATEGORIES),
     )
     notes = [
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own"

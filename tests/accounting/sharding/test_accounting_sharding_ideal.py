@@ -3,7 +3,7 @@
 import pytest
 
 from cs336sys.accounting.answers.memory import state_answers
-from cs336sys.accounting.sharding.ideal import STRATEGIES, IdealState, ideal_state, sent_bytes
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES, IdealState, ideal_state, sent_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES
 
@@ -36,10 +36,10 @@ def test_state_of_the_zero_paper():
 
 def test_bytes_sent_worked_by_hand():
     # 100 parameters on 4 ranks: three quarters travel; 2 * 4 bytes, 3 * 4, 2 * 4, and 2 * 4 + 4 gathered and scattered.
-    assert [sent_bytes(strategy, 100, 4) for strategy in STRATEGIES] == [600, 900, 600, 900]
+    assert [sent_bytes(strategy, 100, 4) for strategy in OWN_SHARDING_STRATEGIES] == [600, 900, 600, 900]
     assert sent_bytes("fsdp", 100, 4, compute_bytes=2) == 600
     assert sent_bytes("optimizer-flat", 100, 4, element_bytes=2) == 300
-    assert [sent_bytes(strategy, 100, 1) for strategy in STRATEGIES] == [0, 0, 0, 0]
+    assert [sent_bytes(strategy, 100, 1) for strategy in OWN_SHARDING_STRATEGIES] == [0, 0, 0, 0]
 
 
 def test_answers_are_the_ideal_shares():

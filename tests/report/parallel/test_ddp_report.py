@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables, plan_table
+from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_plan, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.tables import render
 from cs336sys.results import Cell, Samples
@@ -121,6 +121,6 @@ def test_timelines_show_every_measured_cell(tmp_path):
 
 def test_plan_shows_what_ranks_hold():
     workload = ParallelWorkload(Workload(choose_size("xl")), "bucketed", bucket_mb=25.0)
-    (row,) = plan_table([workload]).rows
+    (row,) = ddp_plan([workload]).rows
     assert row["share"] == 2
     assert row["state_gib"] == 4 * row["gradients_gib"]
