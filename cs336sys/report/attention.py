@@ -9,7 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import machine_words
+from cs336sys.report.titles import shown_settings, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
 
@@ -43,7 +43,7 @@ def _derived_of_rounds(
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
-    varying = {name: column for name, column in _SHAPE_COLUMNS.items() if len(_values(cells, name)) > 1}
+    varying = shown_settings(cells, _SHAPE_COLUMNS)
     baselines = {
         _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
     }
@@ -60,9 +60,9 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("peak_gib", "peak", "gib"),
         Column("status", "status"),
     ]
-    notes = ["medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"]
-    notes += _reasons(cells)
-    return [Table("flash", _title("flash", cells, run, varying), tuple(columns), rows, notes=tuple(notes))]
+    note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
+    heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)
+    return [Table("flash", heading, columns, rows, notes=(note, *_reasons(cells)))]
 
 
 def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Times and memory of plain attention, and the memory of the smallest shape that does not fit, worked through."""
-    varying = {name: column for name, column in _SHAPE_COLUMNS.items() if len(_values(cells, name)) > 1}
+    varying = shown_settings(cells, _SHAPE_COLUMNS)
     columns = (
         *varying.values(),
         Column("implementation", "implementation"),
@@ -97,7 +97,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = [_attn_row(cell) for cell in cells]
     steps = ", ".join(sorted({f"{c.configuration['steps']} steps after {c.configuration['warmup']}" for c in cells}))
     notes = [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution"] if cells else []
-    tables = [Table("attn", _title("attn", cells, run, varying), columns, rows, notes=(*notes, *_reasons(cells)))]
+    heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
+    tables = [Table("attn", heading, columns, rows, notes=(*notes, *_reasons(cells)))]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
         tables.append(_worked_through(min(out_of_memory, key=lambda cell: _predicted(cell).peak)))
@@ -126,8 +127,8 @@ def _worked_through(cell: Cell) -> Table:
     """Where the memory of one shape goes, tensor by tensor, as ``account attention`` derives it."""
     answers = attention_answers(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
     sequences, context, head_dim, dtype = _sequences(cell)
-    title = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {dtype}"
-    return answers_table("accounting", title, answers)
+    heading = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {dtype}"
+    return answers_table("accounting", heading, answers)
 
 
 def _growth(cells: Sequence[Cell]) -> Table | None:
@@ -170,23 +171,8 @@ def _shape(cell: Cell) -> str:
     return configuration_key(cell.configuration, ignore=("implementation", "rounds"))
 
 
-def _values(cells: Sequence[Cell], name: str) -> set:
-    return {cell.configuration.get(name) for cell in cells}
-
-
 def _reasons(cells: Sequence[Cell]) -> list[str]:
-    reasons = dict.fromkeys(
-        f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in cells if cell.reason
+    failed = [cell for cell in cells if cell.reason]
+    return list(
+        dict.fromkeys(f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in failed)
     )
-    return list(reasons)
-
-
-def _title(command: str, cells: Sequence[Cell], run: Run | None, varying: dict[str, Column]) -> str:
-    if not cells:
-        return f"{command}: nothing measured"
-    constant = [
-        f"{column.header} {cells[0].configuration[name]}"
-        for name, column in _SHAPE_COLUMNS.items()
-        if name not in varying and name in cells[0].configuration
-    ]
-    return f"{command}: {', '.join([*constant, *machine_words(run)])}"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
+from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
@@ -49,9 +50,7 @@ def _derived_of_rounds(
 
 def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = ()) -> list[Table]:
     """The step times, and a table of speed-ups when the sweep offers something to compare."""
-    settings = SETTING_COLUMNS
-    if any("rounds" in cell.configuration for cell in cells):
-        settings = settings | {"rounds": ROUNDS_COLUMN}
+    settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     heading = title("bench", cells, run, settings, shown)
     tables = [_times(cells, heading, shown, percentiles)]
@@ -59,33 +58,36 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     return [*tables, speedups] if speedups else tables
 
 
+# Where memory goes at the moment when most is held, on paper.
+PEAK_COLUMNS = (
+    Column("parameters_gib", "parameters", "gib"),
+    Column("gradients_gib", "gradients", "gib"),
+    Column("optimizer_state_gib", "optimizer state", "gib"),
+    Column("activations_gib", "activations", "gib"),
+    Column("predicted_peak_gib", "predicted peak", "gib"),
+    Column("moment", "at"),
+)
+
+
+def peak_row(peak: PeakMemory) -> dict[str, Any]:
+    """The values of :data:`PEAK_COLUMNS`."""
+    return {
+        "parameters_gib": peak.parameters_gib,
+        "gradients_gib": peak.gradients_gib,
+        "optimizer_state_gib": peak.optimizer_state_gib,
+        "activations_gib": peak.activations_gib,
+        "predicted_peak_gib": peak.total_gib,
+        "moment": peak.moment,
+    }
+
+
 def bench_plan(workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = ()) -> Table:
     """What ``--dry-run`` prints: each cell with its predicted memory, and ``notes`` below."""
     rows = []
     for workload in workloads:
-        memory = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
-        rows.append(
-            workload.configuration()
-            | {
-                "parameters": count_parameters(workload.size),
-                "parameters_gib": memory.parameters_gib,
-                "gradients_gib": memory.gradients_gib,
-                "optimizer_state_gib": memory.optimizer_state_gib,
-                "activations_gib": memory.activations_gib,
-                "predicted_peak_gib": memory.total_gib,
-                "moment": memory.moment,
-            }
-        )
-    columns = (
-        *SIZE_COLUMNS,
-        *SETTING_COLUMNS.values(),
-        Column("parameters_gib", "parameters", "gib"),
-        Column("gradients_gib", "gradients", "gib"),
-        Column("optimizer_state_gib", "optimizer state", "gib"),
-        Column("activations_gib", "activations", "gib"),
-        Column("predicted_peak_gib", "predicted peak", "gib"),
-        Column("moment", "at"),
-    )
+        peak = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
+        rows.append(workload.configuration() | {"parameters": count_parameters(workload.size)} | peak_row(peak))
+    columns = (*SIZE_COLUMNS, *SETTING_COLUMNS.values(), *PEAK_COLUMNS)
     note = "Predicted for eager mode: what is alive at the moment when most is."
     return Table(
         "plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note, *notes)
@@ -118,7 +120,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
     notes = method_notes(cells)
     if any("rounds" in cell.configuration for cell in cells):
         notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
-    for setting, values in sorted({_interleaving(cell) for cell in cells} - {None}):
+    for setting, values in sorted(_interleaved(cells)):
         notes = (*notes, f"interleaved: a step of each {setting} of {values} in turn, all held in memory")
     return Table("bench", heading, tuple(columns), rows, notes=notes)
 
@@ -141,7 +143,7 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
 
 def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:
     """Ratios to the first cell that differs in nothing but the compared settings, or the interleaved one."""
-    interleaved = {setting for setting, _ in {_interleaving(cell) for cell in cells} - {None}}
+    interleaved = {setting for setting, _ in _interleaved(cells)}
     compared = interleaved or COMPARED_SETTINGS
     axes = [name for name in compared if name in settings and len({cell.configuration[name] for cell in cells}) > 1]
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -179,11 +181,10 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     return Table("speedup", f"speed-up: {method}", columns, rows)
 
 
-def _interleaving(cell: Cell) -> tuple[str, str] | None:
-    """The setting whose values were measured in turn, and the values."""
-    if "interleave" not in cell.configuration:
-        return None
-    return cell.configuration["interleave"], cell.configuration["interleaved"]
+def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
+    """Settings whose values were measured in turn, each with its values."""
+    configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
+    return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
 
 
 def _ratio_of_medians(baseline: Samples, samples: Samples) -> float:

@@ -13,7 +13,7 @@ from cs336sys.measure.comparison import (
     Pair,
     significance_level,
 )
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, Value
 from cs336sys.results import Cell, configuration_key
 
 
@@ -121,7 +121,7 @@ def _summary(compared: Compared) -> list[Table]:
         Column("not_significant", "~", "count"),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
-    rows = []
+    rows: list[dict[str, Value]] = []
     for metric, pairs in compared.items():
         verdicts = [comparison.verdict for _, comparison in pairs]
         ratios = [comparison.ratio for _, comparison in pairs if comparison.ratio is not None]

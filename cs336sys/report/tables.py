@@ -67,6 +67,11 @@ class Table:
     notes: Sequence[str] = ()
 
 
+def with_rows(*tables: Table | None) -> list[Table]:
+    """Those of the tables that there are, and that have a row."""
+    return [table for table in tables if table is not None and table.rows]
+
+
 def render(tables: Sequence[Table], format: str) -> str:
     """All tables as one text that ends with a newline.
 

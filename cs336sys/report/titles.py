@@ -32,30 +32,42 @@ def machine_words(run: Run | None) -> list[str]:
 def shown_settings(
     cells: Sequence[Cell], settings: Mapping[str, Column], always: Sequence[str] = ()
 ) -> dict[str, Column]:
-    """The settings that the sweep varies, and those that are always shown."""
+    """The settings that the sweep varies, and those that are always shown; a cell may lack a setting."""
     return {
         name: column
         for name, column in settings.items()
-        if name in always or len({cell.configuration[name] for cell in cells}) > 1
+        if name in always or len({cell.configuration.get(name) for cell in cells}) > 1
     }
 
 
 def title(
-    command: str, cells: Sequence[Cell], run: Run | None, settings: Mapping[str, Column], shown: Mapping[str, Column]
+    command: str,
+    cells: Sequence[Cell],
+    run: Run | None,
+    settings: Mapping[str, Column],
+    shown: Mapping[str, Column],
+    *words: str,
 ) -> str:
-    """The command, the settings that have no column, and the machine."""
+    """The command, ``words``, the settings that have no column, and the machine."""
     if not cells:
         return f"{command}: nothing measured"
     constant = [
-        f"{column.header} {cells[0].configuration[name]}" for name, column in settings.items() if name not in shown
+        f"{column.header} {cells[0].configuration[name]}"
+        for name, column in settings.items()
+        if name not in shown and name in cells[0].configuration
     ]
-    return f"{command}: {', '.join([*constant, *machine_words(run)])}"
+    return f"{command}: {', '.join([*words, *constant, *machine_words(run)])}"
 
 
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """How the steps were counted and timed, and why cells have no numbers."""
+    """How the steps were counted and timed, and the :func:`reasons`."""
     methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
     counts = {(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells}
     steps = ", ".join(f"{steps} steps after {warmup} warm-up" for warmup, steps in sorted(counts))
     method = (f"mean ± standard deviation of {steps}, by {' and '.join(sorted(methods))}",) if methods else ()
-    return (*method, *dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason))
+    return (*method, *reasons(cells))
+
+
+def reasons(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Why cells have no numbers, each reason once."""
+    return tuple(dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.numbers import format_operand, in_shown_unit
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, Value
 
 _COLUMNS = (
     Column("question", "question"),
@@ -19,10 +19,10 @@ _COLUMNS = (
 
 def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequence[str] = ()) -> Table:
     """One row for each derived value; ``notes`` say what is assumed."""
-    rows = []
+    rows: list[dict[str, Value]] = []
     for answer in answers:
         value, unit = in_shown_unit(answer.value, answer.unit)
-        row = {"quantity": answer.quantity, "value": value, "unit": unit, "source": answer.source}
+        row: dict[str, Value] = {"quantity": answer.quantity, "value": value, "unit": unit, "source": answer.source}
         row |= {"question": answer.question or None, "reason": answer.reason or None}
         rows.append(row | {"derivation": answer.derivation(format_operand)})
     return Table(name, title, _COLUMNS, rows, notes)

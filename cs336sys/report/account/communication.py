@@ -5,6 +5,7 @@ from itertools import product
 
 from cs336sys.accounting.answers.communication import bucket_answers, ring_answers, ring_times
 from cs336sys.accounting.buckets import bucketing_overhead_s
+from cs336sys.accounting.derivation import number_of
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.tables import Column, Table
 
@@ -45,7 +46,7 @@ def bucket_tables(
     for size in bucket_bytes:
         buckets = max(1.0, gradient_bytes / size)
         transfer_s = gradient_bytes / (buckets * bytes_per_s)
-        overhead_s = bucketing_overhead_s(gradient_bytes, buckets, bytes_per_s, call_s)
+        overhead_s = number_of(bucketing_overhead_s(gradient_bytes, buckets, bytes_per_s, call_s))
         row = {"bucket_mb": size / 1e6, "buckets": buckets, "transfer_ms": 1e3 * transfer_s}
         rows.append(row | {"calls_ms": 1e3 * (overhead_s - transfer_s), "overhead_ms": 1e3 * overhead_s})
     columns = (

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from cs336sys.accounting.answers.parallelism import TP_BACKWARD, Mesh, parallelism_answers
 from cs336sys.accounting.answers.xxl import batch_answers, memory_answers
+from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.parallelism import (
     PASSES,
     Layer,
@@ -14,7 +15,7 @@ from cs336sys.accounting.parallelism import (
 )
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, Value
 
 _TITLES = {
     "dp": "Data parallel",
@@ -69,21 +70,22 @@ def _tp_backward() -> Table:
     )
 
 
-def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict:
-    row = {"strategy": strategy, "devices": f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)}
+def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
+    devices = f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
+    row: dict[str, Value] = {"strategy": strategy, "devices": devices}
     for which in PASSES:
-        computing_s = layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s
-        seconds = communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False)
+        computing_s = number_of(layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s)
+        seconds = number_of(communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False))
         row |= {
             f"{which}_computing_ms": computing_s * 1e3,
             f"{which}_communication_ms": seconds * 1e3,
             f"{which}_bound": "communication" if seconds > computing_s else "computing",
-            f"{which}_most_devices": most_devices(strategy, layer, which, overlapped=False),
+            f"{which}_most_devices": number_of(most_devices(strategy, layer, which, overlapped=False)),
         }
     return row
 
 
-def _summary(rows: Sequence[dict]) -> Table:
+def _summary(rows: Sequence[dict[str, Value]]) -> Table:
     columns = [Column("strategy", "strategy"), Column("devices", "devices")]
     for which in PASSES:
         columns += [

@@ -15,7 +15,7 @@ from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks,
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, Value
 from cs336sys.sizes import ModelSize
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "flash")
@@ -131,7 +131,7 @@ def checkpointing_tables(
     size: ModelSize, precision: str, attention: str, strategies: Sequence[str], mode: str = "train"
 ) -> list[Table]:
     """The strategies' formulas, and the predicted peak and the recomputed FLOPs of each."""
-    rows = []
+    rows: list[dict[str, Value]] = []
     step = model_flops(size)
     for strategy in strategies:
         peak = predicted_peak(size, precision, mode, attention, strategy)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parallelism import (
     PASSES,
@@ -81,7 +82,7 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
     """One strategy's pass: computing, each communication time, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:
-        return 1e3 * layer_flops(layer, which, fsdp=devices) / layer.flops_per_s
+        return 1e3 * number_of(layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
 
     drawing.plot(counts, [computing_ms(n) for n in counts], color="C0", label="computing")
     for number, (name, (seconds, crossing)) in enumerate(curves.items(), start=1):
@@ -109,13 +110,16 @@ def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable
         fsdp, tp = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}.get(strategy) or best_split(
             layer, devices, which, overlapped=overlapped
         )
-        return communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped)
+        return number_of(communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
 
     names = {"communication": True}
     if strategy == "fsdp-tp":
         names = {"axes overlapped": True, "axes sharing the network": False}
     return {
-        name: (partial(seconds, overlapped=overlapped), most_devices(strategy, layer, which, overlapped=overlapped))
+        name: (
+            partial(seconds, overlapped=overlapped),
+            number_of(most_devices(strategy, layer, which, overlapped=overlapped)),
+        )
         for name, overlapped in names.items()
         if (strategy, which) != ("dp", "forward")
     }

@@ -29,7 +29,8 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
         return None
     firsts: dict[str, Cell] = {}
-    rows, notes = [], {}
+    rows = []
+    notes: dict[str, None] = {}
     for cell in cells:
         workload = MemoryWorkload.from_configuration(cell.configuration)
         row = cell.configuration | _predicted(workload) | {"status": cell.status}
@@ -56,7 +57,8 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
     None where no workload has checkpoints: nobody asked.
     """
     asked = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
-    rows, notes = [], {}
+    rows = []
+    notes: dict[str, None] = {}
     for training in asked:
         if training.mode == "forward":
             continue

@@ -10,7 +10,7 @@ from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.memory.checkpointing import strategies_table, workload_peak
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.sizes import ModelSize
@@ -30,15 +30,14 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
     """Peaks, phases by category, the ``top`` largest allocations, a block's saved tensors, and strategies compared."""
     identity = identity_columns(cells)
     measured = [cell for cell in cells if cell.status == "ok"]
-    tables = [
-        _peaks(cells, run),
+    details = with_rows(
         phases_table(measured, identity),
         allocations_table(measured, identity, top),
         _block(_first_strategy(measured), identity),
         _saved_tensors(_first_strategy(measured), identity),
         strategies_table(cells, identity),
-    ]
-    return [tables[0], *(table for table in tables[1:] if table is not None and table.rows)]
+    )
+    return [_peaks(cells, run), *details]
 
 
 def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:

@@ -7,7 +7,7 @@ from cs336sys.accounting.collectives import AlphaBeta, buffer_bytes, bus_factor,
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import machine_words
+from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results import Cell, Run
 from cs336sys.workload import CollectiveWorkload
 
@@ -39,11 +39,11 @@ _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements
 
 def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
-    varying = {name: column for name, column in _GROUP_COLUMNS.items() if len({_of(cell, name) for cell in cells}) > 1}
+    varying = shown_settings(cells, _GROUP_COLUMNS)
     shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
     first = Table(
         "allreduce",
-        _title(cells, run, varying),
+        title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
         (
             *shown.values(),
             *_SIZE_COLUMNS,
@@ -53,7 +53,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             Column("status", "status"),
         ),
         [_row(cell, "back_to_back") for cell in cells],
-        notes=(*_notes(cells), *dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason)),
+        notes=(*_notes(cells), *reasons(cells)),
     )
     measured = [cell for cell in cells if cell.status == "ok"]
     if not measured:
@@ -146,15 +146,6 @@ def _row(cell: Cell, timing: str) -> dict[str, Any]:
         "algbw_gbps": cell.derived[f"{timing}_algbw_gbps"],
         "busbw_gbps": cell.derived[f"{timing}_busbw_gbps"],
     }
-
-
-def _title(cells: Sequence[Cell], run: Run | None, varying: dict[str, Column]) -> str:
-    if not cells:
-        return "allreduce: nothing measured"
-    constant = [
-        f"{column.header} {_of(cells[0], name)}" for name, column in _GROUP_COLUMNS.items() if name not in varying
-    ]
-    return f"allreduce: calls back to back, {', '.join([*constant, *machine_words(run)])}"
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.numbers import format_number
 from cs336sys.report.parallel.allreduce import Group, fit_of, groups_of
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Of more sizes than this, time over the ranks is drawn for some: more lines cannot be told apart.
 _MOST_SIZES = 8
 
-_STYLE = {"marker": "o", "markersize": 4, "linewidth": 1.2}
+_STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
 
 
 def plot_collectives(cells: Sequence[Cell], path: Path) -> None:

@@ -24,25 +24,26 @@ _ALWAYS_SHOWN = ("precision", "compile")
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "bucket_mb", "trace")
 
-PARALLEL_PHASES = ("forward", "backward", "synchronize", "optimizer")
+_PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they communicate, their phases, and a sweep of bucket sizes beside the model of its overhead."""
     shown = shown_settings(cells, PARALLEL_SETTING_COLUMNS, _ALWAYS_SHOWN)
     own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
+    rows = step_rows(cells, "naive", _COMPARED)
     tables = [
         Table(
             "ddp",
             title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
             (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
-            step_rows(cells, "naive", _COMPARED),
+            rows,
             notes=(*_step_notes(cells), *method_notes(cells)),
         )
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
     if measured:
-        tables.append(_phase_table(measured, (Column("size", "size"), *own)))
+        tables.append(phase_table(rows, (Column("size", "size"), *own), "torch's DDP does"))
     bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
     if bucketed:
         tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
@@ -111,20 +112,27 @@ def check_notes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _phase_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+def phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
+    """The phases of measured steps.
+
+    Args:
+        rows: of :func:`step_rows`; those of cells that were not measured are left out.
+        identity: the columns that tell cells apart.
+        torchs: what of torch averages gradients in the backward pass, and does so, for a note.
+    """
     columns = (
-        *own,
-        *(Column(f"{phase}_ms", phase, "ms") for phase in PARALLEL_PHASES),
+        *identity,
+        *(Column(f"{phase}_ms", phase, "ms") for phase in _PHASES),
         Column("wall_ms", "CPU wall", "ms"),
         Column("overlap_percent", "communication beside computing", "percent"),
     )
     notes = (
-        "synchronize: from the end of the backward pass until gradients are averaged; torch's DDP does it in the "
-        "backward pass",
+        "synchronize: from the end of the backward pass until gradients are averaged; "
+        f"{torchs} it in the backward pass",
         "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
         "one profiled step of rank 0",
     )
-    return Table("phases", "phases of the step", columns, step_rows(cells, "naive", _COMPARED), notes)
+    return Table("phases", "phases of the step", columns, [row for row in rows if row["status"] == "ok"], notes)
 
 
 def link_of(cell: Cell) -> AlphaBeta:

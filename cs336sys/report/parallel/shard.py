@@ -13,7 +13,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.ddp import PARALLEL_PHASES, check_notes, step_rows
+from cs336sys.report.parallel.ddp import check_notes, phase_table, step_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -69,7 +69,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     if measured:
         identity = (Column("size", "size"), *own)
-        tables.append(_phase_table([row for row in rows if row["status"] == "ok"], identity))
+        tables.append(phase_table(rows, identity, "torch's strategies do"))
         tables.append(_memory_table(measured, identity))
         if any(cell.derived["gathers"] for cell in measured):
             tables.append(_gather_table(measured, identity))
@@ -111,20 +111,6 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
         "every rank: where ranks share the optimizer's work it can be negative",
         "nothing computed beside: time of one profiled step of rank 0 in which communication alone ran",
     ]
-
-
-def _phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...]) -> Table:
-    columns = (
-        *identity,
-        *(Column(f"{phase}_ms", phase, "ms") for phase in PARALLEL_PHASES),
-        Column("wall_ms", "CPU wall", "ms"),
-        Column("overlap_percent", "communication beside computing", "percent"),
-    )
-    notes = (
-        "synchronize: from the end of the backward pass until gradients are averaged; torch's strategies do it in the "
-        "backward pass",
-    )
-    return Table("phases", "phases of the step", columns, rows, notes)
 
 
 def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:

@@ -49,9 +49,9 @@ def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> N
         bottom = 0.0
         for name, color in _COLORS.items():
             height = getattr(held, name) / GIB
-            fill = {"color": color} if source == "measured" else {"facecolor": "none", "edgecolor": color}
-            place = MOMENTS.index(held.moment) + _OFFSETS[source]
-            drawing.bar(place, height, _WIDTH * 0.92, bottom, linewidth=0.8, **fill)
+            fill = color if source == "measured" else "none"
+            middle = MOMENTS.index(held.moment) + _OFFSETS[source]
+            drawing.bar(middle, height, _WIDTH * 0.92, bottom, linewidth=0.8, facecolor=fill, edgecolor=color)
             bottom += height
 
 

@@ -9,7 +9,7 @@ from cs336sys.report.profile.attention import attention_table
 from cs336sys.report.profile.kernels import kernel_table, share_table, top_kernel_table
 from cs336sys.report.profile.measured import Measured
 from cs336sys.report.profile.phases import phase_table, precision_table
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.tables import Column, Table, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ProfileWorkload, Workload
@@ -35,7 +35,7 @@ def profile_tables(
         if cell.status == "ok"
     ]
     failed = [_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
-    notes = [*method_notes(cells), *_profilers(measured)]
+    notes = [*method_notes(cells), *_profilers(cells)]
     phases = phase_table(
         measured, failed, (*SIZE_COLUMNS, *shown.values()), title("nsys", cells, run, _SETTINGS, shown), notes
     )
@@ -69,8 +69,8 @@ def _labels(cell: Cell) -> dict[str, Any]:
     return cell.configuration | {"parameters": count_parameters(training.size)}
 
 
-def _profilers(measured: Sequence[Measured]) -> list[str]:
-    used = {m.cell.derived["profiler"]: m.cell.derived["profiler_reason"] for m in measured}
+def _profilers(cells: Sequence[Cell]) -> list[str]:
+    used = {cell.derived["profiler"]: cell.derived["profiler_reason"] for cell in cells if cell.status == "ok"}
     return [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in used.items()]
 
 
@@ -82,6 +82,5 @@ def _kernel_tables(measured: Sequence[Measured], labels: Sequence[Column], top: 
         kernel_table(measured, labels, top, full_names),
         kernel_table(measured, labels, top, full_names, without_matmul=True),
         share_table(measured, labels),
-        attention_table(measured, labels),
     ]
-    return [table for table in tables if table is not None]
+    return [*tables, *with_rows(attention_table(measured, labels))]

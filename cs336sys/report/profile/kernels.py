@@ -31,15 +31,16 @@ def top_kernel_table(measured: Sequence[Measured], labels: Sequence[Column]) -> 
         groups = {"first": list(by_phase)[:1], "both": passes if "backward" in passes else []}
         row = dict(m.labels)
         for group, phases in groups.items():
-            totals, counts = Counter(), Counter()
+            totals: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             for kernel in (kernel for phase in phases for kernel in by_phase[phase]):
                 totals[kernel.kernel] += kernel.total_ns
                 counts[kernel.kernel] += kernel.count
             if totals.total():
-                kernel, total = totals.most_common(1)[0]
-                row[f"{group}_kernel"] = short_name(kernel)
+                name, total = totals.most_common(1)[0]
+                row[f"{group}_kernel"] = short_name(name)
                 row[f"{group}_percent"] = 100 * total / totals.total()
-                row[f"{group}_instances"] = counts[kernel] / m.steps
+                row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
     columns = (
         *labels,
@@ -122,7 +123,7 @@ def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table
             if category_of(kernel.kernel) == UNCLASSIFIED:
                 unclassified[short_name(kernel.kernel)] += kernel.total_ns
         for phase in m.profile.phases:
-            totals = Counter()
+            totals: Counter[str] = Counter()
             for kernel in by_phase[phase.name]:
                 totals[category_of(kernel.kernel)] += kernel.total_ns
             rows.append({**m.labels, "phase": phase.name, **_share_row(totals, phase.count)})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
-from cs336sys.results import Cell
+from cs336sys.results import Cell, Samples
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Measured:
     def ranges(self) -> tuple[RangeTime, ...]:
         """The phases, and the step that they make up."""
         return (*self.profile.phases, *([self.profile.step] if self.profile.step else []))
+
+    def unprofiled(self, name: str) -> Samples | None:
+        """Times of a phase or the step without profiler."""
+        return self.cell.samples.get(name) if self.cell else None
 
     def kernels_by_phase(self) -> dict[str, list[KernelTime]]:
         """The longest first."""

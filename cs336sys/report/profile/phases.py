@@ -45,7 +45,7 @@ def phase_table(
 
 
 def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
-    unprofiled = measured.cell.samples.get(row.name) if measured.cell else None
+    unprofiled = measured.unprofiled(row.name)
     wall_ms, busy_ms = row.wall_ns / row.count / 1e6, row.busy_ns / row.count / 1e6
     # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
     # operations of a CPU are themselves slowed down.
@@ -55,7 +55,7 @@ def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
     return {
         "phase": row.name,
         "unprofiled_ms": unprofiled,
-        "annotated_ms": measured.cell.samples.get("annotated") if measured.cell and row.name == STEP else None,
+        "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
         "wall_ms": wall_ms,
         "span_ms": row.span_ns / row.count / 1e6,
         "busy_ms": busy_ms,
@@ -100,7 +100,7 @@ def precision_table(measured: Sequence[Measured], labels: Sequence[Column]) -> T
     """Each phase and each part of attention in fp32 and in bf16, all else equal."""
     pairs: dict[str, dict[str, Measured]] = {}
     for m in measured:
-        all_else = configuration_key(m.cell.configuration, ignore=("precision",))
+        all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
     rows = []
     for pair in pairs.values():
@@ -127,11 +127,10 @@ def _precision_rows(fp32: Measured, bf16: Measured) -> list[dict[str, Any]]:
         if row.name not in others:
             continue
         busy = [row.busy_ns / fp32.steps / 1e6, others[row.name].busy_ns / bf16.steps / 1e6]
-        values = {"phase": row.name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
+        values: dict[str, Any] = {"phase": row.name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
         values["busy_speedup"] = busy[0] / busy[1] if busy[1] else None
-        unprofiled = [m.cell.samples.get(row.name) for m in (fp32, bf16)]
-        if all(unprofiled):
-            values |= {"fp32_ms": unprofiled[0], "bf16_ms": unprofiled[1]}
-            values["speedup"] = unprofiled[0].median / unprofiled[1].median
+        before, after = fp32.unprofiled(row.name), bf16.unprofiled(row.name)
+        if before and after:
+            values |= {"fp32_ms": before, "bf16_ms": after, "speedup": before.median / after.median}
         rows.append({**fp32.labels, **values})
     return rows
