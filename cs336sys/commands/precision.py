@@ -55,7 +55,7 @@ def precision(
         raise UsageError(f"unknown device '{device}': choose from {', '.join(DEVICES)}")
     check_output(output, format)
 
-    from cs336sys.experiments.training import choose_device
+    from cs336sys.measure.device import choose_device
 
     torch_device = choose_device(device)
     emit([_accumulation_table(torch_device), _autocast_table(chosen, torch_device)], format=format, output=output)

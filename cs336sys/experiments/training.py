@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parameters import count_parameters
@@ -77,6 +78,12 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
             if isinstance(module, cs336_basics.model.TransformerBlock):
                 module.compile(dynamic=False)
     return model
+
+
+def keeping_input(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for whatever it saved."""
+    # The model draws no random numbers whose state would have to be kept.
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @torch.no_grad()

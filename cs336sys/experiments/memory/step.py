@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.checkpointing import group_sizes
-from cs336sys.experiments.training import TrainStep, build_model
+from cs336sys.experiments.training import TrainStep, build_model, keeping_input
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
 from cs336sys.measure.saved_tensors import SavedTensor, saved_tensors
@@ -107,17 +106,13 @@ class _Checkpoint(nn.Module):
         self._region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._keep_input(self._run, list(self.blocks), x)
+        return keeping_input(self._run, list(self.blocks), x)
 
     def _run(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
         with self._recomputation():
             for block in blocks:
                 x = block(x)
             return x
-
-    def _keep_input(self, run: Callable, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-        # The model draws no random numbers whose state would have to be kept.
-        return checkpoint(run, blocks, x, use_reentrant=False, preserve_rng_state=False)
 
     def _recomputation(self) -> AbstractContextManager[None]:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -138,5 +133,5 @@ class _NestedCheckpoints(_Checkpoint):
         middle = (len(blocks) + 1) // 2
         with self._recomputation():
             for half in (blocks[:middle], blocks[middle:]):
-                x = self._keep_input(self._halves, half, x)
+                x = keeping_input(self._halves, half, x)
             return x

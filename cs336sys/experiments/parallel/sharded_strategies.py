@@ -14,14 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.parallel.strategies import (
-    OptimizerChoice,
-    Prepare,
-    Replica,
-    build_plain_model,
-    keeping_input,
-)
-from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer
+from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
+from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer, keeping_input
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model
+from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, keeping_input
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.workload import ParallelWorkload
@@ -77,10 +76,6 @@ def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Mo
             run = block._compiled_call_impl or block._call_impl
             block._compiled_call_impl = functools.partial(keeping_input, run)
     return model
-
-
-# The model draws no random numbers whose state would have to be kept.
-keeping_input = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
