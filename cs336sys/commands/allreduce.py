@@ -88,7 +88,8 @@ def allreduce(
         for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
     ]
     if dry_run:
-        emit([allreduce_plan(workloads)], format=format, output=output)
+        if is_first_rank():
+            emit([allreduce_plan(workloads)], format=format, output=output)
         return
     sweep = run_sweep(
         "allreduce",

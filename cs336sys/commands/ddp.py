@@ -17,6 +17,7 @@ from cs336sys.commands.ranks import (
     TraceOption,
     WorldSizeOption,
     choose_world_sizes,
+    is_first_rank,
 )
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.results import Cell
@@ -93,13 +94,15 @@ def ddp(
         for strategy, bucket in _strategies(mode, bucket_mb)
     ]
     split_list([str(timeout)], "--timeout", between(1, math.inf))
-    check_output(output, format)
-    check_plot(plot)
-    check_plot(plot_buckets, "--plot-buckets")
-    if trace is not None:
-        check_writable(trace / "trace.json.gz", "--trace")
+    if is_first_rank():
+        check_output(output, format)
+        check_plot(plot)
+        check_plot(plot_buckets, "--plot-buckets")
+        if trace is not None:
+            check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
-        emit([ddp_plan(chosen)], format=format, output=output)
+        if is_first_rank():
+            emit([ddp_plan(chosen)], format=format, output=output)
         return
     sweep = run_sweep(
         "ddp",

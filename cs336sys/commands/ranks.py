@@ -1,29 +1,33 @@
 """Sweeps whose cells run on several ranks: how many ranks, and what changes when torchrun or Slurm started them.
 
-For a command like ``allreduce`` or ``ddp``::
+For a command like ``allreduce``, ``ddp`` or ``shard``::
 
     def ddp(world_size: WorldSizeOption = [], ...):
-        world_sizes = choose_world_sizes(world_size)
+        ... choose_world_sizes(world_size) ...
         if is_first_rank():
             check_output(output, format)
-        ...
-        sweep = run_sweep("ddp", "cs336sys.experiments.parallel:measure_ddp", configurations, across_ranks=True, ...)
+        if dry_run:
+            if is_first_rank():
+                emit([ddp_plan(workloads)], format=format, output=output)
+            return
+        sweep = run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
+                          across_ranks=True, ...)
         if sweep.is_reported_here:
             emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
         sweep.exit()
 
-and its cell function, which is the same however the ranks were started::
+and its function that measures a cell, which is the same however the ranks were started::
 
-    def measure_ddp(configuration, progress):
+    def measure_parallel_training(configuration, progress):
         ranks = launch.kept(world_size, backend=backend)        # or: with launch.start(...) as ranks
-        results = ranks.run(function_of_a_rank, ...)            # every rank's result, in rank order
+        results = ranks.run(measure_on_rank, ...)               # every rank's result, in rank order
 
 Alone, the command measures in a worker process (:class:`cs336sys.measure.cells.Worker`), where ``launch`` spawns the
-ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: the cells are
-measured in the command's own process, which ``launch`` makes one of the ranks. All ranks go through the same cells and
+ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: each measures
+the cells in the command's own process, which ``launch`` makes one of the ranks. All ranks go through the same cells and
 end with the same exit code; only rank 0 reports: it alone shows progress, saves, prints, and says which cells a resumed
-sweep skips. No rank can be replaced, so a cell that ran out of memory or broke on a rank is its last: it ends the sweep
-with exit code 1, on which torchrun ends the other ranks.
+sweep skips. Ranks that torchrun started cannot be replaced, so a cell that runs out of memory or breaks on one of them
+is the last: the sweep ends with exit code 1, at which torchrun ends the other ranks.
 """
 
 import contextlib

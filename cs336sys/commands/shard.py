@@ -16,6 +16,7 @@ from cs336sys.commands.ranks import (
     TraceOption,
     WorldSizeOption,
     choose_world_sizes,
+    is_first_rank,
 )
 from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
@@ -87,12 +88,14 @@ def shard(
         for name, ahead in _strategies(strategy, prefetch)
     ]
     split_list([str(timeout)], "--timeout", between(1, math.inf))
-    check_output(output, format)
-    check_plot(plot)
-    if trace is not None:
-        check_writable(trace / "trace.json.gz", "--trace")
+    if is_first_rank():
+        check_output(output, format)
+        check_plot(plot)
+        if trace is not None:
+            check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
-        emit([shard_plan(chosen)], format=format, output=output)
+        if is_first_rank():
+            emit([shard_plan(chosen)], format=format, output=output)
         return
     sweep = run_sweep(
         "shard",

@@ -148,14 +148,12 @@ def run_sweep(
                 if stopped:
                     break
         if stopped:
-            print(
-                f"rank {ranks.identity.rank}: {cell.status}: {cell.reason}; {len(cells)} of {len(configurations)} cells "
-                "measured",
-                file=sys.stderr,
-            )
+            count = f"{len(cells)} of {len(configurations)} cells measured"
+            print(f"rank {ranks.identity.rank}: {cell.status}: {cell.reason}; {count}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(cells)} of {len(configurations)} cells measured", file=sys.stderr)
+        if ranks is None or ranks.is_first:
+            print(f"interrupted: {len(cells)} of {len(configurations)} cells measured", file=sys.stderr)
     finally:
         worker.close()
         if file is not None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from two_agents import run_two_agents
+from typer.testing import CliRunner
 
+from cs336sys.cli import app
 from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
@@ -38,6 +40,17 @@ def test_world_sizes_are_those_asked_for_or_two():
 def test_world_size_under_torchrun_is_its_own():
     assert choose_world_sizes([]) == [4]
     assert choose_world_sizes(["2,4"]) == [2, 4]
+
+
+@pytest.mark.parametrize("command", ["allreduce", "ddp", "shard"])
+def test_cells_without_measuring_are_printed_by_the_first_rank_alone(command):
+    first, second = (
+        CliRunner().invoke(app, [command, "--device", "cpu", "--dry-run"], env={"RANK": rank, "WORLD_SIZE": "2"})
+        for rank in ("0", "1")
+    )
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
+    assert first.stdout.startswith(f"### {command}: cells and the memory of ")
+    assert second.output == ""
 
 
 @pytest.mark.usefixtures("first_of_four")
