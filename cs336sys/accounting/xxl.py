@@ -31,7 +31,8 @@ class FeedForwardStack:
         return 2 * self.d_model * self.d_ff * self.num_blocks
 
 
-XXL = FeedForwardStack(d_model=16384, d_ff=53248, num_blocks=126)
+XXL_SHAPE = {"d_model": 16384, "d_ff": 53248, "num_blocks": 126}
+XXL = FeedForwardStack(**XXL_SHAPE)
 
 
 def state_bytes(parameters: Number) -> Number:

@@ -60,7 +60,7 @@ def bench(
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
     split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
-    plan_notes = ()
+    plan_notes: tuple[str, ...] = ()
     if interleave is None:
         measure = "cs336sys.experiments.training:measure_training"
         configurations = [workload.configuration() for workload in workloads]

@@ -53,7 +53,7 @@ def compare(
     limit_percent = None if fail_above is None else _percent(fail_above)
     if not 0 < confidence < 100:
         raise UsageError(f"--confidence {confidence:g}: must be a percentage between 0 and 100")
-    asked = split_list(metric, "--metric") if metric else []
+    asked = split_list(metric, "--metric", str) if metric else []
     check_output(output, format)
     a, b = read_results(baseline), read_results(candidate)
     matched = match_cells(a, b)
@@ -107,11 +107,11 @@ def _warnings(
     few = [count for count in counts if min(count) < FEW_SAMPLES]
     if few:
         yield f"fewer than {FEW_SAMPLES} samples, use more --steps: {_count(len(few), 'comparison')} of {len(counts)}"
-        of_a, of_b = min(few, key=lambda count: math.comb(sum(count), count[0]))
-        least = smallest_p(of_a, of_b)
+        count_a, count_b = min(few, key=lambda count: math.comb(sum(count), count[0]))
+        least = smallest_p(count_a, count_b)
         if least >= significance_level(confidence):
             p = format_number(least, "p_value")
-            yield f"{of_a} against {of_b} samples cannot be significant: the smallest p they can reach is {p}"
+            yield f"{count_a} against {count_b} samples cannot be significant: the smallest p they can reach is {p}"
 
 
 def _count(number: int, noun: str) -> str:

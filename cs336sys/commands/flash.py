@@ -81,13 +81,13 @@ def flash(
         causal = True
     chosen = split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS))
     check_choice(baseline, "--baseline", IMPLEMENTATIONS)
-    converters = {"dtype": one_of(PRECISIONS)}
-    axes = {
-        name: split_list(values, f"--{name.replace('_', '-')}", converters.get(name, at_least(1)))
-        for name, values in shapes.items()
-    }
-    if max(axes["head_dim"]) > 256:
-        raise UsageError(f"--head-dim {max(axes['head_dim'])}: must be at most 256")
+    batch_sizes, head_counts, contexts, head_dims = (
+        split_list(shapes[name], f"--{name.replace('_', '-')}", at_least(1))
+        for name in ("batch_size", "heads", "context", "head_dim")
+    )
+    dtypes = split_list(shapes["dtype"], "--dtype", one_of(PRECISIONS))
+    if max(head_dims) > 256:
+        raise UsageError(f"--head-dim {max(head_dims)}: must be at most 256")
     check_choice(device, "--device", DEVICES)
     split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
     split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
@@ -97,17 +97,9 @@ def flash(
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
     configurations = [
-        AttentionWorkload(
-            implementation,
-            **dict(zip(axes, values, strict=True)),
-            causal=causal,
-            device=device,
-            seed=seed,
-            warmup_ms=warmup_ms,
-            repetition_ms=repetition_ms,
-        ).configuration()
+        AttentionWorkload(implementation, *shape, causal, device, seed, warmup_ms, repetition_ms).configuration()
         | number
-        for values in product(*axes.values())
+        for shape in product(batch_sizes, head_counts, contexts, head_dims, dtypes)
         for number in numbers
         for implementation in chosen
     ]

@@ -61,7 +61,7 @@ def memprof(
     from cs336sys.report.tables import check_output, emit
 
     modes = split_list(mode, "--mode", one_of(MODES))
-    strategies = split_list(checkpoint, "--checkpoint")
+    strategies = split_list(checkpoint, "--checkpoint", str)
     shown = int(split_list([str(top)], "--top", between(1, LARGEST_ALLOCATIONS))[0])
     training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)

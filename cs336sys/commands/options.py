@@ -61,7 +61,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 Value = TypeVar("Value")
 
 
-def split_list(values: Sequence[str], option: str, convert: Callable[[str], Value] = str) -> list[Value]:
+def split_list(values: Sequence[str], option: str, convert: Callable[[str], Value]) -> list[Value]:
     """Values of a list option given as ``a,b,c``, by repetition, or both; repeated values are dropped.
 
     Raises:

@@ -71,7 +71,7 @@ def _accumulation_table(device: "torch.device") -> "Table":
         Column("absolute_error", "absolute error"),
         Column("relative_error_percent", "relative error", "percent"),
     )
-    rows = [
+    rows: list[dict[str, str | float]] = [
         {
             "accumulation": accumulation.name,
             "sum": accumulation.total,

@@ -113,7 +113,7 @@ class JoinedWorker:
             self._run = new_run(self._arguments)
         return self._run
 
-    def measure(self, configuration: dict[str, Any], *, timeout_s: None, progress: "Progress") -> "Outcome":
+    def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: "Progress") -> "Outcome":
         """Measure one cell; no time limit can end it, because there is no other process to end."""
         from cs336sys.measure.cells import guarded, release_memory
 
@@ -133,7 +133,7 @@ class JoinedWorker:
 
         key = f"cs336sys-from-first-rank-{next(_values_shared)}"
         if self.is_first:
-            outside_store().set(key, pickle.dumps(value))
+            outside_store().set(key, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes, as its stub does not say
             return value
         try:
             return pickle.loads(outside_store().get(key))

@@ -61,8 +61,8 @@ class Sweep:
         statuses = {cell.status for cell in self.cells}
         if self.ranks is not None:
             self.ranks.wait_for_report()
-        if self.stopped:
-            self.ranks.exit_at_once()
+            if self.stopped:
+                self.ranks.exit_at_once()
         if self.interrupted:
             raise typer.Exit(INTERRUPTED)
         if statuses and statuses <= {"unsupported"}:
@@ -105,7 +105,7 @@ def run_sweep(
     ranks = JoinedWorker(measure, tuple(sys.argv[1:]), place) if place is not None else None
     if ranks is not None and not ranks.is_first:
         save, resume = None, False
-    results = read_results(save) if resume and save.exists() and save.stat().st_size else None
+    results = read_results(save) if resume and save and save.exists() and save.stat().st_size else None
     file = ResultsFile(save) if save else None
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
@@ -147,9 +147,9 @@ def run_sweep(
                 bar.advance(task)
                 if stopped:
                     break
-        if stopped:
+        if ranks is not None and stopped:
             count = f"{len(cells)} of {len(configurations)} cells measured"
-            print(f"rank {ranks.identity.rank}: {cell.status}: {cell.reason}; {count}", file=sys.stderr)
+            print(f"rank {ranks.identity.rank}: {cells[-1].status}: {cells[-1].reason}; {count}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
         if ranks is None or ranks.is_first:

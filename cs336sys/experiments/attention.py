@@ -257,22 +257,24 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
             torch.ones(16, 16, device=device).mm(torch.ones(16, 16, device=device))
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)
-        out = None
+        out: Tensor | None = None
 
         def forward() -> None:
             nonlocal out
             out = attention(*inputs.differentiable)
 
         def backward() -> None:
+            assert out is not None
             torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
 
         reset_peak_memory(device)
         samples = time_phases(
             {"forward": forward, "backward": backward}, warmup=warmup, steps=steps, device=device, progress=progress
         )
+        peak_gib = peak_memory_gib(device)
         derived: dict[str, Any] = {"held_gib": None, "peak_gib": None}
-        if device.type == "cuda":
-            derived["peak_gib"] = peak_memory_gib(device) - base / GIB
+        if peak_gib is not None:
+            derived["peak_gib"] = peak_gib - base / GIB
             forward()
             derived["held_gib"] = (torch.cuda.memory_allocated(device) - base) / GIB
     return Outcome("ok", samples, derived)

@@ -74,7 +74,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         stage = f"{name}, {len(warm)} beside it" if warm else name
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
-        warm[name] = _warm_up(workload, device, others_gib, lambda text, stage=stage: progress(f"{stage}: {text}"))
+        warm[name] = _warm_up(workload, device, others_gib, stage, progress)
     for number in range(first.steps):
         progress(f"step {number + 1}/{first.steps} of each")
         for one in warm.values():
@@ -93,15 +93,15 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     return outcomes
 
 
-def _warm_up(workload: Workload, device: torch.device, others_gib: float, progress: Progress) -> _Warm:
-    progress("building the model")
+def _warm_up(workload: Workload, device: torch.device, others_gib: float, stage: str, progress: Progress) -> _Warm:
+    progress(f"{stage}: building the model")
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
     reset_peak_memory(device)
     timer = StepTimer(step.phases, device)
     for number in range(workload.warmup):
-        progress(f"warm-up {number + 1}/{workload.warmup}")
+        progress(f"{stage}: warm-up {number + 1}/{workload.warmup}")
         timer.run()
     peak_gib = peak_memory_gib(device)
     return _Warm(step, timer, build_s, None if peak_gib is None else peak_gib - others_gib)

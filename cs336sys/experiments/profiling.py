@@ -60,7 +60,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
             profile = _under_torch_profiler(workload, device, Path(folder), progress)
     derived = {
         "parameters": count_parameters(workload.training.size),
-        "profiler": profile.profiler + (f" {nsys.version}" if profile.profiler == nsight_systems.NAME else ""),
+        "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
         "profiler_reason": why_not,
         "profile": profile.to_json(),
     }

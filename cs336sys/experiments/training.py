@@ -53,7 +53,7 @@ def use_attention(name: str) -> None:
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
 
 
-def build_model(workload: Workload, device: torch.device) -> nn.Module:
+def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.BasicsTransformerLM:
     """A ``BasicsTransformerLM`` on ``device``, of the workload's seed, with its attention and compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
@@ -102,8 +102,10 @@ def initialize_layer(layer: nn.Module) -> None:
     }
     construct = constructors.get(type(layer))
     if construct is not None:
-        with layer.weight.device:
-            layer.weight.copy_(construct(layer.weight.shape).weight)
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        with weight.device:
+            weight.copy_(construct(weight.shape).get_parameter("weight"))
 
 
 # Class and settings by the name of workload.OPTIMIZERS.
@@ -184,6 +186,7 @@ class TrainStep:
 
     def compute_loss(self) -> None:
         logits, self._logits = self._logits, None
+        assert logits is not None
         with self._precision():
             self.loss = self._loss_function(logits, self.targets)
 
@@ -196,12 +199,14 @@ class TrainStep:
             yield
 
     def backward(self) -> None:
+        assert self.loss is not None
         self.scaler.scale(self.loss).backward()
         if self.optimizer is None:
             self.model.zero_grad()
 
     def optimizer_step(self) -> None:
         """Update the parameters and drop the gradients."""
+        assert self.optimizer is not None
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

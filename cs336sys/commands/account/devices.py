@@ -8,13 +8,15 @@ import typer
 from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer
-from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
+from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
 from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES
 
 # An H100's or H200's dense bf16 peak, and what its NVLinks send: 18 of 25 GB/s each.
-_H200_FLOPS = peak_tflops("NVIDIA H200", "bf16") * 1e12
+_H200_TFLOPS = peak_tflops("NVIDIA H200", "bf16")
+assert _H200_TFLOPS is not None
+_H200_FLOPS = _H200_TFLOPS * 1e12
 _H200_BANDWIDTH = 450e9
 
 FlopsOption = Annotated[float, typer.Option("--flops", help="FLOP/s of a device, C.")]
@@ -75,9 +77,11 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
 
 
 def xxl(
-    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.")] = XXL.d_model,
-    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.")] = XXL.d_ff,
-    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.")] = XXL.num_blocks,
+    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.")] = XXL_SHAPE["d_model"],
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.")] = XXL_SHAPE["d_ff"],
+    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.")] = XXL_SHAPE[
+        "num_blocks"
+    ],
     tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.")] = 4 * 512,
     weight_copies: Annotated[
         bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")

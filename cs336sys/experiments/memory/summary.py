@@ -41,6 +41,7 @@ def summary(workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[
         position = peak_position(totals, phase)
         phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
+    reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
     predicted = predicted_peak(
         size, workload.training.precision, workload.training.mode, workload.training.attention, workload.checkpointing
     )
@@ -48,7 +49,7 @@ def summary(workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[
         "phases": phases,
         "peak_gib": highest.allocated / GIB,
         "peak_phase": highest.phase,
-        "reserved_gib": max(peak.reserved for peak in peaks) / GIB if highest.reserved is not None else None,
+        "reserved_gib": max(reserved) / GIB if reserved else None,
         "predicted_gib": predicted.total_gib,
         "predicted_moment": predicted.moment,
         "lost_events": timeline.lost_events,

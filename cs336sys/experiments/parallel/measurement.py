@@ -97,7 +97,8 @@ def _derived(
 ) -> dict[str, Any]:
     step_ms = samples["step"].median
     first = measured[0]
-    derived = {
+    peaks_gib = [rank.peak_gib for rank in measured if rank.peak_gib is not None]
+    derived: dict[str, Any] = {
         "exposed_ms": None,
         "exposed_percent": None,
         "hidden_percent": None,
@@ -105,7 +106,7 @@ def _derived(
         "calls": first.calls,
         "gradient_calls": first.gradient_calls,
         "communicated_bytes": first.communicated_bytes,
-        "peak_gib": None if first.peak_gib is None else max(rank.peak_gib for rank in measured),
+        "peak_gib": max(peaks_gib, default=None),
         "tokens_per_s": workload.training.tokens / samples["step"].mean * 1e3,
         "timeline": None if first.timeline is None else asdict(first.timeline),
     }

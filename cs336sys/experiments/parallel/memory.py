@@ -112,5 +112,7 @@ def _blocks(timeline: AllocationTimeline, addresses: set[int], position: int) ->
 
 
 def _held(moment: str, position: int, components: tuple[list[_Block], ...], totals: list[int]) -> RankMemory:
-    parts = [sum(size for start, end, size in blocks if start <= position < end) for blocks in components]
-    return RankMemory(moment, *parts, totals[position] - sum(parts))
+    parameters, gradients, state = (
+        sum(size for start, end, size in blocks if start <= position < end) for blocks in components
+    )
+    return RankMemory(moment, parameters, gradients, state, totals[position] - parameters - gradients - state)

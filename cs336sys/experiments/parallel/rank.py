@@ -5,9 +5,11 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.sharding.step import RankMemory
@@ -133,7 +135,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     gathers = _watched_gathers(step)
     if communications:
         # All memory of a fully sharded model's collectives may be more than a GPU has.
-        memory_to_share = {} if workload.strategy in FULLY_SHARDED else None
+        memory_to_share: dict[Any, Tensor] | None = {} if workload.strategy in FULLY_SHARDED else None
         samples["communication"] = _time_alone(communications, memory_to_share, training.steps, device)
     return RankMeasurement(
         samples,
@@ -178,7 +180,7 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
 
 
 def _time_alone(
-    communications: list[Communication], memory: dict | None, repetitions: int, device: torch.device
+    communications: list[Communication], memory: dict[Any, Tensor] | None, repetitions: int, device: torch.device
 ) -> Samples:
     launchers = [communication.launcher(memory) for communication in communications]
     alone = {"communication": functools.partial(run_alone, launchers)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
@@ -68,6 +69,7 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model."""
     _require_unscaled_loss(workload)
     _require_blocks(workload)
+    assert workload.prefetch is not None
     plain = build_plain_model(workload, _META)
     torch.manual_seed(workload.training.seed)
     model = FSDP(
@@ -127,7 +129,12 @@ def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tens
 
 
 def _full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    full = {}
+    for name, parameter in model.named_parameters():
+        shard = parameter.detach()
+        assert isinstance(shard, DTensor)
+        full[name] = shard.full_tensor()
+    return full
 
 
 def _require_unscaled_loss(workload: ParallelWorkload) -> None:

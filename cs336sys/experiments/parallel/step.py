@@ -56,7 +56,8 @@ class ParallelStep(TrainStep):
         """From now on show phases and launches as ranges of a profiler."""
         self.phases = {name: _marked_for_all_threads(name, run, marks) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
-            bucket.launch = _marked(f"launch bucket {number}", bucket.launch, marks)
+            launch = _marked(f"launch bucket {number}", bucket.launch, marks)
+            bucket.launch = launch  # type: ignore[method-assign]  # of this bucket alone
 
 
 def rank_device(workload: ParallelWorkload) -> torch.device:

@@ -25,7 +25,7 @@ from cs336sys.workload import ParallelWorkload
 class Launched(Protocol):
     """Something whose ``launch()`` starts a collective: marked in traces and for Nsight Systems."""
 
-    launch: Callable[[], None]
+    def launch(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def _expected(workload: Workload, device: torch.device, uses_autocast: bool) -> 
 
 def _trained_alone(workload: Workload, device: torch.device, uses_autocast: bool) -> dict[str, Tensor]:
     set_matmul_precision(workload)
-    plain = model = build_model(workload, device)
+    plain = build_model(workload, device)
+    model: nn.Module = plain
     if not uses_autocast and workload.precision in AUTOCAST_DTYPES:
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision])
         workload = replace(workload, precision="fp32")
