@@ -5,7 +5,7 @@ from cs336sys.errors import UsageError
 
 
 def test_lists_take_commas_and_repetition_and_drop_repeated_values():
-    assert split_list(["a,b", "c", "a"], "--x") == ["a", "b", "c"]
+    assert split_list(["a,b", "c", "a"], "--x", str) == ["a", "b", "c"]
     assert split_list(["128, 256"], "--x", at_least(1)) == [128, 256]
 
 
