@@ -10,79 +10,15 @@ from cs336sys.kernels.attention.tiled import FlashAttentionTorch
 
 __all__ = ["IMPLEMENTATIONS", "FlashAttentionTorch", "FlashAttentionTriton", "flash_attention"]
 
+# Each says itself, by a CapabilityError, what it lacks on this machine.
+IMPLEMENTATIONS = ("triton", "hopper", "tiled", "reference")
+
 if importlib.util.find_spec("triton") is not None:
     from cs336sys.kernels.attention.operators import FlashAttentionTriton, triton_attention
 else:
 
-    def triton_attention(*args, **kwargs) -> torch.Tensor:
-        raise CapabilityError("implementation 'triton' needs the package triton, which is not installed")
-
-
-def _tiled_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str | None,
-    deterministic: bool,
-) -> torch.Tensor:
-    _refuse_precision("tiled", float32_precision)
-    return FlashAttentionTorch.apply(query, key, value, is_causal)
-
-
-def _reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str | None,
-    deterministic: bool,
-) -> torch.Tensor:
-    _refuse_precision("reference", float32_precision)
-    return reference_attention(query, key, value, is_causal)[0]
-
-
-def _refuse_precision(name: str, float32_precision: str | None) -> None:
-    if float32_precision is not None:
-        raise UsageError(
-            f"float32_precision {float32_precision!r} cannot be had from implementation {name!r}: only 'triton' takes "
-            "it, PyTorch's own matrix products follow torch.set_float32_matmul_precision"
-        )
-
-
-def _hopper_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str | None,
-    deterministic: bool,
-) -> torch.Tensor:
-    _refuse_precision("hopper", float32_precision)
-    return triton_attention(query, key, value, is_causal, None, deterministic, "hopper")
-
-
-def _fastest_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str | None,
-    deterministic: bool,
-) -> torch.Tensor:
-    if query.is_cuda:
-        return triton_attention(query, key, value, is_causal, float32_precision, deterministic, "auto")
-    return _tiled_attention(query, key, value, is_causal, float32_precision, deterministic)
-
-
-# Each is called as (query, key, value, is_causal, float32_precision, deterministic) and says itself, by a
-# CapabilityError, what it lacks on this machine.
-IMPLEMENTATIONS = {
-    "triton": triton_attention,
-    "hopper": _hopper_attention,
-    "tiled": _tiled_attention,
-    "reference": _reference_attention,
-}
+    def triton_attention(*arguments: object) -> torch.Tensor:  # type: ignore[misc]  # whatever it is given, it refuses
+        raise CapabilityError("implementations 'triton' and 'hopper' need the package triton, which is not installed")
 
 
 def flash_attention(
@@ -129,15 +65,25 @@ def flash_attention(
         CapabilityError: the implementation does not run on this machine; the message says why.
         RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
     """
-    attend = _fastest_attention if implementation == "auto" else IMPLEMENTATIONS.get(implementation)
-    if attend is None:
+    if implementation != "auto" and implementation not in IMPLEMENTATIONS:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
         raise UsageError(f"attention implementation {implementation!r} does not exist: choose one of {names}")
     device_type = "cuda" if query.is_cuda else query.device.type  # the latter takes 0.2 us
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = (_autocast(tensor, dtype) for tensor in (query, key, value))
-    return attend(query, key, value, is_causal, float32_precision, deterministic)
+    if implementation == "auto" and not query.is_cuda:
+        implementation = "tiled"
+    if float32_precision is not None and implementation not in ("auto", "triton"):
+        raise UsageError(
+            f"float32_precision {float32_precision!r} cannot be had from implementation {implementation!r}: only "
+            "'triton' takes it, PyTorch's own matrix products follow torch.set_float32_matmul_precision"
+        )
+    if implementation == "tiled":
+        return FlashAttentionTorch.apply(query, key, value, is_causal)
+    if implementation == "reference":
+        return reference_attention(query, key, value, is_causal)[0]
+    return triton_attention(query, key, value, is_causal, float32_precision, deterministic, implementation)
 
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -84,25 +84,22 @@ def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
     return tensor
 
 
-def _takes_hopper(
-    kernels: str, tensors: Sequence[torch.Tensor], is_causal: bool, is_faster: Callable[[Problem], bool]
-) -> bool:
-    """Whether the Hopper kernels are to run; ``tensors``: query, key and whatever else they would read or write."""
+def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
+    return availability.why_unavailable(query) is None and is_faster(problem)
+
+
+def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str) -> Plan:
+    """``tensors``: query, key, value and output."""
     query, key = tensors[:2]
-    if availability.why_unavailable(query) is not None:
-        return False
     operands = [Operand(tensor) for tensor in tensors]
-    return is_faster(make_problem(query, key, operands, is_causal, FLOAT32_PRECISIONS[0]))
-
-
-def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str):
-    if _takes_hopper(kernels, tensors, is_causal, hopper_forward_is_faster):
+    problem = make_problem(query, key, operands, is_causal, float32_precision)
+    if _takes_hopper(kernels, query, problem, hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
 
-        return HopperForwardPlan(*tensors, is_causal)
-    return ForwardPlan(*tensors, is_causal, float32_precision)
+        return HopperForwardPlan(problem, operands, query.device)
+    return ForwardPlan(problem, operands, query.device)
 
 
 def _backward_plan(
@@ -113,12 +110,22 @@ def _backward_plan(
     deterministic: bool,
     kernels: str,
 ) -> BackwardPlan:
+    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value."""
+    query, key = tensors[:2]
+    *operands, out, grad_out = (Operand(tensor) for tensor in tensors)
+    operands.append(grad_out)
+    results = [Operand(grad) for grad in grads]
+    problem = make_problem(query, key, operands, is_causal, float32_precision)
     plan_class = BackwardPlan
-    # The Hopper kernels add up dQ in no fixed order, and there is one for some head dimensions only.
-    may_take_hopper = not deterministic and tensors[0].shape[-1] in availability.BACKWARD_HEAD_DIMS
-    if may_take_hopper and _takes_hopper(kernels, (*tensors, *grads), is_causal, hopper_backward_is_faster):
+    # The Hopper kernels add up dQ in no fixed order, exist for some head dimensions only, and write by TMA.
+    may_take_hopper = (
+        not deterministic
+        and problem.head_dim in availability.BACKWARD_HEAD_DIMS
+        and all(operand.fits_tma for operand in (out, *results))
+    )
+    if may_take_hopper and _takes_hopper(kernels, query, problem, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
-    return plan_class(*tensors, grads, is_causal, float32_precision, deterministic)
+    return plan_class(problem, operands, out, results, query.device, deterministic)
 
 
 def _empty_result(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from cs336sys.kernels.attention import operators
 from cs336sys.kernels.attention.hopper import availability
-from cs336sys.kernels.attention.hopper import plans as hopper_plans
 from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
 from cs336sys.kernels.attention.plan import Launch, Plan
-from cs336sys.kernels.attention.triton import plans as triton_plans
+from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel, prepare_kernel
 
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
@@ -153,7 +153,7 @@ def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dty
         return report
     backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
     passes = [launch._kernel for launch, _ in backward.steps]
-    others = triton_plans.prepare_kernel, triton_plans.convert_grad_query_kernel
+    others = prepare_kernel, convert_grad_query_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
     step_names = [None if one in others else next(names) for one in passes]
     compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)
@@ -163,7 +163,7 @@ def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dty
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    problem_on_this_machine = triton_plans.make_problem
+    problem_on_this_machine = operators.make_problem
 
     def problem_on_hopper(query, key, operands, *options):
         return dataclasses.replace(
@@ -173,7 +173,7 @@ def main() -> None:
             tma_allowed=all(operand.fits_tma for operand in operands),
         )
 
-    hopper_plans.make_problem = triton_plans.make_problem = problem_on_hopper
+    operators.make_problem = problem_on_hopper
     reports = {}
     for kernels, configurations in (("triton", TRITON_CONFIGURATIONS), ("hopper", HOPPER_CONFIGURATIONS)):
         for name, configuration in configurations.items():

@@ -26,7 +26,7 @@ from cs336sys.kernels.attention.plan import (
     Plan,
     sequences_per_group,
 )
-from cs336sys.kernels.attention.problem import Operand, make_problem
+from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.triton.plans import BackwardPlan
 
 # The rows of one warpgroup's tile, in both kernels.
@@ -66,24 +66,23 @@ class HopperForwardPlan(Plan):
 
     given = FORWARD_TENSORS
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, is_causal: bool):
-        super().__init__(query.device)
-        operands = [Operand(tensor) for tensor in (query, key, value, out)]
-        problem = make_problem(query, key, operands, is_causal, "ieee")
+    def __init__(self, problem: Problem, operands: Sequence[Operand], device: torch.device):
+        """``operands``: query, key, value and output."""
+        super().__init__(device)
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
         costs = [
-            1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, is_causal)[1]
+            1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)[1]
             for first_query in range(0, problem.num_queries, item_rows)
         ]
-        streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
+        streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
         per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
-        items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=is_causal)
+        items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
         num_programs = len(costs) * problem.num_sequences
         if settings.persistent:
             num_programs = min(num_programs, problem.num_multiprocessors)
-        schedule = self._own("schedule", _table(share_out(items, costs, num_programs), query.device))
+        schedule = self._own("schedule", _table(share_out(items, costs, num_programs), device))
         launch = Launch(
             forward_kernel,
             num_programs,
@@ -97,11 +96,11 @@ class HopperForwardPlan(Plan):
                 settings.consumers,
                 settings.key_rows,
                 settings.num_stages,
-                is_causal,
+                problem.is_causal,
                 settings.take_turns,
                 settings.consumer_registers,
             ),
-            [_tile_descriptors(operand, n, query.dtype) for operand, n in zip(operands, rows, strict=True)],
+            [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
         self._then(launch, *self.given, schedule)

@@ -17,7 +17,7 @@ from cs336sys.kernels.attention.plan import (
     Scratch,
     sequences_per_group,
 )
-from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
+from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.triton.backward import backward_kernel, convert_grad_query_kernel, prepare_kernel
 from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
 from cs336sys.kernels.attention.triton.settings import (
@@ -59,18 +59,9 @@ class ForwardPlan(Plan):
 
     given = FORWARD_TENSORS
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        is_causal: bool,
-        float32_precision: str,
-    ):
-        super().__init__(query.device)
-        operands = [Operand(tensor) for tensor in (query, key, value, out)]
-        problem = make_problem(query, key, operands, is_causal, float32_precision)
+    def __init__(self, problem: Problem, operands: Sequence[Operand], device: torch.device):
+        """``operands``: query, key, value and output."""
+        super().__init__(device)
         settings = forward_settings(problem)
         tile, key_parts = settings.tile, settings.key_parts
         block_dim = _block_dim(problem)
@@ -92,7 +83,7 @@ class ForwardPlan(Plan):
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
             descriptors = [_descriptors(one, n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
-        streamed_bytes = 2 * problem.num_keys * problem.head_dim * key.element_size()
+        streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
         launch = Launch(
             forward_kernel,
             key_parts * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
@@ -111,7 +102,7 @@ class ForwardPlan(Plan):
                 block_dim,
                 tile.query_rows,
                 tile.key_rows,
-                is_causal,
+                problem.is_causal,
                 key_parts,
                 _dot_precision(problem),
                 tile.use_tma,
@@ -131,22 +122,20 @@ class BackwardPlan(Plan):
 
     def __init__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        grad_out: torch.Tensor,
-        grads: Sequence[torch.Tensor],
-        is_causal: bool,
-        float32_precision: str,
+        problem: Problem,
+        operands: Sequence[Operand],
+        out: Operand,
+        grads: Sequence[Operand],
+        device: torch.device,
         deterministic: bool,
     ):
-        super().__init__(query.device)
-        self._operands = [Operand(tensor) for tensor in (query, key, value, grad_out)]
-        self._out_strides = Operand(out).row_strides
-        self._problem = problem = make_problem(query, key, self._operands, is_causal, float32_precision)
-        self._grad_operands = [Operand(grad) for grad in grads]
-        self._grad_strides = [operand.row_strides for operand in self._grad_operands]
+        """``operands``: query, key, value and the output's gradient; ``grads``: those of query, key and value."""
+        super().__init__(device)
+        self._problem = problem
+        self._operands = operands
+        self._out_strides = out.row_strides
+        self._grad_operands = grads
+        self._grad_strides = [operand.row_strides for operand in grads]
         self._block_dim = _block_dim(problem)
         self._add_launches(deterministic)
 

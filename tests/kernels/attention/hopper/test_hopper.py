@@ -143,10 +143,24 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
     monkeypatch.setattr(operators, "make_problem", problem_on_hopper)
     query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
     whole, narrow = query.new_empty(1, num_sequences, 16384, 64), query[..., :64]
-    assert operators._takes_hopper("auto", (whole, whole), True, hopper_forward_is_faster) == chosen
-    assert not operators._takes_hopper("auto", (whole, narrow), True, hopper_forward_is_faster)
-    assert operators._takes_hopper("hopper", (whole, narrow), True, hopper_forward_is_faster)
-    assert not operators._takes_hopper("triton", (whole, whole), True, hopper_forward_is_faster)
+
+    def takes_hopper(kernels, key):
+        plan = operators._forward_plan((whole, key, whole, whole), True, "tf32x3", kernels)
+        return type(plan).__name__ == "HopperForwardPlan"
+
+    assert takes_hopper("auto", whole) == chosen
+    assert not takes_hopper("auto", narrow)
+    assert takes_hopper("hopper", narrow)
+    assert not takes_hopper("triton", whole)
+
+    def takes_hopper_backward(out, grad_key):
+        tensors, grads = (whole, whole, whole, out, whole), (whole, grad_key, whole)
+        plan = operators._backward_plan(tensors, grads, True, "tf32x3", False, "auto")
+        return type(plan).__name__ == "HopperBackwardPlan"
+
+    assert takes_hopper_backward(whole, whole) == chosen
+    assert not takes_hopper_backward(narrow, whole)
+    assert not takes_hopper_backward(whole, narrow)
 
 
 @on_hopper

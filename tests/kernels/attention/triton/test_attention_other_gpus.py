@@ -18,6 +18,7 @@ from compile_for_hopper import CompileOnlyDriver
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from cs336sys.kernels.attention import operators
 from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton import plans
@@ -81,15 +82,15 @@ def shared_bytes(plan: Plan, *tensors: torch.Tensor) -> list[int]:
 def main() -> None:
     major, minor = map(int, sys.argv[1].split("."))
     driver.set_active(AnyGpuDriver((major, minor)))
-    plans.make_problem = lambda *arguments: make_problem_on((major, minor), *arguments)
+    operators.make_problem = lambda *arguments: make_problem_on((major, minor), *arguments)
     # With a causal mask there is one more loop to compile, of as much shared memory.
-    options = {"is_causal": False, "float32_precision": "tf32x3"}
+    options = False, "tf32x3"
     report = []
     for shape, dtype in LARGEST[major, minor]:
         query, key, value, out, grad_out, *grads = (torch.empty(shape, dtype=dtype) for _ in range(8))
         tensors = query, key, value, out, torch.empty(shape[:-1])
-        forward = plans.ForwardPlan(query, key, value, out, **options)
-        backward = plans.BackwardPlan(query, key, value, out, grad_out, grads, **options, deterministic=False)
+        forward = operators._forward_plan((query, key, value, out), *options, "triton")
+        backward = operators._backward_plan((query, key, value, out, grad_out), grads, *options, False, "triton")
         taken = shared_bytes(forward, *tensors), shared_bytes(backward, *tensors, grad_out, *grads)
         report.append((f"{shape} {dtype}", *taken))
     json.dump(report, sys.stdout)
