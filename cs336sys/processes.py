@@ -1,4 +1,4 @@
-"""Which of several ranks a process is, and what processes that start others owe each other. No torch."""
+"""Which of several ranks a process is, and how worker processes begin and end with their parents. No torch."""
 
 import contextlib
 import ctypes
@@ -9,13 +9,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# PR_SET_PDEATHSIG of prctl(2): the kernel sends this process the signal when its parent dies.
+# PR_SET_PDEATHSIG of prctl(2): when the parent dies, the kernel sends this process a signal.
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which rank a process is. ``local_rank`` counts on its machine alone and chooses the GPU."""
+    """Which rank a process is. ``local_rank`` counts the ranks of one machine, and selects the GPU."""
 
     rank: int
     world_size: int
@@ -23,7 +23,7 @@ class RankIdentity:
 
 
 def started_outside() -> RankIdentity | None:
-    """This process among the ranks that torchrun or Slurm started; None if it was started alone."""
+    """Which of the ranks started by torchrun or Slurm this process is; None if it is not one of them."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank = int(os.environ["RANK"])
@@ -31,15 +31,15 @@ def started_outside() -> RankIdentity | None:
 
 
 def become_worker(parent: int) -> bool:
-    """Make this process the first of a group that can be killed as a whole, and let it die with its parent.
+    """Make this process the first of a process group that can be killed as a whole, and let it die with its parent.
 
-    Its standard output becomes standard error: results are the parent's to print, what a worker prints is log.
+    Its standard output becomes standard error: results are printed by the parent, what a worker prints is log.
 
     Args:
-        parent: the process that started this one.
+        parent: id of the process that started this one.
 
     Returns:
-        False if the parent is gone already: then end.
+        False if the parent has already ended: then this process should end, too.
     """
     os.setsid()
     if sys.platform == "linux":
@@ -50,7 +50,7 @@ def become_worker(parent: int) -> bool:
 
 @contextlib.contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Processes started in it inherit that Ctrl-C is ignored: their parent decides what becomes of them."""
+    """Processes started in this context ignore Ctrl-C: their parent decides what happens to them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,7 +62,7 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def cause_of_death(exit_code: int) -> str:
-    """How a process ended that should not have, after the words "the process"."""
+    """How a process ended that should not have ended, phrased to follow "the process"."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name

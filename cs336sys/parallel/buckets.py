@@ -1,4 +1,4 @@
-"""Which gradients travel together: plain arithmetic, no torch, no process group."""
+"""Which gradients are communicated together: plain arithmetic, no torch, no process group."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from cs336sys.errors import UsageError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What decides the bucket of one parameter.
+    """What decides which bucket a parameter goes into.
 
     Attributes:
-        identity: the same for tied weights, which are one tensor under several names.
-        size_bytes: of its gradient.
-        kind: tensors of different kinds (dtype and device) cannot share a bucket.
+        identity: equal for tied weights, which are one tensor under several names.
+        size_bytes: the size of its gradient.
+        kind: dtype and device; tensors of different kinds cannot share a bucket.
     """
 
     identity: Hashable
@@ -22,7 +22,7 @@ class TensorSpec:
 
 
 def cap_in_bytes(bucket_size_mb: float | None) -> float | None:
-    """The cap of buckets of at most so many megabytes (1e6 bytes); None sets none.
+    """A bucket size in megabytes (1e6 bytes) as a cap in bytes; None stays None: no cap.
 
     Raises:
         UsageError: the bucket size is not positive.
@@ -35,17 +35,17 @@ def cap_in_bytes(bucket_size_mb: float | None) -> float | None:
 
 
 def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | None) -> list[list[int]]:
-    """Put every tensor into one bucket; buckets and their contents in the order in which gradients become ready.
+    """Put every tensor into a bucket; buckets and their contents are in the order in which gradients become ready.
 
-    Gradients become ready in about the reverse order of the parameters, so the last parameter opens the first bucket.
-    A bucket holds at most ``cap_bytes`` (the handout's "at most"; torch's DDP closes a bucket after it crossed the
-    cap); a tensor larger than the cap is alone in its bucket. Each kind fills a bucket of its own at a time, and
-    buckets are ordered by their last tensor: with the gradients in reverse order they complete one after the other.
+    Gradients become ready in roughly the reverse order of the parameters, so the last parameter opens the first bucket.
+    A bucket holds at most ``cap_bytes`` (the handout's "at most"; torch's DDP closes a bucket once it has crossed the
+    cap); a tensor larger than the cap has a bucket to itself. Each kind has one open bucket at a time, and buckets are
+    ordered by the last tensor they hold, so that with gradients in reverse order they complete one after the other.
 
     Args:
-        tensors: in parameter order, a tied weight once for every name. It counts where it stands first, because its
+        tensors: in parameter order, a tied weight once for every name. It counts where it appears first, because its
             gradient is ready only when the backward pass has reached its first use.
-        cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap, one bucket for each kind.
+        cap_bytes: ``0`` gives every tensor a bucket of its own; None sets no cap: one bucket for each kind.
 
     Returns:
         Indices into ``tensors``, bucket by bucket.

@@ -1,6 +1,7 @@
-"""The collectives of this project, the same on torch 2.11 to 2.13 and on NCCL and Gloo.
+"""The collectives of this project: the same interface for torch 2.11 to 2.13, and for NCCL and Gloo.
 
-Only this module knows which names and reduce operations a version or a backend has. All use the default process group.
+Only this module knows what each version calls a collective and which reduce operations each backend offers. All
+collectives run on the default process group, of ``W`` ranks.
 """
 
 import functools
@@ -22,18 +23,18 @@ from torch.distributed.distributed_c10d import (
 
 from cs336sys.errors import UsageError
 
-# torch 2.13 warns of the names on the right, which are the only ones of torch 2.11.
+# torch 2.11 has only the names on the right; torch 2.13 warns that they are deprecated.
 # (output of W * n elements, input of n elements, async_op=False): every rank gets all ranks' inputs, in rank order.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# (output of n elements, input of W * n elements, op=SUM, async_op=False): rank r gets the sum of all r-th parts.
+# (output of n elements, input of W * n elements, op=SUM, async_op=False): rank r gets the sum of all ranks' r-th parts.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def require_process_group(what: str) -> None:
-    """Refuse to build ``what`` in a process that belongs to no process group.
+    """Refuse to build ``what`` where no process group has been initialized.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
@@ -42,29 +43,35 @@ def require_process_group(what: str) -> None:
         )
 
 
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Raise UsageError if the gradient is sparse."""
+    if gradient.layout != torch.strided:
+        raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
+
+
 def group_device() -> torch.device:
-    """Where tensors must be that the process group is to communicate: this rank's GPU for NCCL, else the CPU."""
+    """The device that tensors must be on for the process group to communicate them: this rank's GPU, or the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class _Launched:
-    """Collective operations under way on some tensors: start them, go on computing, wait.
+    """An asynchronous collective on some tensors: start it, go on computing, wait for it.
 
-    They are started by the methods of the process group in which functions like ``dist.all_reduce`` and their
-    coalescing end. On the way there, those spend several times as long in Python, for every tensor, while a GPU often
-    waits for the CPU.
+    It calls the methods of the process group directly. Functions like ``dist.all_reduce`` end in the same methods, but
+    spend several times as long in Python on every tensor before they get there, and a GPU often waits for the CPU.
 
     Args:
-        what: what the tensors are, for the note of an error.
+        what: what the tensors are, for the note on an error.
     """
 
     _collective: str
 
     def __init__(self, what: str):
         self.what = what
-        # NCCL reads tensors on a stream of its own: freed before that is done, their memory would be given to others.
+        # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
+        # reused.
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Any] = ()
 
@@ -73,7 +80,7 @@ class _Launched:
         return _get_default_group()
 
     def wait(self) -> None:
-        """Return when the results may be used: on a GPU, when the current stream waits for them.
+        """Return when the results may be used: on a GPU, as soon as the current stream has been told to wait for them.
 
         Raises:
             RuntimeError: another rank died or timed out; a note says what was communicated.
@@ -87,7 +94,7 @@ class _Launched:
         self._tensors = self._works = ()
 
     def record_end(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Record on a stream of its own when the results are there; nothing else waits for them."""
+        """Record ``event`` when the results have arrived; only ``stream``, which must have no other work, waits."""
         with torch.cuda.stream(stream):
             for work in self._works:
                 work.wait()
@@ -95,10 +102,10 @@ class _Launched:
 
 
 class _Mean(_Launched):
-    """A collective that takes means.
+    """A collective that computes means.
 
-    The mean is taken inside the collective where the backend can. Where it cannot (Gloo on CUDA tensors), and in fp16,
-    where the sum of two gradients of 40,000 overflows on Gloo, each rank divides before the sum, as torch's DDP does.
+    The backend averages if it can. Where it cannot (Gloo on CUDA tensors), and for fp16 on Gloo, where the sum of two
+    gradients of 40,000 overflows, each rank divides before the sum, as torch's DDP does.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, what: str = "tensors"):
@@ -115,11 +122,11 @@ class _Mean(_Launched):
 
     @functools.cached_property
     def _coalesces(self) -> bool:
-        # Gloo does on the CPU only.
+        # Gloo can on the CPU only.
         return self._device_type != "cuda" or "nccl" in dist.get_backend()
 
     def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
-        """The operation that adds up to a mean; divides the tensors if they are to be summed."""
+        """The reduce operation that gives the mean; if that is a sum, the tensors are divided here."""
         if self._averages_inside:
             return dist.ReduceOp(dist.ReduceOp.AVG)
         torch._foreach_div_(tensors, dist.get_world_size())
@@ -127,19 +134,19 @@ class _Mean(_Launched):
 
 
 class MeanReduction(_Mean):
-    """Replaces tensors by their mean over all ranks, in place and in one launch.
+    """Replaces tensors with their mean over all ranks, in place and in one launch.
 
     NCCL gets several tensors as one group of operations; Gloo packs them itself.
 
     Args:
-        dtype, device: of the tensors.
-        what: what they are, for the note of an error.
+        dtype, device: those of the tensors.
+        what: what they are, for the note on an error.
     """
 
     _collective = "all-reduce"
 
     def start(self, tensors: list[Tensor]) -> None:
-        """Launch; the tensors must be contiguous, at least one, and of the same shapes in this order on every rank."""
+        """Launch. There must be at least one tensor, all contiguous, and every rank gives the same shapes in order."""
         is_coalesced = len(tensors) > 1 and self._coalesces
         options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
         options.reduceOp = self._prepare(tensors)
@@ -153,20 +160,20 @@ class MeanReduction(_Mean):
 
 
 class MeanScatter(_Mean):
-    """Gives each rank its slice of the means of tensors, in one launch and without copies. Arguments as above."""
+    """Gives each rank its slice of the mean of each tensor, in one launch and without copies. Arguments as above."""
 
     _collective = "reduce-scatter"
 
     def start(self, slices: Sequence[Tensor], tensors: list[Tensor]) -> None:
         """Launch: rank r's ``slices[i]``, of n elements, becomes the r-th of W slices of the mean of ``tensors[i]``.
 
-        All tensors must be contiguous. Those of W n elements may be changed.
+        All must be contiguous. The tensors, of W * n elements, may be overwritten.
         """
         options = ReduceScatterOptions()
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = [*slices, *tensors]
-        # torch 2.13 has the first name, torch 2.11 the second alone.
+        # torch 2.11 has only the second name.
         group = self._group
         scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
         self._works = [scatter([_real(own) for own in slices], [_real(tensor) for tensor in tensors], options)]
@@ -176,8 +183,8 @@ class SliceGather(_Launched):
     """Completes tensors of which every rank has one slice, in place and, on GPUs, in one launch.
 
     Args:
-        tensors: contiguous, of W n elements; rank r has the r-th n.
-        what: what they are, for the note of an error.
+        tensors: contiguous, of W * n elements; rank r has filled in the r-th n.
+        what: what they are, for the note on an error.
     """
 
     _collective = "all-gather"
@@ -189,7 +196,7 @@ class SliceGather(_Launched):
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
 
     def start(self) -> None:
-        """Launch; other ranks' slices are overwritten."""
+        """Launch; the slices of other ranks are overwritten."""
         if through_host(self._whole[0]):
             for tensor, own in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
@@ -198,8 +205,8 @@ class SliceGather(_Launched):
             return
         group = self._group
         if not self._whole[0].is_cuda:
-            # Gloo's coalesced all-gather corrupts the heap now and then (torch 2.13: of 339 times that two ranks
-            # trained a small model, 8 ended by a signal; with one all-gather after another, of 347 none).
+            # Gloo's coalesced all-gather occasionally corrupts the heap (torch 2.13: of 339 runs in which two ranks
+            # trained a small model, 8 were ended by a signal; with one all-gather after another, none of 347).
             self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._own, strict=True)]
             return
         gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
@@ -207,21 +214,21 @@ class SliceGather(_Launched):
 
 
 class SliceExchange(_Launched):
-    """Gives each rank its slice of every rank's tensor: a reduce-scatter that leaves the sum to it.
+    """Gives each rank its slice of every rank's tensor: a reduce-scatter that leaves the sum to the receiver.
 
-    It sends as many bytes as a reduce-scatter. The receiver may sum in a wider dtype than was sent, and slices may
-    differ in size.
+    It sends as many bytes as a reduce-scatter. The receiver can sum in a wider dtype than that of what was sent, and
+    slices may differ in size.
     """
 
     _collective = "all-to-all"
 
     def start(self, received: Tensor, tensor: Tensor, sizes: list[int]) -> None:
-        """Launch: rank r's ``received`` becomes all ranks' r-th slices of ``tensor``, one after another.
+        """Launch: rank r's ``received`` becomes the r-th slice of every rank's ``tensor``, in rank order.
 
         Args:
             received: (W * sizes[r],) on rank r.
             tensor: (sum(sizes),), contiguous.
-            sizes: elements of each slice, the same on every rank.
+            sizes: number of elements in each slice, the same on every rank.
         """
         received, tensor = _real(received), _real(tensor)
         output_splits: list[int] = []
@@ -240,22 +247,22 @@ class SliceExchange(_Launched):
 
 
 class Broadcasts(_Launched):
-    """Overwrites each of several tensors by that of one rank.
+    """Overwrites each of several tensors with one rank's.
 
-    NCCL gets them as one group of operations, which run at the same time: with two ranks that send, both directions of
-    the link are in use, as in an all-gather. One after the other they would take twice as long.
+    NCCL gets them as one group of operations, which run at the same time: when two ranks send, both directions of the
+    link are in use, as in an all-gather. One after the other they would take twice as long.
 
     Args:
-        tensors: laid out alike on every rank, on one device.
-        sources: for each, the rank that has it.
-        what: what they are, for the note of an error.
+        tensors: laid out alike on every rank, all on one device.
+        sources: for each tensor, the rank that sends it.
+        what: what they are, for the note on an error.
     """
 
     _collective = "broadcast"
 
     def __init__(self, tensors: Sequence[Tensor], sources: Sequence[int], what: str):
         super().__init__(what)
-        # Of an expanded tensor only what is in memory.
+        # An expanded tensor is sent as it is stored, without repetition.
         self._targets = [_stored(tensor) for tensor in tensors]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
         self._memories = [memory_view(target) if is_dense(target) else target for target in self._targets]
@@ -287,11 +294,11 @@ class Broadcasts(_Launched):
 
 
 class AnyRank:
-    """Which of some facts, one per element, hold on any rank: an all-reduce under way."""
+    """Which of some facts hold on at least one rank: an all-reduce with one element for each, started here."""
 
     def __init__(self, facts: Sequence[bool], device: torch.device):
         self._facts = list(facts)
-        # With nothing to say but yes, no copy from the host is needed, and wait() reads nothing back.
+        # If all hold here, the answer is known: nothing is copied to a GPU, and wait() reads nothing back.
         if all(self._facts):
             self._anywhere = torch.ones(len(self._facts), dtype=torch.uint8, device=device)
         else:
@@ -299,19 +306,19 @@ class AnyRank:
         self._work = dist.all_reduce(self._anywhere, dist.ReduceOp.MAX, async_op=True)
 
     def wait(self) -> list[bool]:
-        """The answer; blocks until a GPU has it if a fact did not hold on this rank."""
+        """The answer. If a fact does not hold on this rank, this blocks until a GPU has the answer."""
         self._work.wait()
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Replace a tensor by its sum over all ranks, in place."""
+    """Replace a tensor with its sum over all ranks, in place."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def gather_numbers(number: Tensor) -> Tensor:
-    """Every rank's value of a scalar, (W,), in rank order, on every rank and where it was."""
+    """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
     own = number.detach().view(1).to(group_device())
     gathered = own.new_empty(dist.get_world_size())
     all_gather_single(gathered, own)
@@ -319,7 +326,7 @@ def gather_numbers(number: Tensor) -> Tensor:
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], what: str = "start values") -> None:
-    """Overwrite each tensor by rank 0's. They must be laid out alike on every rank."""
+    """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
     if tensors:
         broadcasts = Broadcasts(tensors, [0] * len(tensors), what)
         broadcasts.start()
@@ -327,7 +334,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], what: str = "start values") 
 
 
 def through_host(tensor: Tensor) -> bool:
-    """Whether the backend cannot communicate this tensor where it is: Gloo only broadcasts and all-reduces on GPUs."""
+    """Whether this tensor must be copied to the CPU first: for CUDA tensors Gloo has only broadcast and all-reduce."""
     return tensor.is_cuda and "nccl" not in dist.get_backend()
 
 
@@ -338,7 +345,7 @@ def _from_rank(source: int) -> BroadcastOptions:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The same numbers without complex ones, which backends do not know."""
+    """The tensor, or a real view of a complex one: backends know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -348,33 +355,33 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory, each once, in any order: not so slices and expanded tensors."""
+    """Whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do not."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def memory_view(tensor: Tensor) -> Tensor:
     """A contiguous tensor over the memory of a dense one: itself, or (numel,) in memory order if it is permuted.
 
-    Backends communicate memory as it lies, and NCCL refuses tensors that are not contiguous.
+    Backends send memory in the order in which it is stored, and NCCL refuses tensors that are not contiguous.
     """
     tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def send_to_first(tensors: Sequence[Tensor]) -> None:
-    """Send contiguous tensors to rank 0, which calls :func:`receive_from` for tensors of the same shapes."""
+    """Send contiguous tensors to rank 0, which must call :func:`receive_from` with tensors of the same shapes."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 0) for tensor in tensors]):
         work.wait()
 
 
 def receive_from(source: int, tensors: Sequence[Tensor]) -> None:
-    """Fill contiguous tensors with those that a rank sends to this one."""
+    """Fill contiguous tensors with those that rank ``source`` sends to this one."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source) for tensor in tensors]):
         work.wait()
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, in rank order, on every rank. Values must be picklable."""
+    """Every rank's value, in rank order, on every rank. Values are pickled."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,12 +1,12 @@
-"""Data parallel training: every rank trains the whole model on its share of the batch, with the ranks' mean gradient.
+"""Data parallel training: each rank trains the whole model on its share of the batch, with the mean gradient of all.
 
-Four wrappers, which differ in how many all-reduces they launch and when:
+There are four wrappers, which differ in how many all-reduces they launch, and when:
 
 ===============  ====================================  ====================================
 wrapper          all-reduces                           launched
 ===============  ====================================  ====================================
 `NaiveDDP`       one for each parameter                after the backward pass
-`FlatDDP`        one of all gradients, as one tensor   after the backward pass
+`FlatDDP`        one for all gradients, as one tensor  after the backward pass
 `OverlappedDDP`  one for each parameter                during it, when the gradient is ready
 `BucketedDDP`    one for each bucket of parameters     during it, when the bucket is ready
 ===============  ====================================  ====================================
@@ -31,29 +31,30 @@ from cs336sys.parallel.same_on_ranks import require_same_module
 
 
 class _Replicated(nn.Module):
-    """A module that all ranks hold; what the four wrappers have in common.
+    """A module that every rank holds whole: what the four wrappers have in common.
 
-    Construction compares the layout of the module between ranks and overwrites all parameters and buffers by rank 0's.
-    A training step is then::
+    Construction checks that the module is the same on all ranks and overwrites its parameters and buffers with rank
+    0's. A training step is then::
 
         loss_function(wrapped(inputs), targets).backward()
         wrapped.finish_gradient_synchronization()
         optimizer.step()
 
-    The result is the step of one process on the whole batch if the loss is a mean and every rank has an equal share.
+    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process which trains
+    on the whole batch.
 
-    - Every rank must run the same number of steps. Which parameters a step used, and in which order, may differ: a
-      parameter without a gradient on some ranks counts as zero there, one without on all ranks keeps ``grad`` None.
-      (Learning that no other rank had a gradient that this one lacks makes the CPU wait for the GPU.)
-    - Frozen parameters are broadcast at construction and left alone after. Buffers are not synchronized again.
-    - Leave gradients alone between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
-      inspect them after.
-    - After an error in a step that the caller survives, every rank must call :meth:`finish_gradient_synchronization`
-      to go on: some of its gradients may be under way.
-    - ``state_dict()`` is the wrapped module's, and ``load_state_dict()`` takes it with or without ``module.`` before
-      every name. A deep copy is a wrapper of its own; it communicates as soon as it trains.
+    - Every rank must run the same number of steps. Ranks may use different parameters in a step, and in a different
+      order: where only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If
+      this rank lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
+    - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again.
+    - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
+      inspect them afterwards.
+    - If a step fails and the caller wants to go on, every rank must call :meth:`finish_gradient_synchronization` first:
+      some all-reduces may have been launched.
+    - ``state_dict()`` is that of the wrapped module, and ``load_state_dict()`` accepts it with or without ``module.``
+      before every name. A deep copy is a wrapper in its own right; it communicates as soon as it trains.
     - Under ``torch.compile``, gradients are ready when the compiled backward that computes them returns: compile the
-      model's blocks, not the whole, and communication overlaps.
+      blocks of the model, not the whole, so that communication overlaps.
 
     Attributes:
         module: the wrapped module.
@@ -61,20 +62,20 @@ class _Replicated(nn.Module):
 
     _overlap: bool
     _bucket_type: type[GradientBucket] = GradientBucket
-    # Of a bucket; below every gradient, so that each has a bucket of its own.
+    # Most bytes in a bucket: 0 gives each parameter a bucket of its own, None sets no limit.
     _cap_bytes: float | None = 0.0
 
     def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
         """Wrap ``module`` on every rank.
 
         Args:
-            module: anything with parameters; on the device that it will train on.
-            gradient_dtype: what real gradients of other dtypes are sent and summed in, for example ``torch.bfloat16``
-                to halve the traffic of fp32 gradients; they keep their own dtype. None sends them as they are.
+            module: anything with parameters, on the device that it will be trained on.
+            gradient_dtype: dtype in which real gradients are sent and summed, for example ``torch.bfloat16`` to halve
+                the traffic of fp32 gradients; ``grad`` keeps its own. None sends gradients in the dtype they have.
 
         Raises:
-            UsageError: there is no process group, ``gradient_dtype`` is not a floating-point dtype, or the ranks'
-                modules or settings differ: then on every rank, naming the first difference.
+            UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or modules or
+                settings differ between ranks (raised on every rank, naming the first difference).
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -87,10 +88,10 @@ class _Replicated(nn.Module):
         self._watch_gradients()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's.
+        """Call the wrapped module.
 
         Raises:
-            UsageError: a parameter that was frozen is not any more; :meth:`refresh` was not called.
+            UsageError: a parameter was unfrozen, and :meth:`refresh` was not called.
         """
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -99,28 +100,29 @@ class _Replicated(nn.Module):
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
-        """What an all-reduce averages together, in the order of launching."""
+        """The gradients that are averaged together, in the order of launching."""
         return self._synchronizer.buckets
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every gradient the mean over ranks: call it on every rank between backward pass and optimizer step.
+        """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
-        On a GPU this queues the wait; the CPU does not block, unless this rank lacks gradients (see above).
+        On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
         """
         self._synchronizer.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this context add to this rank's gradients only.
+        """Within this context, backward passes accumulate gradients on this rank only.
 
-        For gradient accumulation: all passes of a step but the last. What they added is averaged with the last.
+        This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
+        averaged together with the last pass.
         """
         return self._synchronizer.no_sync()
 
     def refresh(self) -> None:
-        """Call on every rank after ``requires_grad`` of parameters was changed, between two steps.
+        """Take note of parameters that were frozen or unfrozen. Every rank must call it, between two steps.
 
         Raises:
-            UsageError: on every rank, if it was not changed alike.
+            UsageError: on every rank, if they were not changed alike.
         """
         require_same_module(self.module, self._settings())
         self._watch_gradients()
@@ -130,7 +132,7 @@ class _Replicated(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # nn.Module looks for the children's entries under their names, here "module".
+        # nn.Module looks for the entries of a child under the child's name, here "module".
         own = [key for key in state_dict if key.startswith(prefix)]
         wrapped = hasattr(self.module, "module") or not all(key.startswith(f"{prefix}module.") for key in own)
         if wrapped:
@@ -139,7 +141,7 @@ class _Replicated(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks are not copied with a parameter.
+        # The synchronizer's hooks are not copied with the parameters: __setstate__ makes a new one.
         return {name: value for name, value in self.__dict__.items() if name != "_synchronizer"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,7 +163,7 @@ class _Replicated(nn.Module):
 
 
 class NaiveDDP(_Replicated):
-    """All-reduces each gradient by itself after the backward pass. Arguments and errors as in the base class."""
+    """All-reduces each gradient by itself after the backward pass. For arguments and errors see the base class."""
 
     _overlap = False
 
@@ -186,10 +188,10 @@ class BucketedDDP(_Replicated):
     _overlap = True
 
     def __init__(self, module: nn.Module, bucket_size_mb: float | None, *, gradient_dtype: torch.dtype | None = None):
-        """Wrap ``module``; arguments and errors beyond these as in the base class.
+        """Wrap ``module``; for the other arguments and errors see the base class.
 
         Args:
-            bucket_size_mb: a bucket holds at most so many megabytes (1e6 bytes) of gradients, or a single larger one;
+            bucket_size_mb: most megabytes (1e6 bytes) of gradients in a bucket, unless it holds a single larger one;
                 None puts all gradients (of one dtype and device) into one bucket.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Gradients that one all-reduce averages: where they are in memory, and their way there and back."""
+"""The gradients that one all-reduce averages: where they are in memory, and how they are sent and received."""
 
 import math
 from collections.abc import Sequence
@@ -7,18 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
-from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
-from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
+from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view, refuse_sparse
 
 
 class GradientBucket:
-    """Gradients averaged where autograd left them: one launch for all, no copies, no memory of its own.
+    """Gradients averaged where autograd left them: one launch for all of them, no copies, no extra memory.
 
     Attributes:
-        parameters: by name; all of one dtype and device.
-        waiting: parameters whose gradient is not ready in this step.
-        present: after :meth:`launch`, whether each parameter had a gradient on this rank.
+        parameters: by name; all have the same dtype and device.
+        waiting: parameters whose gradients are not ready yet in this step.
+        present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
@@ -32,13 +31,13 @@ class GradientBucket:
         self._reduction = MeanReduction(
             self._wire_dtype or sample.dtype, sample.device, f"gradients of {', '.join(parameters)}"
         )
-        # Take part for parameters that have no gradient here: zeros, and then the mean of other ranks' gradients.
+        # What takes part for parameters without a gradient here: zeros, and then the mean of all ranks' gradients.
         self._substitutes: dict[nn.Parameter, Tensor] = {}
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take in a gradient that autograd has just finished; here it stays where it is.
+        """Accept a gradient that autograd has just completed; in this class it stays where it is.
 
         Raises:
             UsageError: it is sparse.
@@ -46,7 +45,7 @@ class GradientBucket:
         refuse_sparse(name, gradient)
 
     def launch(self) -> None:
-        """Start to average all gradients, zeros for those that this rank lacks."""
+        """Start to average all gradients, with zeros in place of those that this rank lacks."""
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         self._averaged = self._memory()
         if self._wire_dtype is None:
@@ -58,7 +57,7 @@ class GradientBucket:
         self._reduction.start([self._wire])
 
     def wait(self) -> None:
-        """Return when the averaged gradients may be used: on a GPU, by what is queued after this on its stream."""
+        """Return when the averaged gradients may be used: on a GPU, by work queued on the current stream after this."""
         self._reduction.wait()
         if self._wire is not None:
             sizes = [tensor.numel() for tensor in self._averaged]
@@ -66,10 +65,10 @@ class GradientBucket:
         self._averaged, self._wire = [], None
 
     def finish(self, present_anywhere: list[bool]) -> None:
-        """Hand substitutes to parameters that lack a gradient here but not on every rank, and begin a new step.
+        """Give parameters without a gradient here the mean if some rank had one, and begin a new step.
 
         Args:
-            present_anywhere: for each parameter in order.
+            present_anywhere: for each parameter, in order, whether any rank had a gradient.
         """
         for parameter, here, anywhere in zip(self.parameters.values(), self.present, present_anywhere, strict=True):
             if anywhere and not here:
@@ -78,7 +77,7 @@ class GradientBucket:
         self.waiting = set(self.parameters.values())
 
     def _memory(self) -> list[Tensor]:
-        """The contiguous tensors to average in place, the same on every rank."""
+        """The contiguous tensors to average in place, of the same shapes on every rank."""
         tensors = []
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
@@ -98,11 +97,11 @@ class GradientBucket:
 
 
 class FlatBucket(GradientBucket):
-    """Gradients averaged as one tensor: each is copied into a flat buffer once and is a view of it from then on.
+    """Gradients averaged as one tensor: each is copied into a flat buffer once, and is a view of it from then on.
 
-    The copy is made as soon as autograd has finished a gradient, so never all exist twice, and none is copied back. The
-    buffer lives from the first gradient of a step until the views are dropped: it costs what torch's DDP spends on its
-    buckets, but not in a forward pass after ``zero_grad``.
+    A gradient is copied as soon as autograd has completed it, so there are never two copies of all of them, and none is
+    copied back. The buffer exists from the first gradient of a step until its views are dropped: it needs as much
+    memory as the buckets of torch's DDP, but none during a forward pass that follows ``zero_grad``.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
@@ -115,13 +114,13 @@ class FlatBucket(GradientBucket):
             end = self._size + parameter.numel()
             self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
             self._gaps += [slice(end, self._size)] if end < self._size else []
-        # Of this step, between its first gradient and finish().
+        # This step's, from its first gradient until finish().
         self._buffer: Tensor | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         super().collect(name, parameter, gradient)
         if self._buffer is None:
-            # Gradients that were set to zero instead of dropped lie in the last step's.
+            # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
             self._buffer = self._buffer_under(parameter, gradient)
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
@@ -149,12 +148,12 @@ class FlatBucket(GradientBucket):
     def _new_buffer(self, sample: Tensor) -> Tensor:
         buffer = torch.empty(self._size, dtype=sample.dtype, device=sample.device)
         for gap in self._gaps:
-            # Who looks for NaN in what is sent finds none.
+            # Zeroed, so that NaN checks on the sent buffer pass.
             buffer[gap].zero_()
         return buffer
 
     def _buffer_under(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-        """The buffer that a gradient is a view of, if it is one."""
+        """The buffer that a gradient is a view of, or None if it is not a view of one."""
         is_view = (
             gradient.untyped_storage().nbytes() == self._size * gradient.element_size()
             and gradient.storage_offset() == self._offsets[parameter]
@@ -166,18 +165,12 @@ class FlatBucket(GradientBucket):
         return buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
 
 
-def refuse_sparse(name: str, gradient: Tensor) -> None:
-    """Raises UsageError for a gradient that is not an ordinary tensor."""
-    if gradient.layout != torch.strided:
-        raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
-
-
 def divide_into_buckets(
     named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | None
 ) -> list[dict[str, nn.Parameter]]:
     """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
 
-    A bucket has parameters of one dtype and device alone.
+    All parameters of a bucket have the same dtype and device.
     """
     specs = [
         TensorSpec(id(parameter), parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
@@ -187,14 +180,14 @@ def divide_into_buckets(
 
 
 def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The strides that autograd gives a gradient: the parameter's if that is dense in memory, else row-major."""
+    """The strides that autograd gives a gradient: those of a parameter that is dense in memory, else row-major."""
     if is_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether elements lie in memory as under ``strides``; the stride of a dimension of size 1 says nothing."""
+    """Whether the elements are in the order of ``strides``; the stride of a dimension of size 1 does not matter."""
     return gradient.stride() == strides or all(
         size == 1 or own == other for size, own, other in zip(gradient.shape, gradient.stride(), strides, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Launches the all-reduces of a backward pass, in one order on all ranks, and waits for them."""
+"""Launches the all-reduces of a backward pass, in the same order on all ranks, and waits for them."""
 
 import contextlib
 import threading
@@ -14,17 +14,17 @@ from cs336sys.parallel.gradient_buckets import GradientBucket
 
 
 class SynchronizationSwitch:
-    """What can be told to leave gradients on this rank for a while.
+    """What averages gradients over ranks, unless it is switched off for gradient accumulation.
 
     Attributes:
-        synchronizes: False lets backward passes accumulate gradients on this rank alone.
+        synchronizes: if False, backward passes accumulate gradients on this rank only.
     """
 
     synchronizes = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context accumulate gradients on this rank alone."""
+        """Within this context, backward passes accumulate gradients on this rank only."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield
@@ -35,35 +35,35 @@ class SynchronizationSwitch:
 class GradientSynchronizer(SynchronizationSwitch):
     """Averages the gradients of buckets over all ranks.
 
-    Ranks agree on nothing but the order of their calls: the n-th all-reduce of one is added to the n-th of every other.
-    Gradients become ready in an order that may differ between ranks. So bucket ``i`` is launched only after bucket
-    ``i - 1``, even if it was ready first, as in torch's DDP (Li et al. 2020, section 3.2.3).
+    Collectives are matched by the order of calls alone: the n-th all-reduce of one rank is summed with the n-th of
+    every other. Gradients may become ready in a different order on each rank. So bucket ``i`` is launched only after
+    bucket ``i - 1``, even if it was ready first, as in torch's DDP (Li et al. 2020, section 3.2.3).
 
-    A parameter may lack a gradient on this rank. Then zeros take part, and ranks tell each other who had one, in one
-    small all-reduce a step: a gradient that no rank had stays None.
+    If a parameter has no gradient on this rank, zeros take part in its place. Ranks tell each other which gradients
+    they had, in one small all-reduce per step, so that a gradient that no rank had stays None.
 
     Args:
         buckets: in the order of launching.
-        overlap: launch a bucket during the backward pass, as soon as its turn has come and its gradients are ready;
-            else all in :meth:`finish`.
+        overlap: launch each bucket during the backward pass, as soon as its turn has come and its gradients are ready;
+            otherwise all are launched in :meth:`finish`.
 
     Attributes:
-        buckets: as given, then those added.
+        buckets: those given, then those added.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], overlap: bool):
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
         self._launched = 0
-        # Hooks run on autograd's threads, one for each device.
+        # Hooks run on autograd's threads, of which there is one per device.
         self._lock = threading.Lock()
-        # Hooks belong to the parameters, which may outlive this object and get another one.
+        # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
-        """Average the gradients of these buckets, too, launched after the others. Call it between two steps."""
+        """Add buckets, which are launched after the others. Call it between two steps."""
         self.buckets.extend(buckets)
         self._handles.extend(
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, name))
@@ -72,10 +72,10 @@ class GradientSynchronizer(SynchronizationSwitch):
         )
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
-        """Called by autograd when it has added all of this backward pass to ``parameter.grad``.
+        """Called by autograd when ``parameter.grad`` is complete for this backward pass.
 
         Raises:
-            UsageError: the gradient was ready before in this step: its average may be under way already.
+            UsageError: the gradient has been ready before in this step, so its all-reduce may have been launched.
         """
         with self._lock:
             if parameter not in bucket.waiting:
@@ -84,7 +84,7 @@ class GradientSynchronizer(SynchronizationSwitch):
                     "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
                     "checkpointing does this in one pass: choose use_reentrant=False)"
                 )
-            # A backward function may return None for a gradient; the hook is called all the same.
+            # If a backward function returns None for a gradient, the hook is called nevertheless.
             if parameter.grad is not None:
                 bucket.collect(name, parameter, parameter.grad)
             if not self.synchronizes:
@@ -94,7 +94,7 @@ class GradientSynchronizer(SynchronizationSwitch):
                 self._launch_next()
 
     def finish(self) -> None:
-        """Launch what is not launched yet, wait for all, and begin a new step. Every rank must call it."""
+        """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it."""
         if not self.buckets:
             return
         with self._lock:
@@ -119,7 +119,7 @@ class GradientSynchronizer(SynchronizationSwitch):
 
 
 def is_synchronized(parameter: nn.Parameter) -> bool:
-    """Whether a living synchronizer averages the gradient of this parameter."""
+    """Whether a synchronizer that still exists averages the gradient of this parameter."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return any(hook.__module__ == __name__ for hook in hooks.values())
 

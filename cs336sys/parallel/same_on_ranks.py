@@ -1,4 +1,4 @@
-"""Compares a module between ranks before they communicate: without it, ranks that disagree hang or add up garbage."""
+"""Compares modules and settings between ranks before they communicate: ranks that disagree hang or sum garbage."""
 
 import contextlib
 import hashlib
@@ -14,10 +14,10 @@ from cs336sys.parallel.collectives import all_gather_single, gather_objects, gro
 
 
 def require_same_module(module: nn.Module, settings: str) -> None:
-    """Compare names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers between ranks.
+    """Require that parameters and buffers agree between ranks: names, shapes, strides, dtypes, ``requires_grad``, ties.
 
     Args:
-        settings: what else must be the same on every rank.
+        settings: what else must be the same on every rank, in words.
 
     Raises:
         UsageError: on every rank, naming the first difference.
@@ -27,13 +27,13 @@ def require_same_module(module: nn.Module, settings: str) -> None:
 
 @contextlib.contextmanager
 def same_on_every_rank() -> Iterator[list[str]]:
-    """What each rank does for itself in this context, all have done the same, or every rank raises.
+    """After this context either all ranks have done the same thing in it, or every rank raises.
 
     Yields:
-        a list, empty at first: the context adds the lines that must be the same on every rank.
+        an empty list, to which the body adds lines that must be the same on every rank.
 
     Raises:
-        Exception: the context's, if all ranks raised the same.
+        Exception: the body's, if all ranks raised the same.
         UsageError: on every rank, naming the first difference, if lines differ or only some ranks raised.
     """
     lines: list[str] = []
@@ -46,9 +46,9 @@ def same_on_every_rank() -> Iterator[list[str]]:
 
 
 def require_same_lines(lines: Sequence[str]) -> None:
-    """Compare some lines of text between ranks.
+    """Require that some lines of text are the same on every rank.
 
-    One small all-gather of hashes; only if they differ are the lines themselves exchanged.
+    This takes one small all-gather of hashes; the lines themselves are exchanged only if those differ.
 
     Raises:
         UsageError: on every rank, naming the first difference.
@@ -67,7 +67,7 @@ def require_same_lines(lines: Sequence[str]) -> None:
 
 
 def describe_module(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer: name, dtype, shape, strides, whether it is trained, what it is tied to."""
+    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to."""
     first_name: dict[nn.Parameter, str] = {}
     lines = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,14 @@
-"""Fully sharded data parallel training: what :mod:`cs336sys.parallel.fsdp.wrapper` offers."""
+"""Fully sharded data parallel training (ZeRO stage 3); ``docs/fsdp.md`` follows a step.
+
+- ``wrapper.py``: ``FSDP``, what users call.
+- ``plan.py``: which parameters are sharded, and which are gathered together, as a unit?
+- ``parameter.py``: how is one parameter cut, and how does each rank get its slices?
+- ``unit.py``: where are the parameters of a unit in memory, and how are they gathered and freed?
+- ``runner.py``: when are units gathered, freed and reduced? It is told by ``calls.py`` that a module is called, and
+  by ``gather_order.py`` which units come next; ``gather_timing.py`` measures whether they arrive in time.
+- ``gradients.py``: how do gradients become means, and reach their slices?
+- ``checkpoint.py``: how are all ranks saved, and loaded by another number of ranks?
+"""
 
 from cs336sys.parallel.fsdp.wrapper import FSDP
 

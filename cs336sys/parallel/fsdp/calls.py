@@ -1,4 +1,4 @@
-"""Calls of modules whose parameters have to be gathered first, and the dtypes on their way in and out."""
+"""Calls of modules whose parameters must be gathered first, and the dtypes of their inputs and outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from cs336sys.parallel.fsdp.unit import ShardedUnit
 
 
 class UnitCall:
-    """Takes the place of a module's call, compiled or not, where ``nn.Module`` looks for compiled ones.
+    """Replaces a module's call, compiled or not, in the attribute in which ``nn.Module`` looks for a compiled call.
 
-    So gathering and freeing stay outside of what is compiled: they do not break its graph, and blocks share one.
+    Gathering and freeing are thus outside of compiled code: they do not break its graph, and all blocks share one.
     """
 
     def __init__(self, runner: UnitRunner, unit: ShardedUnit, module: nn.Module, compute_dtype: torch.dtype | None):
@@ -25,7 +25,7 @@ class UnitCall:
         self.install()
 
     def install(self) -> None:
-        """Call what the module calls now; again after the module was compiled."""
+        """Wrap whatever the module calls at present. Repeat it in case the module has been compiled since."""
         current = self.module.__dict__.get("_compiled_call_impl")
         if current is not self:
             self._function = current or self.module._call_impl
@@ -42,10 +42,10 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Let a module of ``torch.nn`` with replicated parameters take and return half precision.
+    """Let a module of ``torch.nn`` with replicated parameters accept and return ``compute_dtype``.
 
-    Its parameters stay in full precision, and CUDA's layer norm, for one, refuses inputs of another dtype. Modules of
-    others are left alone: those of ``cs336_basics`` take any dtype.
+    Its parameters keep their dtype, and CUDA's layer norm, for one, refuses inputs of another. Modules from elsewhere
+    are left as they are: those of ``cs336_basics`` accept any dtype.
     """
     if not type(module).__module__.startswith("torch.nn."):
         return
@@ -57,7 +57,7 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The value with all floating-point tensors in it, in lists, tuples and dictionaries, converted."""
+    """The value with all floating-point tensors in it converted, including those in lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Checkpoints of fully sharded training, written by all ranks at once and loaded by any number of ranks.
+"""Checkpoints of FSDP, written by all ranks at once and loaded by any number of ranks.
 
-A checkpoint is a folder of ``torch.distributed.checkpoint``: a file for each rank that saved, with its slices, and
+A checkpoint is a folder of ``torch.distributed.checkpoint``: one file for each rank that saved, with its slices, and
 ``.metadata``, which says what is where. Its keys are ``model/<name>``, ``optimizer/<state>/<name>``,
-``optimizer_groups`` and ``extra``. All ranks must see one file system. Objects are pickled: load what you trust.
+``optimizer_groups`` and ``extra``. All ranks must share a file system. Objects are pickled: load only what you trust.
 """
 
 import os
@@ -32,16 +32,16 @@ def save_checkpoint(
 ) -> None:
     """Write parameters, buffers and the optimizer's state to the folder ``path``. Every rank must call it.
 
-    The folder is written under another name and renamed when it is whole. One that was there before is kept as
-    ``<path>.previous``: at every moment one of the two is whole.
+    The folder is written under another name and renamed when it is complete. One that existed before is kept as
+    ``<path>.previous``: at every moment one of the two is complete.
 
     Args:
-        optimizer: of ``sharded.parameters()``.
+        optimizer: one over ``sharded.parameters()``.
         extra: anything that can be pickled, for example the step and a scheduler's state; the same on every rank.
 
     Raises:
         UsageError: the optimizer has other parameters, or a state that cannot be cut like its parameter.
-        OSError: on every rank; what was there before is whole.
+        OSError: on every rank; the checkpoint that existed before is still complete.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
@@ -58,17 +58,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Set parameters, buffers and the optimizer's state to those saved by however many ranks. Every rank must call it.
+    """Load parameters, buffers and the optimizer's state that any number of ranks saved. Every rank must call it.
 
     Args:
-        optimizer: of ``sharded.parameters()``, in the groups in which it was saved; it need not have made a step.
+        optimizer: one over ``sharded.parameters()``, with the groups it was saved with; it need not have made a step.
 
     Returns:
         what was saved as ``extra``.
 
     Raises:
-        UsageError: on every rank, before anything is changed: there is no whole checkpoint (what is missing is said,
-            and whether there is a previous one), or it is of another model or optimizer (names and shapes are said).
+        UsageError: on every rank, before anything is changed: there is no complete checkpoint (the message says what is
+            missing, and whether there is a previous one), or it is that of another model or optimizer (the message
+            gives names and shapes).
     """
     path = Path(path)
     _on_first_rank(lambda: _check_whole(path))
@@ -88,7 +89,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
 
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
-    """Parameters and buffers, by key: those sharded as DTensors over this rank's memory."""
+    """Parameters and buffers by key; sharded ones as DTensors over this rank's memory."""
     own = sharded.sharded_parameters
     tied = {name for parameter in own.values() for name in parameter.names[1:]}
     return {
@@ -105,7 +106,7 @@ def _as_dtensor(parameter: ShardedParameter, own: Tensor) -> DTensor:
 
 
 def _pickled(value: Any) -> bytes:
-    # Else dictionaries and lists are taken apart into further keys.
+    # Otherwise dictionaries and lists would be split into further keys.
     return pickle.dumps(value)
 
 
@@ -115,7 +116,7 @@ def _names(sharded: FSDP) -> dict[Tensor, str]:
 
 
 def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with names for parameters."""
+    """The optimizer's groups with names in place of parameters."""
     names = _names(sharded)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -208,7 +209,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run it on rank 0; an error leaves on every rank, after which no rank has gone on."""
+    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises its error."""
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -221,7 +222,7 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 
 
 def _make_empty(partial: Path) -> None:
-    # Left by a run that was killed while it saved.
+    # A run that was killed while it saved may have left one.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 

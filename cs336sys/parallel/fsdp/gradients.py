@@ -1,4 +1,4 @@
-"""Takes the mean of whole gradients over ranks and gives each rank that of its rows."""
+"""Averages whole gradients over ranks, and gives each rank the mean of its rows."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ from cs336sys.parallel.fsdp.parameter import ShardedParameter
 class GradientScatter:
     """Averages the gradients of some parameters: start, go on computing, finish.
 
-    Of gradients in the dtype of the slices, whose rows the ranks share equally, a reduce-scatter returns the mean. All
-    others (half precision, uneven rows) are exchanged and averaged here: as many bytes are sent, the sum is exact to
-    the slices' precision, and nothing is padded.
+    If gradients have the dtype of the slices and all ranks have equally many rows, a reduce-scatter returns the mean.
+    All others (half precision, uneven rows) are exchanged in an all-to-all and averaged here: it sends as many bytes,
+    the sum has the precision of the slices, and nothing is padded.
 
     Args:
         what: whose gradients they are, for errors.
-        stream: on a GPU, where to average what was exchanged: beside the computation.
+        stream: on a GPU, the stream on which exchanged gradients are averaged while the next ones are computed.
     """
 
     def __init__(self, what: str, stream: torch.cuda.Stream | None):
@@ -29,7 +29,7 @@ class GradientScatter:
         self._groups: list[tuple[_GradientGroup, list[int]]] = []
 
     def choose(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Average the gradients of these from now on; what is under way is dropped."""
+        """Average the gradients of these parameters from now on; averages in progress are dropped."""
         self.drop()
         indices_of_kind: dict[Any, list[int]] = {}
         for index, parameter in enumerate(parameters):
@@ -41,7 +41,7 @@ class GradientScatter:
         ]
 
     def start(self, gradients: Sequence[Tensor]) -> None:
-        """Launch; the gradients, one for each parameter, must be contiguous, and of the same dtypes on every rank."""
+        """Launch. Gradients, one for each parameter, must be contiguous and have the same dtypes on every rank."""
         for group, indices in self._groups:
             group.start([gradients[index] for index in indices])
         if self._stream is not None and self._exchanges:
@@ -50,13 +50,13 @@ class GradientScatter:
                     group.average()
 
     def finish(self) -> None:
-        """Add the means to the gradients of the slices; on a GPU, let the current stream wait for them."""
+        """Add the means to the gradients of the slices; on a GPU, the current stream waits for them."""
         self._wait()
         for group, _ in self._groups:
             group.add_means()
 
     def drop(self) -> None:
-        """Wait for the means, and forget them."""
+        """Wait for the means, and discard them."""
         self._wait()
         for group, _ in self._groups:
             group.forget()
@@ -75,11 +75,12 @@ class GradientScatter:
 
 
 class _GradientGroup:
-    """Parameters whose gradients have one dtype and are averaged in one launch: nothing is done for each that can be
-    done for all, because a GPU that computes a layer in less than a millisecond waits for the CPU.
+    """Parameters whose gradients have the same dtype and are averaged in one launch.
 
-    Gradients to exchange are packed, and what arrives is averaged by one kernel. A launch for each would save the copy,
-    which reads and writes a layer of ``2.7b`` in bf16 in 0.1 ms of a GPU, and take a CPU 0.06 ms for each parameter.
+    Whatever can be done for all parameters at once is not done for each: a GPU that computes a layer in less than a
+    millisecond waits for the CPU. Gradients to exchange are packed, and what arrives is averaged by one kernel. One
+    launch per parameter would save that copy, which takes a GPU 0.1 ms for a layer of ``2.7b`` in bf16, but would cost
+    the CPU 0.06 ms for each parameter.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], what: str):
@@ -87,21 +88,21 @@ class _GradientGroup:
         self._divides_evenly = parameters[0].divides_evenly
         self._shapes = [parameter.shard.shape for parameter in parameters]
         self._sizes = [parameter.shard.numel() for parameter in parameters]
-        # Elements of every rank's slices: of each parameter, and of all.
+        # How many elements each rank's slice has: of each parameter, and of all together.
         self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
         self._rank_sizes = [sum(of_rank) for of_rank in zip(*self._slice_sizes, strict=True)]
         shard = parameters[0].shard
         self._scatter = MeanScatter(shard.dtype, shard.device, what)
         self._exchange = SliceExchange(what)
-        # Of all slices in one piece, as they are made and dropped together.
+        # The means of all slices in one tensor, because they are made and dropped together.
         self._mean: Tensor | None = None
         self._received: Tensor | None = None
-        # The memory of what is being sent must not be given to others, whichever stream has waited already.
+        # Held so that the memory is not reused while it is being sent, whichever stream has waited already.
         self._sent: Sequence[Tensor] = ()
 
     @property
     def averages(self) -> bool:
-        """Whether there is a mean to be taken of what is exchanged."""
+        """Whether gradients are being exchanged, and the mean is to be computed here."""
         return self._received is not None
 
     def start(self, gradients: list[Tensor]) -> None:
@@ -115,14 +116,14 @@ class _GradientGroup:
             gradient.view(-1).split_with_sizes(sizes)
             for gradient, sizes in zip(gradients, self._slice_sizes, strict=True)
         ]
-        # Rank after rank: one piece of memory goes to each.
+        # In rank order, so that what goes to each rank is contiguous.
         packed = torch.cat([piece for of_rank in zip(*slices, strict=True) for piece in of_rank])
         self._sent = [packed]
         self._received = packed.new_empty(len(self._rank_sizes) * len(mean))
         self._exchange.start(self._received, packed, self._rank_sizes)
 
     def wait(self) -> None:
-        """Wait for means that the collective takes."""
+        """Wait for means that the collective computes."""
         if not self.averages:
             self._scatter.wait()
 
@@ -143,14 +144,14 @@ class _GradientGroup:
         self._sent = ()
 
     def _of_each(self, mean: Tensor) -> list[Tensor]:
-        """The mean of each parameter's slice, in its shape."""
+        """The mean as one tensor for each parameter, in the shape of its slice."""
         pieces = mean.split_with_sizes(self._sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 @contextlib.contextmanager
 def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run on this stream, after what the current one has been given so far; without a GPU (None) just run."""
+    """Run on this stream, after all work queued on the current stream so far; None, without a GPU, changes nothing."""
     if stream is None:
         yield
     else:

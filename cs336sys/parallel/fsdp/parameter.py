@@ -1,6 +1,6 @@
-"""One parameter cut along its first dimension into one slice a rank, and giving every rank its slices of a module.
+"""A parameter cut along its first dimension into one slice per rank, and how the parameters of a module are cut.
 
-A module is cut one layer at a time, so that the whole never has to exist.
+A module is initialized and cut one layer at a time, so the whole module never has to exist in memory.
 """
 
 import math
@@ -12,23 +12,22 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
+from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device, refuse_sparse
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
-from cs336sys.parallel.gradient_buckets import refuse_sparse
 
 
 class ShardedParameter:
     """A parameter of which this rank holds some rows.
 
     Attributes:
-        names: in the wrapped module; tied weights have several.
-        shape: of the whole parameter.
-        rows: those that this rank holds.
-        divides_evenly: whether all ranks hold equally many.
-        slice_sizes: elements of the rows of each rank.
-        shard: these rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
+        names: its names in the wrapped module; tied weights have several.
+        shape: the shape of the whole parameter.
+        rows: which rows this rank holds.
+        divides_evenly: whether all ranks hold equally many rows.
+        slice_sizes: for each rank, the number of elements in its rows.
+        shard: this rank's rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
         full: all rows in the dtype to compute in: what the module holds, and autograd sees, while they are gathered.
-            Always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
+            It is always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
     """
 
     def __init__(self, planned: PlannedParameter, whole: nn.Parameter, compute_dtype: torch.dtype | None):
@@ -44,7 +43,7 @@ class ShardedParameter:
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
-        # Where modules hold it; those that have a __setattr__ of their own are told.
+        # Where modules hold it. A module with its own __setattr__ is assigned to, others' dictionaries are written to.
         self._dictionaries: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._setters: list[tuple[nn.Module, str]] = []
         for owner, attribute in planned.owners:
@@ -52,19 +51,19 @@ class ShardedParameter:
                 self._dictionaries.append((owner._parameters, attribute))
             else:
                 self._setters.append((owner, attribute))
-        # Gradients of backward passes under no_sync, in the dtype of the shard.
+        # The sum of the gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
 
     def gather_into(self, memory: Tensor) -> Tensor:
-        """Choose the bytes (uint8) that the rows of all ranks are gathered in; return where this rank's go."""
+        """Let ``full`` be a view of ``memory`` (uint8), in which rows will be gathered; return where this rank's go."""
         each = rows_per_rank(self.shape[0], dist.get_world_size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
-        # .data counts versions apart: filling the memory again is no change of what autograd saved.
+        # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
         self.full = nn.Parameter(padded.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
         return padded[dist.get_rank() * each :][: len(self.rows)]
 
     def gather_whole(self) -> Tensor:
-        """All rows in the dtype of the shard, in memory of their own. Every rank must call it."""
+        """All rows in the dtype of the shard, in new memory. Every rank must call it."""
         each, rank = rows_per_rank(self.shape[0], dist.get_world_size()), dist.get_rank()
         padded = self.shard.new_zeros((dist.get_world_size() * each, *self.shape[1:]))
         padded[rank * each :][: len(self.rows)] = self.shard.detach()
@@ -81,7 +80,7 @@ class ShardedParameter:
             setattr(module, attribute, parameter)
 
     def take_gradient(self) -> Tensor | None:
-        """The whole gradient of this backward pass, which autograd left.
+        """Remove and return the whole gradient that autograd has left in ``full``; None if there is none.
 
         Raises:
             UsageError: it is sparse.
@@ -92,7 +91,7 @@ class ShardedParameter:
         return gradient
 
     def keep_gradient(self) -> None:
-        """Add the gradient of this backward pass to the kept ones."""
+        """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
         if gradient is not None:
             self.kept = gradient.to(self.shard.dtype) if self.kept is None else self.kept.add_(gradient)
@@ -111,10 +110,10 @@ def distribute_parameters(
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
 ) -> dict[PlannedParameter, ShardedParameter]:
-    """Make parameters and buffers rank 0's and cut those parameters that the plan shards.
+    """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
 
-    Layers on the meta device are given memory and values first; arguments and errors as of
-    :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`. Replicated parameters may be new objects afterwards.
+    Layers on the meta device get memory and values first. Replicated parameters may be new objects afterwards. For
+    arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
     """
     to_shard = set(plan.all_sharded)
     entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
@@ -136,13 +135,13 @@ def distribute_parameters(
             elif entry not in to_shard and entry not in replicated:
                 broadcast_from_first([parameter])
                 replicated[entry] = parameter
-            # A tied weight stays one parameter, and nothing holds the whole of a sharded one any longer.
+            # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
             part._parameters[attribute] = sharded[entry].shard if entry in sharded else replicated[entry]
     return sharded
 
 
 def _is_on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of the module itself, not of its children, has no memory."""
+    """Whether a parameter or buffer of the module itself, children aside, has no memory yet."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 

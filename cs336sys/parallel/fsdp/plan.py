@@ -1,6 +1,6 @@
-"""Which parameters fully sharded training shards, and which of them are gathered together: the structure alone.
+"""Which parameters FSDP shards, and which of them are gathered together: a plan, without moving any data.
 
-A layer is sharded if it owns a parameter with two dimensions or more: ``Linear``, ``Embedding`` and their like, whoever
+A layer is sharded if it owns a parameter of two or more dimensions: ``Linear``, ``Embedding`` and the like, whoever
 wrote them; its bias goes with it. Norms and other small parameters are replicated.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-# Modules that are not called themselves; their children are.
+# Modules that are never called themselves; only their children are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -18,8 +18,8 @@ class PlannedParameter:
     """One parameter and everywhere it is used.
 
     Attributes:
-        names: in the whole module; tied weights have several.
-        owners: the modules that hold it and their attributes for it.
+        names: its names in the whole module; tied weights have several.
+        owners: the modules that hold it, each with the attribute that it is held as.
     """
 
     names: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class PlannedParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """What the modules hold: the whole parameter at first, later perhaps a slice in its place."""
+        """What the modules hold at present: the whole parameter at first; once it is sharded, this rank's slice."""
         owner, attribute = self.owners[0]
         parameter = owner._parameters[attribute]
         assert parameter is not None
@@ -39,8 +39,8 @@ class PlannedUnit:
     """Modules whose weights are gathered when one of them is called, and freed when it returns.
 
     Attributes:
-        name: that of its first module.
-        modules: usually one; those that share weights are one unit.
+        name: the name of its first module.
+        modules: usually one; modules that share weights form one unit.
         contains_units: whether one of its modules contains a module of another unit.
     """
 
@@ -52,10 +52,10 @@ class PlannedUnit:
 
 @dataclass
 class ShardingPlan:
-    """All parameters of a module, each in one place.
+    """All parameters of a module, each either in one unit or replicated.
 
     Attributes:
-        units: in the order of the module.
+        units: in the order of the module's children.
         replicated: parameters that every rank holds whole.
     """
 
@@ -71,13 +71,13 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     """Divide the parameters of a module into units.
 
     Args:
-        unit_modules: modules that are to be a unit each; by default those in lists (``nn.ModuleList``), which are the
-            blocks of a Transformer; a list in a list's module is part of that module. What is in none of them is
-            divided into single layers. A layer with children (attention that hands its output projection's weight to a
-            function, for example) is a unit with all of them that are no units themselves.
+        unit_modules: modules that each become a unit. By default these are the modules in an ``nn.ModuleList``, which
+            are the blocks of a Transformer; a list within such a module is part of its unit. Every sharded layer
+            outside of them is a unit of its own. A layer with children (for example attention that passes its output
+            projection's weight to a function) forms one unit with those of them that are not units themselves.
     """
     roots: dict[nn.Module, PlannedUnit] = {}
-    # The units that each module is called in; None stands for none.
+    # The units that each module is called in; None stands for a call outside of all units.
     homes: dict[nn.Module, set[PlannedUnit | None]] = {}
 
     def visit(child: nn.Module, name: str, home: PlannedUnit | None, in_list: bool, in_block: bool) -> None:

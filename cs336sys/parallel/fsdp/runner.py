@@ -1,8 +1,8 @@
-"""When the units of a fully sharded module gather, free and reduce: before, between and after what they compute.
+"""When the units of an FSDP module are gathered and freed, and when their gradients are reduced.
 
-Ranks agree on nothing but the order of their collectives. So each is launched by an event that comes in the same order
-on every rank: a unit is called, the backward pass arrives at its output, the backward pass ends. That some gradient is
-ready is no such event: a parameter may be unused on one rank.
+Collectives are matched by the order of calls alone. So each is launched by an event that happens in the same order on
+every rank: a unit is called, the backward pass arrives at its output, the backward pass ends. That a gradient is ready
+is not such an event: a parameter may be unused on one rank.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
 class UnitRunner(SynchronizationSwitch):
     """Runs units forward and backward.
 
-    Forward, a unit is gathered before its module is called and freed when it returns, unless the next use is its own,
-    as that of the last unit in the backward pass. Backward, it is gathered when the gradient of its output arrives, and
-    freed when the backward pass arrives at another unit's output. Autograd works strictly back in time, so its
-    gradients are complete then: their reduction starts, and is finished one unit later. While a unit computes, the next
-    ``prefetch`` are being gathered; no others have memory.
+    In the forward pass a unit is gathered before its module is called, and freed when that returns, unless the same
+    unit is used next, as the last one is by the backward pass. In the backward pass it is gathered when the gradient of
+    its output arrives, and freed when the backward pass arrives at the output of another unit. Autograd goes strictly
+    back in time, so the unit's gradients are complete by then: their reduction starts, and is finished one unit later.
+    While a unit computes, the next ``prefetch`` units are being gathered; no others have memory.
 
     Args:
-        units: all of the module.
+        units: all units of the module.
         prefetch: how many units to gather ahead of use.
 
     Attributes:
         replicated: gradients of parameters that every rank holds whole. They are averaged when the backward pass ends:
-            they are small, and a launch for each unit would take a CPU 0.2 ms.
-        watch: notes how late gathers are, if given.
+            they are small, and a launch per unit would take the CPU 0.2 ms.
+        watch: if set, records how late gathers are.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], prefetch: int):
@@ -45,24 +45,25 @@ class UnitRunner(SynchronizationSwitch):
         self.watch: GatherWatch | None = None
         self._units = units
         self._prefetch = prefetch
-        # With and without gradients: only the former go on with a backward pass.
+        # One with gradients and one without, because only the former is followed by a backward pass.
         self._orders: dict[bool, GatherOrder[ShardedUnit]] = {True: GatherOrder(), False: GatherOrder()}
         self._order: GatherOrder[ShardedUnit] | None = None
-        # Units that have memory for a use to come.
+        # Units that have been gathered ahead of use.
         self._ahead: set[ShardedUnit] = set()
         self._in_backward = False
-        # The unit that the backward pass arrived at last; those that it is in; those whose gradients it has left.
+        # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
         self._current: ShardedUnit | None = None
         self._inside: set[ShardedUnit] = set()
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
         self._replicated_kept = False
-        # Since the last finish(): which gradients this rank had of what was reduced, and which parameters had none.
+        # Since the last finish(): of what was reduced, which gradients this rank had, and parameters that had no
+        # gradient before.
         self._present: dict[ShardedUnit | GradientBucket, list[bool]] = {}
         self._new: set[nn.Parameter] = set()
 
     def begin_forward(self) -> None:
-        """Begin a forward pass of the whole module; drop what a failed one, or a failed backward pass, left behind."""
+        """Begin a forward pass of the whole module; discard what a failed forward or backward pass has left behind."""
         if self._in_backward:
             self._drop_backward()
         self._free_all()
@@ -78,7 +79,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def call(self, unit: ShardedUnit, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call one of the unit's modules with its parameters gathered."""
-        # The backward pass is inside a unit that checkpointing computes again.
+        # Checkpointing computes a unit again while the backward pass is inside of it.
         in_use = unit.depth > 0 or unit in self._inside
         if not in_use:
             self._use(unit)
@@ -97,7 +98,7 @@ class UnitRunner(SynchronizationSwitch):
         return output
 
     def arrive(self, unit: ShardedUnit) -> None:
-        """The backward pass has the gradient of the unit's output and is about to use it."""
+        """Called when the backward pass has the gradient of the unit's output and is about to use it."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -113,7 +114,7 @@ class UnitRunner(SynchronizationSwitch):
         self._use(unit, meanwhile=None if left.calls_ahead > 0 else left)
 
     def finish(self) -> None:
-        """Average what is not averaged yet and wait for all; gradients that no rank has are None."""
+        """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
         if self._in_backward:
             self._drop_backward()
         for unit in self._units:
@@ -132,7 +133,7 @@ class UnitRunner(SynchronizationSwitch):
         self._present, self._new = {}, set()
 
     def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
-        """Gather a unit and those expected after it; start to reduce another one before waiting for it."""
+        """Gather a unit and those expected after it; start to reduce ``meanwhile`` before waiting for the unit."""
         wanted: list[ShardedUnit] = []
         if self._order is not None:
             self._order.use(unit)
@@ -140,7 +141,7 @@ class UnitRunner(SynchronizationSwitch):
         for other in self._ahead.difference(wanted, (unit,)):
             other.free()
         unit.gather()
-        # A unit around this one is in use, though wanted again.
+        # A wanted unit that is gathered, but was not ahead, is in use: it is around this one.
         self._ahead = {other for other in wanted if other in self._ahead or not other.is_gathered}
         for other in wanted:
             other.gather()
@@ -152,14 +153,14 @@ class UnitRunner(SynchronizationSwitch):
             unit.use()
 
     def _hook_outputs(self, unit: ShardedUnit, output: Any) -> None:
-        """Have :meth:`arrive` called before the gradient of any output is used."""
+        """Let autograd call :meth:`arrive` before it uses the gradient of any output."""
         tensors = list(_tensors_in(output))
         if not tensors and output is not None:
             raise UsageError(
                 f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
-        # A view that is changed in place is cut off from what computed it, but what it views is not.
+        # If an output is a view and is changed in place, its hook is no longer called, but that of its base is.
         tensors += [tensor._base for tensor in tensors if tensor._base is not None]
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if watched:
@@ -177,7 +178,7 @@ class UnitRunner(SynchronizationSwitch):
             unit.keep_gradients()
 
     def _start_reduction(self, unit: ShardedUnit) -> None:
-        # One at a time: its buffers are as large as the unit.
+        # One at a time, because the buffers of a reduction are as large as the unit.
         self._finish_reduction()
         self._note(unit, unit.start_reduction())
         self._reducing = unit
@@ -210,7 +211,7 @@ class UnitRunner(SynchronizationSwitch):
         for unit in list(self._unreduced):
             unit.free()
             self._reduce(unit)
-        # Not later, because what comes next may be a backward pass, which adds to these gradients.
+        # Not in finish(): another backward pass may come first, and would add to these gradients.
         if self.synchronizes:
             self._average_replicated()
         else:
@@ -236,7 +237,7 @@ class UnitRunner(SynchronizationSwitch):
 
 
 class _Arrival:
-    """Tensor hook that tells once a backward pass, however many outputs of a call it is registered on."""
+    """Tensor hook that reports each backward pass once, on however many outputs of a call it is registered."""
 
     def __init__(self, runner: UnitRunner, unit: ShardedUnit):
         self._runner = runner
@@ -251,7 +252,7 @@ class _Arrival:
 
 
 def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
-    """What the optimizer updates of it."""
+    """The parameters, as the optimizer updates them, whose gradients were reduced."""
     if isinstance(reduced, GradientBucket):
         return list(reduced.parameters.values())
     return [parameter.shard for parameter in reduced.trained]

@@ -1,4 +1,4 @@
-"""Parameters that are gathered and freed together: where they are in memory, and the collectives on them."""
+"""Parameters that are gathered and freed together: where they are in memory, and their collectives."""
 
 from collections.abc import Sequence
 
@@ -14,22 +14,22 @@ from cs336sys.parallel.fsdp.plan import PlannedUnit
 
 
 class ShardedUnit:
-    """What :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` plans, on this rank.
+    """What :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` plans, with the parameters of this rank.
 
-    All gathered parameters share one piece of memory, which is allocated to gather and given back to free. Each
-    all-gather writes where the weights are used: this rank's rows are cast into their place, then the ranks' rows are
-    gathered around them, all parameters in one launch.
+    All gathered parameters share one block of memory, which is allocated for gathering and released by freeing. Rows
+    are gathered straight to where they are used: this rank's are cast to their position in the block, then those of the
+    other ranks are gathered around them, for all parameters in one launch.
 
     Attributes:
-        name: of the unit.
-        modules: whose calls use it.
-        contains_units: whether backward passes of other units run within its own.
-        parameters: those sharded.
+        name: the name of the unit.
+        modules: the modules whose calls use it.
+        contains_units: whether other units run their backward passes within its own.
+        parameters: all of its parameters.
         trained: those of them that get gradients.
-        gathered_bytes: memory of the gathered parameters.
-        has_kept: whether backward passes under no_sync left gradients to average.
+        gathered_bytes: size of the block of memory.
+        has_kept: whether backward passes under no_sync have left gradients to average.
         depth: how many calls of its modules are running.
-        calls_ahead: how many calls of this step the backward pass has still to come to.
+        calls_ahead: how many calls of this step the backward pass has not reached yet.
     """
 
     def __init__(
@@ -39,7 +39,12 @@ class ShardedUnit:
         gradient_dtype: torch.dtype | None,
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None),
     ):
-        """Args: ``streams`` are on a GPU where to cast weights, and where to average gradients."""
+        """Make it from the plan.
+
+        Args:
+            gradient_dtype: dtype in which gradients are sent; None sends them as they were computed.
+            streams: on a GPU, the one to cast weights on, and the one to average gradients on.
+        """
         self.name = planned.name or type(planned.modules[0]).__name__
         self.modules = planned.modules
         self.contains_units = planned.contains_units
@@ -73,23 +78,23 @@ class ShardedUnit:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it is being gathered and nothing has waited for it."""
+        """Whether it is being gathered and has not been waited for yet."""
         return self._under_way
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it has memory for its gathered parameters, in use or ahead of use."""
+        """Whether it has memory for its gathered parameters, be they in use, arriving, or ahead of use."""
         return self._under_way or self._ready
 
     def refresh(self) -> None:
-        """Take over from the shards which parameters are trained."""
+        """Find out anew which parameters are trained: those whose shards require gradients."""
         for parameter in self.parameters:
             parameter.full.requires_grad_(parameter.shard.requires_grad)
         self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
         self._scatter.choose(self.trained)
 
     def gather(self) -> None:
-        """Start to gather the parameters, if they are not."""
+        """Start to gather the parameters, unless they are gathered."""
         if self.is_gathered:
             return
         self._under_way = True
@@ -99,7 +104,7 @@ class ShardedUnit:
             self._gather.start()
 
     def use(self) -> None:
-        """Wait for the gathered parameters (on a GPU, let the current stream wait) and let the modules hold them."""
+        """Wait for the parameters to arrive (on a GPU, let the current stream wait), and put them into the modules."""
         if self._under_way:
             self._gather.wait()
             self._under_way, self._ready = False, True
@@ -107,11 +112,11 @@ class ShardedUnit:
                 parameter.show(parameter.full)
 
     def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Record on a stream of its own when the parameters that are being gathered have arrived."""
+        """Record ``event`` on ``stream``, which has no other work, when the parameters have arrived."""
         self._gather.record_end(event, stream)
 
     def free(self) -> None:
-        """Give the memory of the gathered parameters back; the modules hold the shards."""
+        """Release the memory of the gathered parameters, and put the shards into the modules."""
         if not self.is_gathered:
             return
         self.use()
@@ -121,13 +126,13 @@ class ShardedUnit:
             parameter.show(parameter.shard)
 
     def keep_gradients(self) -> None:
-        """Leave the gradients of a backward pass to a later reduction."""
+        """Keep the gradients of a backward pass for a later reduction."""
         self.has_kept = True
         for parameter in self.trained:
             parameter.keep_gradient()
 
     def start_reduction(self) -> list[bool]:
-        """Start to average the gradients of a backward pass and those kept; parameters without one count as zero.
+        """Start to average the gradients of a backward pass plus those kept; parameters without one count as zero.
 
         Returns:
             for each trained parameter, whether it had a gradient here.
@@ -151,11 +156,11 @@ class ShardedUnit:
         return present
 
     def finish_reduction(self) -> None:
-        """Add the averaged gradients to those of the shards; on a GPU, let the current stream wait for them."""
+        """Add the averaged gradients to those of the shards; on a GPU, the current stream waits for them."""
         self._scatter.finish()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a backward pass that failed, also those that are being averaged."""
+        """Discard the gradients of a backward pass that failed, including those that are being averaged."""
         self.has_kept = False
         for parameter in self.parameters:
             parameter.full.grad = parameter.kept = None

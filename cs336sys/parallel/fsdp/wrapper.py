@@ -1,7 +1,7 @@
-"""Fully sharded data parallel training: each rank holds a slice of weights, gradients and optimizer state.
+"""Fully sharded data parallel training: each rank holds a slice of the weights, gradients and optimizer state.
 
-Before a part of the model computes, its whole weights are gathered from all ranks, and freed after it; its gradients
-are averaged and cut into slices again. ``docs/fsdp.md`` follows the data through a step.
+Before a part of the model computes, its whole weights are gathered from all ranks; afterwards they are freed. Its
+gradients are averaged, and each rank keeps its slice. ``docs/fsdp.md`` follows the data through a step.
 
 Sources: CS336 assignment 2 (2026), section 7; Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
@@ -25,38 +25,39 @@ from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parame
 from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
-from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
+from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.same_on_ranks import require_same_lines, require_same_module
 
 
 class FSDP(nn.Module):
-    """Shards the layers of a module and trains it with all ranks.
+    """Shards the layers of a module and trains it on all ranks.
 
-    ``Linear``, ``Embedding`` and whatever layer owns a parameter of two or more dimensions are cut along the first
-    dimension into one slice a rank; norms and the like are replicated. A training step is::
+    ``Linear``, ``Embedding`` and every other layer that owns a parameter of two or more dimensions are cut along the
+    first dimension into one slice per rank; norms and the like are replicated. A training step is::
 
         loss_function(sharded(inputs), targets).backward()
         sharded.finish_gradient_synchronization()
         optimizer.step()
 
-    The result is the step of one process on the whole batch if the loss is a mean and every rank has an equal share.
+    If the loss is a mean and all ranks have equal shares of the batch, the result is that of one process which trains
+    on the whole batch.
 
-    - Build the optimizer after wrapping, over ``sharded.parameters()``: slices in the dtype that the module had (rank r
-      of W holds rows ``r * n`` to ``(r + 1) * n``, ``n = ceil(rows / W)``, so possibly none), and replicated
-      parameters. Any optimizer works that updates each element by itself, as AdamW and SGD do.
-    - Every rank must run the same units in the same order. Which parameters a unit uses may differ: a parameter without
-      gradient on some ranks counts as zero there, one without on all ranks keeps ``grad`` None. (Learning that no other
-      rank had a gradient that this one lacks makes the CPU wait for the GPU.)
-    - A layer's weight can be used where the layer, or a unit around it, is called, and nowhere else.
+    - Build the optimizer after wrapping, over ``sharded.parameters()``. These are slices in the dtype that the module
+      had (rank r of W holds rows ``r * n`` to ``(r + 1) * n``, ``n = ceil(rows / W)``, so possibly none) and the
+      replicated parameters. Any optimizer works that updates each element by itself, as AdamW and SGD do.
+    - Every rank must run the same units in the same order. A unit may use different parameters on each rank: where
+      only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
+      lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
+    - A layer's weight can be used while the layer, or a unit around it, is being called, and at no other time.
     - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
-      wrapping: gathering stays outside of what is compiled.
-    - Backward passes may follow each other without :meth:`finish_gradient_synchronization`: gradients add up. Under
-      :meth:`no_sync` they do without communication, at the price of whole gradients on every rank.
-    - A step that raises on all ranks alike is forgotten by the next forward pass; drop the gradients that it has added.
+      wrapping: gathering stays outside the compiled code.
+    - Several backward passes may run before :meth:`finish_gradient_synchronization`: their gradients add up. Under
+      :meth:`no_sync` they add up without communication, but then every rank holds whole gradients.
+    - If a step raises on all ranks alike, the next forward pass discards it; drop the gradients that it has added.
 
     Attributes:
         module: the wrapped module. Between steps it holds slices.
-        units: what is gathered and freed together.
+        units: the groups of parameters that are gathered and freed together.
     """
 
     def __init__(
@@ -70,27 +71,28 @@ class FSDP(nn.Module):
         initialize: Callable[[nn.Module], None] | None = None,
         device: torch.device | None = None,
     ):
-        """Wrap ``module`` on every rank. Its values become rank 0's; its buffers are not synchronized again.
+        """Wrap ``module`` on every rank. All ranks start with rank 0's values; buffers are not synchronized again.
 
         Args:
             module: anything with parameters. If it does not fit on one device, make it under
                 ``with torch.device("meta")``.
-            compute_dtype: floating-point weights of sharded layers are gathered and used in it, and so are
-                floating-point inputs of units; None is their own dtype. Slices, their gradients and replicated
-                parameters keep their own.
+            compute_dtype: floating-point weights of sharded layers are gathered and used in this dtype, and
+                floating-point inputs of units are cast to it; None leaves both in their own. Slices, their gradients
+                and replicated parameters always keep their own dtype.
             prefetch: how many units to gather ahead of use.
-            gradient_dtype: what gradients are sent in; None sends them in the dtype they were computed in. Half
-                precision is summed in the dtype of the slices either way.
+            gradient_dtype: dtype in which gradients are sent; None sends them in the dtype they were computed in.
+                Gradients in half precision are summed in the dtype of the slices either way.
             unit_modules: modules to gather as a whole, instead of those in an ``nn.ModuleList``.
-            initialize: fills the parameters and buffers of one module, without its children, that was on the meta
-                device; it is called for each such module in the order of ``module.modules()``. The random numbers that
-                it draws are those of a module that initializes itself in this order. None calls ``reset_parameters()``.
-            device: where to train; None is where the parameters are, for those on the meta device that of the group.
+            initialize: fills the parameters and buffers of one module on the meta device, without its children; it is
+                called for each such module in the order of ``module.modules()``, and draws the same random numbers as
+                a module that initializes itself in this order. None calls ``reset_parameters()``.
+            device: where to train; None trains where the parameters are, and those on the meta device on the device of
+                the process group.
 
         Raises:
-            UsageError: there is no process group; the module is wrapped already; an argument is out of range; the
-                ranks' modules or settings differ (on every rank, naming the first difference); a module on the meta
-                device cannot be initialized.
+            UsageError: there is no process group; the module is wrapped already; an argument is out of range; modules
+                or settings differ between ranks (raised on every rank, naming the first difference); a module on the
+                meta device cannot be initialized.
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -132,11 +134,11 @@ class FSDP(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's.
+        """Call the wrapped module.
 
         Raises:
-            UsageError: this process is not in the process group of the construction any more; a parameter was frozen or
-                unfrozen since and :meth:`refresh` was not called; the module was compiled as a whole.
+            UsageError: the process group is not that of the construction any more; a parameter was frozen or unfrozen,
+                and :meth:`refresh` was not called; the module was compiled as a whole.
         """
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
@@ -158,32 +160,32 @@ class FSDP(nn.Module):
 
     @property
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
-        """By their first name in the wrapped module."""
+        """By their first names in the wrapped module."""
         return {parameter.names[0]: parameter for unit in self.units for parameter in unit.parameters}
 
     @property
     def replicated_parameters(self) -> dict[str, nn.Parameter]:
-        """By their first name in the wrapped module."""
+        """By their first names in the wrapped module."""
         return {entry.names[0]: entry.held for entry in self._plan.replicated}
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every gradient the mean over ranks: call it on every rank between backward pass and optimizer step.
+        """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
-        On a GPU this queues the wait; the CPU does not block, unless this rank lacks gradients (see above).
+        On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
         """
         self._runner.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this context keep whole gradients, in the dtype of the slices, on this rank.
+        """Within this context, backward passes keep whole gradients on this rank, in the dtype of the slices.
 
-        For gradient accumulation with less communication: all passes of a step but the last. What they kept is averaged
-        with the last.
+        This is for gradient accumulation with less communication: run all passes of a step but the last in it. What
+        they have kept is averaged together with the last pass.
         """
         return self._runner.no_sync()
 
     @contextlib.contextmanager
     def watched_gathers(self) -> Iterator[GatherWatch]:
-        """Within this ``with``, note for every gather whether the weights arrived before they were needed."""
+        """Within this context, record for every gather whether the weights arrived before they were needed."""
         self._runner.watch = GatherWatch()
         try:
             yield self._runner.watch
@@ -191,10 +193,10 @@ class FSDP(nn.Module):
             self._runner.watch = None
 
     def refresh(self) -> None:
-        """Call on every rank after ``requires_grad`` of parameters was changed, between two steps.
+        """Take note of parameters that were frozen or unfrozen. Every rank must call it, between two steps.
 
         Raises:
-            UsageError: on every rank, if it was not changed alike.
+            UsageError: on every rank, if they were not changed alike.
         """
         entries = (*self._plan.all_sharded, *self._plan.replicated)
         require_same_lines(
@@ -204,9 +206,9 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Copies of all parameters, whole, by their names in the wrapped module; tied ones under each name.
+        """Whole copies of all parameters by their names in the wrapped module, tied ones under each of their names.
 
-        In the dtype of the slices. Every rank must call it, between two steps, and has memory for them.
+        They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
         """
         full: dict[str, Tensor] = {}
         for unit in self.units:
@@ -223,10 +225,11 @@ class FSDP(nn.Module):
         Every rank must call it, after :meth:`finish_gradient_synchronization`.
 
         Returns:
-            the norm before, the same scalar on every rank: NaN or infinite if any gradient on any rank is.
+            the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite``, and it is: on every rank; no gradient was scaled.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before any gradient was
+                scaled.
         """
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
@@ -238,17 +241,17 @@ class FSDP(nn.Module):
         return norm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, between two steps: this rank's slices, without a prefix.
+        """The state dict of the wrapped module, without a prefix: this rank's slices. Call it between two steps.
 
-        For a checkpoint that any number of ranks can load see :mod:`cs336sys.parallel.fsdp.checkpoint`.
+        For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`.
         """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take what :meth:`state_dict` of the same rank of as many ranks returned.
+        """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
 
         Raises:
-            UsageError: ``assign``, which would replace parameters that units hold.
+            UsageError: ``assign`` is True, which would replace the parameters that units hold.
         """
         if assign:
             raise UsageError("assign=True would replace the slices that are gathered: choose assign=False")
@@ -269,9 +272,12 @@ class FSDP(nn.Module):
 
 
 def _buckets(replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None) -> list[GradientBucket]:
-    """The trained ones, in one bucket for each dtype and device."""
-    trained = [(entry.names[0], entry.held) for entry in replicated if entry.held.requires_grad]
-    return [GradientBucket(named, gradient_dtype) for named in divide_into_buckets(trained, cap_bytes=None)]
+    """The replicated parameters that are trained, in one bucket for each dtype and device."""
+    by_kind: dict[Any, dict[str, nn.Parameter]] = {}
+    for entry in replicated:
+        if entry.held.requires_grad:
+            by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
+    return [GradientBucket(named, gradient_dtype) for named in by_kind.values()]
 
 
 def _norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:

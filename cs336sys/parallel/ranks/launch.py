@@ -1,10 +1,10 @@
-"""Runs a function on N ranks: spawns them on this machine, or joins those that torchrun or Slurm already started.
+"""Runs a function on N ranks: spawns them on this machine, or joins those that torchrun or Slurm has started.
 
-A spawned rank is a process of its own. All are killed as soon as one fails, when Ctrl-C is pressed, and when the parent
-dies. They find each other through a file in a fresh temporary directory, so runs never meet: no port is chosen.
+Each spawned rank is a process. All are killed as soon as one fails, when Ctrl-C is pressed, and when the parent dies.
+They find each other through a file in a fresh temporary directory: no port is chosen, so separate runs never meet.
 
 Ranks started from outside are recognized by ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, which torchrun sets; they find
-each other through ``MASTER_ADDR`` and ``MASTER_PORT``. Under Slurm, export those two and start every rank with
+each other through ``MASTER_ADDR`` and ``MASTER_PORT``. Under Slurm, export these two and start every rank with
 ``srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID cs336sys ...'``.
 """
 
@@ -30,16 +30,16 @@ BACKENDS = ("gloo", "nccl")
 def run(
     function: Callable[..., Any], *args: Any, world_size: int, backend: str | None = None, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank and return what the ranks returned, in rank order.
+    """Call ``function(*args)`` on every rank and return the ranks' results, in rank order.
 
-    The default process group exists while the function runs. Like any program that spawns, a script must call this
-    under ``if __name__ == "__main__"``.
+    The default process group exists while the function runs. As in any program that spawns processes, a script must
+    call this under ``if __name__ == "__main__"``.
 
     Args:
         function: defined at the top level of a module; it, its arguments and its results are pickled. Results should
             be plain values or CPU tensors.
-        backend: ``nccl``, one GPU a rank, or ``gloo`` on the CPU; None is NCCL where there are GPUs.
-        timeout_s: how long a collective waits for other ranks, and a rank that returned for those that did not.
+        backend: ``nccl``, with one GPU per rank, or ``gloo`` on the CPU; None chooses NCCL if there are GPUs.
+        timeout_s: how long a collective waits for other ranks, and how much later than the first others may return.
 
     Raises:
         UsageError: the world size is not positive or not that of the ranks started from outside, the backend is
@@ -55,12 +55,12 @@ def run(
 def start(
     world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
 ) -> "Ranks":
-    """Ranks that run one function after another: ``with start(2) as ranks: ranks.run(function, ...)``.
+    """Start ranks that run one function after another: ``with start(2) as ranks: ranks.run(function, ...)``.
 
-    After an error the ranks are gone; start new ones. Arguments and errors as in :func:`run`, and:
+    After an error the ranks are gone; start new ones. Arguments and errors are those of :func:`run`, and:
 
     Args:
-        high_priority: let NCCL's kernels go before others that wait for the GPU; no effect on Gloo.
+        high_priority: run NCCL's kernels before others that wait for the GPU; no effect on Gloo.
     """
     backend = backend or _default_backend()
     outside = started_outside()
@@ -77,10 +77,10 @@ _kept: dict[tuple, "Ranks"] = {}
 def kept(
     world_size: int, *, backend: str | None = None, timeout_s: float = 120.0, high_priority: bool = False
 ) -> "Ranks":
-    """The ranks of the last call if that asked for the same, and else new ones: to start ranks takes seconds.
+    """The ranks of the last call if it had the same arguments, else new ones: starting ranks takes seconds.
 
-    They stay until this process asks for others or ends; so does what their functions keep in modules, and the memory
-    that torch caches. Arguments and errors as in :func:`start`.
+    They stay until this process asks for different ones or ends; so does what their functions store in modules, and the
+    memory that torch caches. Arguments and errors are those of :func:`start`.
     """
     asked = (world_size, backend or _default_backend(), timeout_s, high_priority)
     if asked in _kept and _kept[asked].alive:
@@ -92,7 +92,7 @@ def kept(
 
 
 def end_kept() -> None:
-    """Let the ranks of :func:`kept` leave, those that no error ended."""
+    """End the ranks of :func:`kept`, unless an error has ended them."""
     while _kept:
         _, ranks = _kept.popitem()
         if ranks.alive:
@@ -101,7 +101,7 @@ def end_kept() -> None:
 
 @functools.cache
 def _end_kept_at_exit() -> None:
-    # A process that multiprocessing started waits for its children before it runs what atexit knows.
+    # Not atexit: a process that multiprocessing has started waits for its children before it runs those functions.
     multiprocessing.util.Finalize(None, end_kept, exitpriority=1)
 
 
@@ -130,15 +130,15 @@ def _check_gpus(needed: int, backend: str) -> None:
 
 
 class JoinedRanks:
-    """The ranks that torchrun or Slurm started, seen from one of them; every rank makes the same calls.
+    """The ranks that torchrun or Slurm has started, seen from one of them; every rank must make the same calls.
 
     Attributes:
-        alive: false after an error, which other ranks need not have met: nothing can be run any more.
+        alive: False after an error, which other ranks may not have had: nothing more can be run.
     """
 
     def __init__(self, identity: RankIdentity, backend: str, timeout_s: float, high_priority: bool):
         self._identity = identity
-        # Each process group gets keys of its own in the store: an earlier group's name connections that are closed.
+        # Each process group has its own keys in the store: those of an earlier group name connections that are closed.
         store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store())
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         _check_gpus_of_all(identity, backend, store)
@@ -146,9 +146,9 @@ class JoinedRanks:
         self.alive = True
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` here and return what all ranks returned; an error leaves as it is.
+        """Call ``function(*args)`` here and return the results of all ranks; errors are passed on.
 
-        A function that refuses (UsageError, CapabilityError) must do so on every rank; then the next one can run.
+        A function that refuses (UsageError, CapabilityError) must do so on every rank; then others can still be run.
         """
         try:
             return gather_objects(function(*args))
@@ -161,7 +161,7 @@ class JoinedRanks:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error other ranks may never come to a collective again, and leaving a group can be one.
+        # After an error other ranks may never reach a collective again, and leaving the group can involve one.
         if error_type is None:
             self.alive = False
             leave_process_group()
@@ -174,13 +174,13 @@ _joined_groups = itertools.count()
 
 @functools.cache
 def outside_store() -> dist.Store:
-    """What ranks that torchrun or Slurm started share besides process groups, from their first moment to their last."""
+    """The store of ranks that torchrun or Slurm has started, which exists before and after any process group."""
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def _check_gpus_of_all(identity: RankIdentity, backend: str, store: dist.Store) -> None:
-    """Let every rank refuse if one must: machines may differ, and the others would wait for its process group."""
+    """Let every rank refuse if one must: machines may differ, and the others would wait for it to join the group."""
     refusal = ""
     try:
         _check_gpus(identity.local_rank + 1, backend)

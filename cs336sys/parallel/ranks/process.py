@@ -1,4 +1,4 @@
-"""The life of one spawned rank: join the process group, run what the parent sends, never outlive it."""
+"""What a spawned rank does: it joins the process group, runs what its parent sends, and never outlives it."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cs336sys.processes import RankIdentity, become_worker
 
-# Gloo says "Timed out waiting 4000ms for recv operation", stores "wait timeout after 4000ms".
+# Gloo: "Timed out waiting 4000ms for recv operation"; stores: "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 
@@ -29,10 +29,10 @@ class Failure:
     Attributes:
         reason: one line.
         details: the traceback, or where the rank was when a signal killed it; may be empty.
-        time_s: of the system's monotonic clock, which all processes share.
-        is_timeout: another rank did not come to a collective.
-        exit_code: of a process that died without a word, else None.
-        pickled_errors: the exception and its chain of causes, those that can be pickled.
+        time_s: when, on the system's monotonic clock, which all processes share.
+        is_timeout: whether another rank did not reach a collective in time.
+        exit_code: that of a process that died without sending a failure, else None.
+        pickled_errors: the exception and its chain of causes, as far as they can be pickled.
     """
 
     rank: int
@@ -47,17 +47,18 @@ class Failure:
 def join_process_group(
     identity: RankIdentity, backend: str, store: dist.Store, timeout_s: float, high_priority: bool = False
 ) -> None:
-    """Initialize the default process group; on NCCL also this process's GPU and its communicator."""
+    """Initialize the default process group and, for NCCL, this process's GPU and the communicator."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     device = options = None
     if backend == "nccl":
         device = torch.device("cuda", identity.local_rank)
         torch.cuda.set_device(device)
-        # A rank that waited too long sleeps four times this before it aborts, for a flight recorder's sake: a minute.
+        # A rank whose collective timed out sleeps for four times this before it aborts, to let a flight recorder write.
+        # By default that is a minute.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        # Else ranks connect in their first collective, and one that waits there for another is seen by no watchdog.
+        # Otherwise ranks connect in their first collective, where no watchdog sees that one waits for another.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         options._timeout = timeout
@@ -75,13 +76,13 @@ def join_process_group(
 def leave_process_group() -> None:
     """Destroy the default process group, after which this process may exit. Never after an error: it may hang."""
     dist.destroy_process_group()
-    # Gloo's threads may still be releasing the last work, for which they need Python. Of processes that exited at once,
+    # Gloo's threads may still be releasing the last work, which needs Python. Of processes that exited immediately,
     # about 1 in 100 were aborted on two busy cores (torch 2.13, "terminate called without an active exception").
     time.sleep(0.05)
 
 
 def stacks_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes its Python stacks when it crashes or gets SIGUSR1."""
+    """The file to which a rank writes its Python stacks when it crashes or gets SIGUSR1."""
     return directory / f"stacks-of-rank-{rank}"
 
 
@@ -94,7 +95,7 @@ def serve(
     directory: Path,
     parent: int,
 ) -> None:
-    """Run pickled ``(function, args)`` jobs until an empty one; answer each with a pickled result or a Failure."""
+    """Run pickled ``(function, args)`` jobs until an empty one; answer each with its pickled result or a Failure."""
     if not become_worker(parent):
         return
     stacks = stacks_path(directory, identity.rank).open("w")
@@ -111,8 +112,8 @@ def serve(
             connection.send_bytes(pickle.dumps(function(*args)))
         leave_process_group()
     except BaseException as error:
-        # The pipe ends with the parent. Else stay until it kills all: to exit now would break the connections of other
-        # ranks, whose errors would hide this one.
+        # Stay until the parent kills all ranks, or the pipe breaks because it has died. To exit now would break the
+        # connections of other ranks, and their errors would hide this one.
         with contextlib.suppress(EOFError, OSError):
             connection.send_bytes(pickle.dumps(_failure(identity.rank, error)))
             connection.recv_bytes()
@@ -139,7 +140,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 def _pickled_chain(error: BaseException | None) -> list[bytes]:
     chain = []
     while error is not None:
-        # An exception with a constructor of its own may pickle and fail to come back.
+        # An exception with its own constructor may be pickled and fail to be unpickled.
         with contextlib.suppress(Exception):
             data = pickle.dumps(error)
             pickle.loads(data)

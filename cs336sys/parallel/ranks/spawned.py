@@ -1,4 +1,4 @@
-"""Ranks spawned on this machine, and what becomes of them when one fails."""
+"""Ranks spawned on this machine, and what happens to them when one fails."""
 
 import contextlib
 import itertools
@@ -21,20 +21,20 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
 from cs336sys.processes import RankIdentity, cause_of_death, ctrl_c_ignored
 
-# How long to listen after the first failure for one that explains it: the peers of a killed rank report broken
-# connections, which can reach the parent some milliseconds before the news of the death does.
+# How long to wait after the first failure for one that explains it: the peers of a killed rank report broken
+# connections, which may reach the parent some milliseconds before it learns of the death.
 _GRACE_S = 0.3
 
-# How long ranks that succeeded may take to leave, and those that hang to write where they are.
+# How long ranks may take to exit after success, and to write where they are if they hang.
 _LEAVE_S = 10.0
 _STACKS_S = 3.0
 
-# The main thread is the oldest and written last, down to the line that started the process.
+# The main thread is written last, being the oldest, and its stack ends with the line that started the process.
 _END_OF_STACKS = "in <module>"
 
 
 class RankError(RuntimeError):
-    """A rank failed: the first line says which and how, its traceback follows; ``__cause__`` is what it raised."""
+    """A rank failed: the first line says which and how, then comes its traceback; ``__cause__`` is what it raised."""
 
     def __init__(self, message: str, rank: int):
         super().__init__(message)
@@ -53,12 +53,12 @@ class _Rank:
         return self.process.pid
 
     def send(self, job: bytes) -> None:
-        # A rank that died says so when its answer is read.
+        # That a rank has died is noticed when its answer is read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(job)
 
     def receive(self) -> Any:
-        """What the rank returned, or a Failure."""
+        """What the rank returned, or a Failure. Call it when there is an answer or the process has ended."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
@@ -72,7 +72,7 @@ class _Rank:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
-            # It has not made its own process group yet, or is gone already.
+            # It has not created its own process group yet, or has already ended.
             self.process.kill()
         self.process.join()
         self.connection.close()
@@ -84,9 +84,9 @@ class SpawnedRanks:
     def __init__(self, world_size: int, backend: str, timeout_s: float, high_priority: bool = False):
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
-        # Fresh, because ranks that find an earlier run's file wait for that run's ranks.
+        # A fresh one, because ranks that find the file of an earlier run would wait for the ranks of that run.
         self._directory = Path(tempfile.mkdtemp(prefix="cs336sys-ranks-"))
-        # Also at interpreter exit, which would wait for ranks that nobody ended.
+        # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
         self._end = weakref.finalize(self, _end, self._ranks, self._directory)
         context = multiprocessing.get_context("spawn")
         try:
@@ -109,9 +109,9 @@ class SpawnedRanks:
         return self._end.alive
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank and return what the ranks returned, in rank order.
+        """Call ``function(*args)`` on every rank and return the ranks' results, in rank order.
 
-        Errors as in :func:`cs336sys.parallel.ranks.launch.run`; any of them ends all ranks.
+        Errors are those of :func:`cs336sys.parallel.ranks.launch.run`; any of them ends all ranks.
         """
         if not self.alive:
             raise UsageError("these ranks have ended: start new ones")
@@ -160,7 +160,7 @@ class SpawnedRanks:
         return [results[number] for number in range(len(self._ranks))]
 
     def _error(self, first: Failure, others: list[_Rank]) -> Exception:
-        """The exception to raise for a failure, or for another one that explains it."""
+        """The exception to raise for the first failure, or for another one that explains it."""
         failures = [first]
         deadline = time.monotonic() + _GRACE_S
         while ready := _wait(others, deadline):
@@ -193,7 +193,7 @@ class SpawnedRanks:
         return RankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
 
     def _stacks_now(self, ranks: list[_Rank]) -> str:
-        """Where running ranks are: they answer SIGUSR1 even from inside a collective or an endless loop."""
+        """Where running ranks are: they react to SIGUSR1 even inside a collective or an endless loop."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
@@ -213,14 +213,14 @@ class SpawnedRanks:
 
 
 def _cause_before_consequence(failure: Failure) -> tuple[int, float]:
-    """Sort key: ranks that vanished, then errors by time, then ranks that aborted, maybe because others had gone."""
+    """Sort key: ranks that vanished, then errors by time, then ranks that aborted, perhaps because others were gone."""
     if failure.exit_code is None:
         return 1, failure.time_s
     return (2 if failure.exit_code == -signal.SIGABRT else 0), failure.time_s
 
 
 def _exception_chain(failure: Failure) -> BaseException | None:
-    """What the rank raised, with its causes; None if nothing of it comes back from pickle."""
+    """What the rank raised, with its causes; None if nothing of it can be unpickled."""
     chain: list[BaseException] = []
     for data in failure.pickled_errors:
         with contextlib.suppress(Exception):
@@ -231,7 +231,7 @@ def _exception_chain(failure: Failure) -> BaseException | None:
 
 
 def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
-    """The ranks that answered or died; empty when the time is up or there are none."""
+    """The ranks that have answered or died; empty if the time is up or there are no ranks."""
     handles: dict[Any, _Rank] = {handle: rank for rank in ranks for handle in (rank.connection, rank.process.sentinel)}
     timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
     ready = multiprocessing.connection.wait(handles, timeout_s) if handles else []

@@ -1,7 +1,7 @@
-"""The state of a sharded optimizer: put together to that of an ordinary one, and shared out again to any ranks.
+"""The state of a sharded optimizer: gathered into that of an ordinary one, and cut up again for any number of ranks.
 
-A state is a dict by the name of what is kept, for example ``exp_avg`` and ``step``, of one parameter. Where ranks own
-slices, tensors in it are slices too, (n,), except ``step`` and others that are not element by element.
+The state of one parameter is a dict, for example with the keys ``exp_avg`` and ``step``. Where ranks own slices, its
+tensors are slices too, (n,), except ``step`` and others that do not have an element for each of the parameter's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects, group_device, is_dense, receive_from, send_to_first
 from cs336sys.parallel.sharded_optimizer.groups import Group, given_names, parameters_of
 
-# Where the master copy of a parameter stands among its state.
+# The key of a parameter's master copy in its state.
 MASTER = "master_parameter"
 
 State = dict[str, Any]
@@ -24,15 +24,15 @@ State = dict[str, Any]
 def gather_states(
     own: Mapping[int, tuple[range, State]], parameters: Sequence[nn.Parameter], *, sliced: bool
 ) -> dict[int, State] | None:
-    """Put the states of all ranks together on rank 0, one tensor of one rank at a time, in CPU memory.
+    """Gather the states of all ranks on rank 0, one parameter of one rank at a time, in CPU memory.
 
     Args:
-        own: by index of the parameter: which elements this rank owns, in memory order, and the state.
-        parameters: all, the same on every rank.
+        own: by index of the parameter: which elements this rank owns, in memory order, and their state.
+        parameters: all parameters, the same on every rank.
         sliced: whether ranks own slices of parameters.
 
     Returns:
-        by index of the parameter, its whole state; None on other ranks than 0.
+        the whole state of each parameter, by its index; None on ranks other than 0.
     """
     small = {
         index: (elements, {key: _small(value) for key, value in state.items()})
@@ -67,10 +67,10 @@ def gather_states(
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Refuse a state dict whose groups, names or shapes are not those of an optimizer's groups.
+    """Refuse a state dict whose groups, names or shapes differ from ``groups``.
 
     Raises:
-        UsageError: with the first difference.
+        UsageError: naming the first difference.
     """
     if not {"state", "param_groups"} <= set(state_dict):
         raise UsageError(
@@ -95,15 +95,15 @@ def take_own_states(
     parameters: Sequence[nn.Parameter],
     owned: Sequence[range],
 ) -> dict[int, State]:
-    """Copies of what a rank keeps of a state dict, by index of the parameter.
+    """Copies of the states in a state dict that belong to this rank, by index of the parameter.
 
     Args:
-        state_dict: a whole one, or with ``share`` one rank's.
-        share: what this rank's has as ``share``.
+        state_dict: a whole one, or one rank's, which has the key ``share``.
+        share: what this rank's own state dict has under ``share``.
         owned: which elements of each parameter this rank owns.
 
     Raises:
-        UsageError: it is another rank's, or a tensor cannot be that of its parameter.
+        UsageError: it is another rank's, or a tensor does not fit its parameter.
     """
     saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = {index: state_dict["state"][key] for index, key in enumerate(saved_as) if key in state_dict["state"]}
@@ -131,8 +131,8 @@ def take_own_states(
 
 
 def _check_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
-    # An optimizer may keep a tensor of any shape, for example a row of means. So without slices a dimension may also be
-    # 1, and tensors with more or fewer dimensions than the parameter are not judged.
+    # An optimizer may keep tensors of any shape, for example a row of means. So without slices a dimension may also be
+    # 1, and tensors with more or fewer dimensions than the parameter are accepted.
     for key, value in state.items():
         if not isinstance(value, Tensor) or key == "step" or value.numel() == 1:
             continue
@@ -147,7 +147,7 @@ def _check_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sli
 
 
 def _small(value: Any) -> Any:
-    """What tells rank 0 to expect a tensor, or the value itself."""
+    """The value itself if it is small, else a meta tensor that tells rank 0 what to expect."""
     if _is_large(value):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return _on_cpu(value)
@@ -166,12 +166,12 @@ def _copy(value: Any) -> Any:
 
 
 def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
-    # "step" is never, to torch neither: it could be mistaken where a parameter has one element.
+    # "step" never is, as in torch itself: with parameters of one element it would be mistaken for one that is.
     return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == tuple(shape)
 
 
 def _joined(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
-    """The whole state from those of slices; what is not element by element is the same in all."""
+    """The whole state from the states of slices; entries that are not elementwise are the same in all of them."""
     whole = dict(parts[0][1])
     for key, value in whole.items():
         if all(_is_elementwise(key, state[key], (len(elements),)) for elements, state in parts):
@@ -183,7 +183,7 @@ def _joined(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> St
 
 
 def _in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The elements of a tensor of a parameter's shape, (numel,), in the order of the parameter's memory."""
+    """The elements of a tensor, (numel,), in the memory order of the parameter, whose shape it has."""
     if value.stride() != parameter.stride() or not is_dense(value):
         laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
         value = laid_out.copy_(value)

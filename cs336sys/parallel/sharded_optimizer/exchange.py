@@ -1,4 +1,4 @@
-"""Brings parameters that other ranks have updated back to every rank, while the next forward pass already runs."""
+"""Brings updated parameters to every rank while the next forward pass already runs."""
 
 import sys
 from collections.abc import Iterable, Set
@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class ExchangeBucket:
-    """Parameters that one operation completes on every rank."""
+    """Parameters that one operation brings to every rank."""
 
     parameters: Set[nn.Parameter]
     operation: Broadcasts | SliceGather
@@ -24,13 +24,12 @@ class ExchangeBucket:
 class ParameterExchange:
     """Starts the operations of all buckets, and waits for a bucket when one of its parameters is needed.
 
-    Which module needs which parameters is told by :meth:`overlap_with`; what no module was said to need is waited for
-    at once.
+    :meth:`overlap_with` tells which module needs which parameters; the others are waited for at once.
     """
 
     def __init__(self) -> None:
         self._buckets: list[ExchangeBucket] = []
-        # Parameters that a module waits for, and the buckets that they are in.
+        # For each part of a module, its parameters and the buckets that they are in.
         self._awaited: list[tuple[Set[nn.Parameter], list[ExchangeBucket]]] = []
         self._awaited_at_once: list[ExchangeBucket] = []
 
@@ -40,15 +39,15 @@ class ParameterExchange:
         self._assign()
 
     def start(self) -> None:
-        """Launch every bucket; wait for those with a parameter that no module waits for."""
-        # What a module that did not run has not waited for.
+        """Launch every bucket, and wait for those with a parameter that no module waits for."""
+        # A module that did not run has not waited for its buckets.
         self.wait()
         for bucket in self._buckets:
             bucket.operation.start()
         _wait_for(self._awaited_at_once)
 
     def wait(self) -> None:
-        """Return when all parameters may be used: on a GPU, by what is queued after this on its stream.
+        """Return when all parameters may be used: on a GPU, by work queued on the current stream after this.
 
         Raises:
             RuntimeError: another rank died or timed out; a note names the parameters.
@@ -56,20 +55,20 @@ class ParameterExchange:
         _wait_for(self._buckets)
 
     def overlap_with(self, module: nn.Module) -> None:
-        """Let each part of ``module`` wait for its parameters when it is called, and its state dicts for all.
+        """Let each part of ``module`` wait for its parameters when it is called, and state dicts wait for all.
 
-        The parts are its children; in place of a container, the container's children. What is compiled as a whole is
-        one part. Data parallel wrappers are looked through.
+        The parts are the children of the module, or for a container its children. A module that is compiled as a whole
+        is one part. For a data parallel wrapper, the parts are those of the wrapped module.
         """
         if "torch._dynamo" in sys.modules:
-            # What was compiled before would go on without the hooks.
+            # Code compiled earlier would not contain the hooks.
             torch.compiler.reset()
         while isinstance(wrapped := getattr(module, "module", None), nn.Module):
             module = wrapped
         for part in _parts(module):
             buckets: list[ExchangeBucket] = []
             self._awaited.append((frozenset(part.parameters()), buckets))
-            # Not traced if the module is compiled: then it is called before what was compiled.
+            # Not traced: if the module is compiled, the hook runs before the compiled code.
             hook = torch.compiler.disable(lambda *_, buckets=buckets: _wait_for(buckets))
             part.register_forward_pre_hook(hook)
         self._assign()
@@ -85,7 +84,7 @@ class ParameterExchange:
 
 
 def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
-    """Let a parameter that is dense in memory lie in ``memory``, (n,), from element ``start`` on, in the same order."""
+    """Move a dense parameter into ``memory``, (n,), from element ``start`` on, with its elements in the same order."""
     view = memory.as_strided(parameter.shape, parameter.stride(), start)
     parameter.data = view.copy_(parameter.detach())
 
@@ -101,5 +100,5 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     parts = []
     for child in module.children():
         parts += _parts(child) if isinstance(child, _CONTAINERS) else [child]
-    # A hook on a part that waits for nothing would cut the graph of a compiled block that calls it.
+    # A hook on a part without parameters would only break the graph of a compiled block that calls it.
     return [part for part in parts if next(part.parameters(), None) is not None]

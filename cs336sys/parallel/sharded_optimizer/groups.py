@@ -1,4 +1,4 @@
-"""What is in the parameter groups of an optimizer: names, order and options; and how to describe it to other ranks."""
+"""The parameter groups of an optimizer: names, order and options, and a description to compare between ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from cs336sys.parallel.same_on_ranks import describe_parameter
 
 Group = dict[str, Any]
 
-# The entries of a group that are no options.
+# The entries of a group that are not options.
 _MEMBERS = ("params", "param_names")
 
-# Options that are the same in words if they are the same.
+# Types whose values read the same in every process if they are equal.
 _PLAIN = (bool, int, float, str, type(None), list, tuple, torch.dtype)
 
 
@@ -25,12 +25,12 @@ def parameters_of(groups: Sequence[Group]) -> list[nn.Parameter]:
 
 
 def given_names(groups: Sequence[Group]) -> list[str | None]:
-    """The names that parameters were given with, None for those without."""
+    """The names that parameters were given with; None for those without one."""
     return [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """A name of its own for every parameter: the given one, or its number."""
+    """A unique name for every parameter: the given one, or one made from its number."""
     names = [f"parameter {index}" if name is None else name for index, name in enumerate(given_names(groups))]
     count = Counter(names)
     return [name if count[name] == 1 else f"{name} (parameter {index})" for index, name in enumerate(names)]
@@ -39,8 +39,8 @@ def names_of(groups: Sequence[Group]) -> list[str]:
 def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[str, nn.Parameter]:
     """All parameters by name, in the order in which the model most likely uses them.
 
-    That is the module's. Without one, or for parameters that are not in it, groups are taken to be spread evenly over
-    the model, each in its order: often one holds the matrices of all layers, another their norms.
+    This is the order of ``module``. Without one, and for parameters that are not in it, each group is assumed to be in
+    order and spread evenly over the model: often one group holds the matrices of all layers and another their norms.
     """
     given = dict(zip(names_of(groups), parameters_of(groups), strict=True))
     positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
@@ -55,19 +55,19 @@ def options_of(group: Group) -> Group:
 
 
 def copy_options(sources: Sequence[Group], targets: Sequence[Group]) -> None:
-    """Give each group the options of the one at the same index, for example a learning rate that a scheduler set."""
+    """Copy options from each group to its counterpart, for example a learning rate that a scheduler has set."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
 
 
 def describe_options(options: Group) -> str:
-    """Options in words, without those whose words would differ between processes."""
+    """Options in words, without those that would read differently in another process."""
     shown = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
     return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
 
 
 def describe_groups(groups: Sequence[Group]) -> list[str]:
-    """Lines that are the same on every rank if the groups are."""
+    """Lines of text that are equal on two ranks if their groups are."""
     names = iter(names_of(groups))
     lines = []
     for number, group in enumerate(groups):
@@ -81,8 +81,8 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     """Refuse parameters that an ordinary optimizer takes and a sharded one cannot.
 
     Raises:
-        UsageError: one is given twice, or with ``flat`` is not of a real floating-point dtype.
-        CapabilityError: with ``flat``, one is where the process group does not communicate.
+        UsageError: one is given twice or, with ``flat``, does not have a real floating-point dtype.
+        CapabilityError: with ``flat``, one is on a device that the process group does not communicate from.
     """
     count = Counter(parameters_of(groups))
     device = group_device().type

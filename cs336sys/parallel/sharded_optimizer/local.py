@@ -1,4 +1,4 @@
-"""The optimizer of one rank's share, kept in step with the groups of all parameters."""
+"""The optimizer of this rank's share, kept consistent with the groups of all parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from cs336sys.parallel.sharded_optimizer.partition import Partition
 
 
 class LocalOptimizer:
-    """Updates what this rank owns: for each group of all parameters it has one of the local tensors.
+    """Updates what this rank owns; each of its groups holds the local tensors of one group of all parameters.
 
     Args:
-        optimizer_cls, options: what is built.
-        groups: of all parameters; they get the options that the class adds.
-        partition: knows the local tensor of a parameter.
+        optimizer_cls, options: the optimizer to build.
+        groups: the groups of all parameters; options that the class adds are copied to them.
+        partition: knows the local tensor of each parameter.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LocalOptimizer:
         return self._optimizer.state
 
     def check_options(self, group: Group) -> None:
-        """Let the class refuse a group's options, whatever it raises then."""
+        """Let the class check the options of a group, and raise what it raises."""
         groups = self._optimizer.param_groups
         count = len(groups)
         try:
@@ -57,13 +57,13 @@ class LocalOptimizer:
         self._optimizer.add_param_group(self._local_group(group))
 
     def extend_groups(self, groups: Sequence[Group], parameters: set[nn.Parameter]) -> None:
-        """Add the local tensors of these parameters, which were in their groups before."""
+        """Add the local tensors of these parameters, which are in the groups but were frozen before."""
         for group, local_group in zip(groups, self._optimizer.param_groups, strict=True):
             added = {"params": [parameter for parameter in group["params"] if parameter in parameters]}
             local_group["params"] += self._local_group(added)["params"]
 
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
-        """Update the local tensors with the options of the groups, which get what the step changes in them."""
+        """Update the local tensors with the options of the groups, and copy options that the step changes back."""
         copy_options(groups, self._optimizer.param_groups)
         if self.tensors:
             self._optimizer.step(**arguments)
@@ -73,12 +73,12 @@ class LocalOptimizer:
         self._optimizer.zero_grad(set_to_none)
 
     def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[Tensor, State]:
-        """What is kept of those parameters of which anything is; the dicts themselves."""
+        """The state of each parameter that has any; these are the local optimizer's own dicts."""
         local = ((parameter, self._partition.local(parameter)) for parameter in parameters)
         return {parameter: self.state[tensor] for parameter, tensor in local if tensor in self.state}
 
     def own_states(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[range, State]]:
-        """By index of the parameter: the elements that this rank owns, and their state with their master copy."""
+        """By index of the parameter: the elements that this rank owns, and their state, including a master copy."""
         own = {}
         for index, parameter in enumerate(parameters):
             tensor = self._partition.local(parameter)
@@ -88,11 +88,11 @@ class LocalOptimizer:
         return own
 
     def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
-        """Replace state and options, the options of the groups of all parameters too.
+        """Replace state and options, including the options of the groups of all parameters.
 
         Args:
-            states: by index of the parameter, as in :meth:`own_states`.
-            saved_groups: with the options to load.
+            states: by index of the parameter, as in :meth:`own_states`; master copies are ignored.
+            saved_groups: the groups whose options to load.
         """
         parameters = parameters_of(groups)
         numbers = {tensor: number for number, tensor in enumerate(self.tensors)}

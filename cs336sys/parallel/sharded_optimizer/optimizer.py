@@ -1,4 +1,4 @@
-"""Optimizer-state sharding (ZeRO stage 1): every rank keeps and computes its share of the optimizer's work.
+"""Optimizer-state sharding (ZeRO stage 1): each rank does a share of the optimizer's work and keeps its state.
 
 Sources: CS336 assignment 2, section "Optimizer State Sharding"; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
@@ -39,33 +39,35 @@ from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartit
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of any class, whose state is shared out over ranks; used like the class itself.
+    """An optimizer of any class whose state is sharded over ranks; it is used like the class itself.
 
     ======================  =============================================  =========================================
     mode                    a rank updates                                 gradients
     ======================  =============================================  =========================================
-    default                 whole parameters, about equally many elements  come averaged, for example by
-                                                                           :class:`~cs336sys.parallel.ddp.BucketedDDP`
-    ``flat=True``           a slice of every parameter, of equal size      are averaged here: wrap the model in nothing
+    default                 whole parameters, of roughly the same total    must be averaged before, for example by
+                            size on every rank                             :class:`~cs336sys.parallel.ddp.BucketedDDP`
+    ``flat=True``           a slice of every parameter, of equal size      are averaged here: do not wrap the model
     ======================  =============================================  =========================================
 
-    - The result is that of ``optimizer_cls`` on one process. By default for every class that treats each parameter by
-      itself; with ``flat=True`` for those that treat each element by itself, which is tried out at construction.
-    - Construction, and adding a group, overwrite the parameters by rank 0's, and move them in memory: by default those
-      that travel together side by side, with ``flat=True`` those that do not divide into aligned slices.
+    - The result is that of ``optimizer_cls`` in one process. By default this holds for every class that updates each
+      parameter by itself; with ``flat=True`` for classes that update each element by itself, which is tested at
+      construction.
+    - Construction, and adding a group, overwrite the parameters with rank 0's, and move them in memory: by default
+      those that are sent together are put side by side; with ``flat=True`` those that do not divide into aligned slices
+      are moved.
     - Every rank must make the same calls: :meth:`step`, :meth:`add_param_group`, :meth:`clip_grad_norm_`,
       :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of groups (learning rates) must
       be the same on every rank.
-    - A parameter without a gradient is left alone, as the class does. With ``flat=True`` that is one without a gradient
-      on all ranks; where only some have one, the others count as zero.
-    - Updated parameters are back on every rank when :meth:`step` returns; with ``module`` given, when the module that
-      uses them begins its forward pass.
+    - A parameter without a gradient is not updated, as in the class itself. With ``flat=True`` this means one without a
+      gradient on all ranks; where only some ranks have one, the others count as zero.
+    - Updated parameters are on every rank when :meth:`step` returns or, if ``module`` is given, when the part of the
+      module that uses them begins its forward pass.
     - ``state`` holds this rank's share by parameter.
 
-    With ``flat=True`` besides:
+    In addition, with ``flat=True``:
 
-    - Backward passes take the gradients away: ``grad`` of a parameter is None after them. Clip by
-      :meth:`clip_grad_norm_`. ``torch.amp.GradScaler`` cannot work.
+    - Backward passes consume the gradients: ``grad`` of a parameter is None afterwards. Clip with
+      :meth:`clip_grad_norm_`. ``torch.amp.GradScaler`` cannot be used.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
     """
 
@@ -80,23 +82,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master_dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        """Shard an optimizer of ``params``, on the device that they will be trained on.
+        """Shard an optimizer of ``params``, which must be on the device that they will be trained on.
 
         Args:
-            params: parameters, pairs of name and parameter, or groups, in the order of the model; as any optimizer's.
+            params: parameters, pairs of name and parameter, or groups, as for any optimizer, in the order of the model.
             optimizer_cls: the class that updates the parameters.
-            flat: share out slices of parameters, and reduce-scatter the gradients.
+            flat: give each rank slices of parameters, and reduce-scatter the gradients.
             module: the model that is trained: its parts then wait for their parameters themselves, so that these arrive
-                while earlier parts compute; see :meth:`overlap_with`. It also tells the order of parameters.
+                while earlier parts compute; see :meth:`overlap_with`. It also gives the order of parameters.
             bucket_size_mb: parameters (and with ``flat=True`` gradients) are communicated in buckets of at most so many
-                megabytes (1e6 bytes), or a single larger one; None in one bucket.
-            master_dtype: with ``flat=True``, update copies of the slices in this dtype and round them to the
+                megabytes (1e6 bytes), unless a bucket holds a single larger one; None puts all into one bucket.
+            master_dtype: with ``flat=True``, update copies of the slices in this dtype and round the results to the
                 parameters, for example ``torch.float32`` for bf16 parameters.
-            options: of ``optimizer_cls``.
+            options: options of ``optimizer_cls``.
 
         Raises:
-            UsageError: on every rank: there is no process group, an argument is not what it should be, or the ranks
-                differ in parameters, groups or options, naming the first difference.
+            UsageError: on every rank: there is no process group, an argument is invalid, or ranks differ in parameters,
+                groups or options (the message names the first difference).
             CapabilityError: ``flat=True`` with parameters on GPUs needs NCCL.
         """
         require_process_group(type(self).__name__)
@@ -115,10 +117,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             lines += describe_groups(self.param_groups)
             lines += [] if module is None else describe_module(module)
-        # With flat=True the partition, which then has gradients and master copies of its own.
+        # With flat=True this is the partition: unlike the other one it also has gradients and master copies.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
-        # Of each parameter that is sharded, in memory.
+        # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
         if module is not None:
@@ -130,10 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.overlap_with(module)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group on every rank, between two steps, as to any optimizer. It is shared out by itself.
+        """Add a group, as to any optimizer, and shard it. Every rank must call it, between two steps.
 
         Raises:
-            UsageError: on every rank, if the groups differ between them or gradients are under way.
+            UsageError: on every rank, if groups differ between ranks or gradients are being averaged.
         """
         if not hasattr(self, "_local"):
             # Called by the base constructor.
@@ -154,10 +156,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local.add_group(self.param_groups[-1])
 
     def refresh(self) -> None:
-        """Call on every rank after parameters were unfrozen, between two steps.
+        """Shard parameters that were unfrozen. Every rank must call it, between two steps.
 
         Raises:
-            UsageError: on every rank, if they were not unfrozen alike or gradients are under way.
+            UsageError: on every rank, if they were not unfrozen alike or gradients are being averaged.
         """
         with same_on_every_rank() as lines:
             self._require_between_steps()
@@ -169,71 +171,72 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
 
-        The parts are its children, in place of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) the
-        container's children. Parameters must be used by nothing else before the part's forward pass has begun, but for
-        ``state_dict()``, which waits for all: call :meth:`wait_for_parameters` before reading them elsewhere.
-        Parameters of no part are waited for in :meth:`step`.
+        The parts are the children of the module, or for a container (``ModuleList``, ``ModuleDict``, ``Sequential``)
+        its children. Whatever else uses the parameters of a part before its forward pass has begun must call
+        :meth:`wait_for_parameters` first, except for ``state_dict()``, which waits for all of them. Parameters that
+        belong to no part are waited for in :meth:`step`.
         """
         self._partition.exchange.overlap_with(module)
 
     def wait_for_parameters(self) -> None:
-        """Return when all parameters may be used: on a GPU, by what is queued after this on its stream."""
+        """Return when all parameters may be used: on a GPU, by work queued on the current stream after this."""
         self._partition.exchange.wait()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With ``flat=True``, backward passes in this context add to this rank's gradients only.
+        """With ``flat=True``, backward passes within this context accumulate gradients on this rank only.
 
-        For gradient accumulation: all passes of a step but the last. What they added is averaged with the last.
+        This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
+        averaged together with the last pass.
 
         Raises:
-            UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
+            UsageError: without ``flat=True``; then the data parallel wrapper averages, and has this method.
         """
         return self._require_slices("no_sync").no_sync()
 
     def finish_gradient_synchronization(self) -> None:
-        """With ``flat=True``, complete the means of the gradients now; :meth:`step` does so otherwise.
+        """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so.
 
         Raises:
-            UsageError: without ``flat=True``, when the data parallel wrapper averages and has this method.
+            UsageError: without ``flat=True``; then the data parallel wrapper averages, and has this method.
         """
         self._require_slices("finish_gradient_synchronization").prepare_gradients()
 
     @property
     def own_tensors(self) -> Sequence[Tensor]:
-        """What this rank updates: parameters, or with ``flat=True`` slices of them or their master copies, (n,) each.
+        """What this rank updates: parameters or, with ``flat=True``, slices of them or their master copies, (n,) each.
 
-        Their ``grad`` are the averaged gradients that it has, once they are complete.
+        Their ``grad`` holds this rank's averaged gradients once these are complete.
         """
         return self._local.tensors
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients so that the norm of all together is at most ``max_norm``.
+        """Scale the averaged gradients so that the norm of all of them together is at most ``max_norm``.
 
         Returns:
-            the norm before, (), the same on every rank: not finite if any gradient on any rank is not, so that all
-            ranks can skip the step alike.
+            the norm before, (), the same on every rank. It is not finite if any gradient on any rank is not, so that
+            all ranks can skip the step alike.
         """
         return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; with ``flat=True`` after a backward pass without :meth:`step`, call it on every rank."""
+        """Drop the gradients. With ``flat=True``, every rank must call it if a backward pass had no :meth:`step`."""
         if self._slices is not None:
             self._slices.discard_gradients()
         super().zero_grad(set_to_none)
         self._local.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's share and start to bring the others' here.
+        """Update this rank's share, and start to fetch the shares of the other ranks.
 
         Args:
-            closure: computes the loss and the gradients anew. Called once, before the update, on every rank.
-            kwargs: of the class's ``step``.
+            closure: computes the loss and the gradients anew. It is called once, before the update, on every rank.
+            kwargs: arguments of the class's ``step``.
 
         Returns:
             what the closure returned.
 
         Raises:
-            UsageError: a gradient is sparse, a parameter was unfrozen without :meth:`refresh`, or was moved.
+            UsageError: a gradient is sparse, or a parameter was moved, or unfrozen without :meth:`refresh`.
             RuntimeError: another rank died or timed out; a note names the parameters.
         """
         loss = None
@@ -250,20 +253,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share of the state, without communication: for the same rank of as many ranks.
+        """This rank's share of the state, without communication, to be loaded on the same rank of equally many ranks.
 
-        In the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
+        It has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
         """
         own = self._local.own_states(self._parameters)
         kept = {index: state for index, (_, state) in own.items() if state}
         return {**super().state_dict(), "state": kept, "share": self._share()}
 
     def consolidated_state_dict(self) -> dict[str, Any] | None:
-        """The whole state on rank 0, in CPU memory; None on other ranks. Call it on every rank.
+        """The whole state on rank 0, in CPU memory; None on other ranks. Every rank must call it.
 
-        It is what an ``optimizer_cls`` on one process has, and loads into one, and into sharded optimizers on any
-        number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy stands in the
-        parameter's state as ``master_parameter``.
+        It is the state that ``optimizer_cls`` has in one process. It can be loaded by that class, and by sharded
+        optimizers on any number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy is in
+        the state of its parameter as ``master_parameter``.
         """
         states = gather_states(
             self._local.own_states(self._parameters), self._parameters, sliced=self._slices is not None
@@ -278,14 +281,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's :meth:`state_dict`, or a whole state: consolidated, or of an optimizer on one process.
+        """Load this rank's :meth:`state_dict`, or a whole state: consolidated, or that of an optimizer in one process.
 
-        Call it on every rank. Load the model's parameters before. Master copies that the state lacks begin as the
-        parameters are.
+        Every rank must call it. Load the model's parameters first: master copies that are not in the state are made
+        from them.
 
         Raises:
-            UsageError: on every rank, and nothing is loaded: the state is of another model, another rank's share, or
-                options differ between ranks.
+            UsageError: on every rank, before anything is loaded: the state is that of another model, it is another
+                rank's share, or options differ between ranks.
         """
         with same_on_every_rank() as lines:
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -318,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return parameters_of(self.param_groups)
 
     def _shard(self, groups: list[Group]) -> None:
-        """Share out the parameters of groups that are trained and were not shared out before."""
+        """Shard the parameters of these groups that are trained and have not been sharded before."""
         added = {parameter for parameter in parameters_of(groups) if parameter not in self._addresses}
         ordered = {
             name: parameter
@@ -354,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._slices
 
     def _link_state(self) -> None:
-        """Let ``state`` show what the local optimizer keeps, by parameter."""
+        """Let ``state`` show the state that the local optimizer keeps, by parameter."""
         self.state = defaultdict(dict, self._local.state_of(self._parameters))
 
     def _share(self) -> dict[str, Any]:

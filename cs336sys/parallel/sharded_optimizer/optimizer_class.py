@@ -1,4 +1,4 @@
-"""What an optimizer class must be like to be sharded: by parameters, or by slices of them."""
+"""Which optimizer classes can be sharded: by whole parameters, and by slices."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ _STEPS = 3
 
 
 def require_optimizer(optimizer_cls: Any) -> None:
-    """Refuse what cannot be an optimizer of some of the parameters.
+    """Refuse a class that cannot update some of the parameters without the others.
 
     Raises:
-        UsageError: it is no optimizer class, or LBFGS, which takes products of all gradients.
+        UsageError: it is not an optimizer class, or it is LBFGS, which takes inner products over all gradients.
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
         raise UsageError(f"optimizer_cls {optimizer_cls}: must be a subclass of torch.optim.Optimizer")
@@ -27,22 +27,22 @@ def require_optimizer(optimizer_cls: Any) -> None:
 def require_elementwise(
     optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], device: torch.device
 ) -> None:
-    """Step a small matrix as a whole and in two slices, and compare the parameters and what is kept of them.
+    """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
 
-    Optimizers with the norm of a parameter (LAMB), with row and column means (Adafactor) or with matrix products (Muon)
+    Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
     differ or fail; so does one that draws random numbers.
 
     Args:
-        options: what the class is constructed with, besides the parameters.
-        device: of the parameters, because some options work on some devices alone.
+        options: what the class is constructed with, parameters aside.
+        device: where the parameters are; some options work on some devices only.
 
     Raises:
-        UsageError: it is not element by element, or cannot be stepped so.
+        UsageError: the class does not update each element by itself, or cannot step a slice.
     """
     refusal = f"flat=True cannot shard {optimizer_cls.__name__}"
     tensors = torch.randn(1 + _STEPS, 16, 8, generator=torch.Generator().manual_seed(0)).to(device)
     vectors = tensors.flatten(1)
-    # What it says of its options leaves as it is.
+    # What the class raises about its options is passed on unchanged.
     optimizer_cls([nn.Parameter(tensors[0])], **options)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -57,7 +57,7 @@ def require_elementwise(
 
 
 def _stepped(optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], values: Tensor) -> dict[str, Any]:
-    """The parameter, and the state kept of it, that starts as ``values[0]`` and gets the others as gradients."""
+    """The update, and the state, of a parameter that starts as ``values[0]`` and gets the others as gradients."""
     parameter = nn.Parameter(values[0].clone())
     optimizer = optimizer_cls([parameter], **options)
     for gradient in values[1:]:
@@ -71,5 +71,5 @@ def _agree(whole: Any, first: Any, second: Any) -> bool:
         return True
     if not isinstance(first, Tensor) or first.numel() + second.numel() != whole.numel():
         return False
-    # Vectorized and remaining elements may be rounded differently; other computations differ by far more.
+    # Elements in a vector register and those left over may be rounded differently; real differences are far larger.
     return torch.allclose(torch.cat([first, second]), whole.flatten(), rtol=1e-3, atol=1e-7, equal_nan=True)

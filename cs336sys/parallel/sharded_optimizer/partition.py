@@ -1,4 +1,4 @@
-"""What a way of sharing out an optimizer's work must tell and do."""
+"""The interface of the two ways to share out an optimizer's work: by whole parameters, and by slices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,23 +9,23 @@ from cs336sys.parallel.sharded_optimizer.exchange import ParameterExchange
 
 
 class Partition(Protocol):
-    """Which part of the parameters this rank updates, and how updated parameters reach all ranks.
+    """Knows which part of the parameters this rank updates, and sends updated parameters to all ranks.
 
-    There are two: :class:`~cs336sys.parallel.sharded_optimizer.whole_parameters.ParameterPartition` and
-    :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which averages gradients, too.
+    There are :class:`~cs336sys.parallel.sharded_optimizer.whole_parameters.ParameterPartition` and
+    :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which also averages gradients.
     """
 
     @property
     def exchange(self) -> ParameterExchange:
-        """Brings every parameter back to all ranks."""
+        """Brings updated parameters to all ranks."""
         ...
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Share out parameters, which come in the order in which the forward pass needs them."""
+        """Share out parameters, given in the order in which the forward pass needs them."""
         ...
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What this rank's optimizer updates of a parameter; None if that is nothing."""
+        """What this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
         ...
 
     def owned(self, parameter: nn.Parameter) -> range:
@@ -33,7 +33,7 @@ class Partition(Protocol):
         ...
 
     def prepare_gradients(self) -> None:
-        """Have the gradients ready that this rank's optimizer steps with.
+        """Make sure that gradients are ready for a step.
 
         Raises:
             UsageError: one is sparse.
@@ -41,9 +41,9 @@ class Partition(Protocol):
         ...
 
     def publish(self) -> None:
-        """Start to send what this rank has updated to all others."""
+        """Start to send what this rank has updated to all other ranks."""
         ...
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients; returns the norm of all together before, (), the same on every rank."""
+        """Scale the averaged gradients, and return their norm before, (), which is the same on every rank."""
         ...

@@ -1,9 +1,9 @@
-"""Optimizer-state sharding by slices: every rank updates an equal slice of every parameter.
+"""Optimizer-state sharding by slices: each rank updates a slice of every parameter, all of equal size.
 
 Gradients are reduce-scattered while the backward pass computes the next ones, and updated slices are all-gathered while
-the next forward pass already runs: together as many bytes as one all-reduce (ZeRO, https://arxiv.org/abs/1910.02054,
-section 7.2.1). A parameter is cut where it lies if it divides into aligned slices, so nothing is copied on the way; the
-others of a bucket are moved into one padded buffer, of which they are views from then on.
+the next forward pass already runs. Together they send as many bytes as one all-reduce (ZeRO,
+https://arxiv.org/abs/1910.02054, section 7.2.1). A parameter that divides into aligned slices is cut where it is, so
+nothing is copied on the way; the others of a bucket are moved into one padded buffer, and are views of it from then on.
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ class Segment:
     """The part of one parameter that this rank updates.
 
     Attributes:
-        elements: which elements of the parameter, in memory order.
-        weights: those elements, (n,), a view of the parameter's memory.
+        elements: which elements of the parameter these are, in memory order.
+        weights: the elements, (n,), as a view of the parameter's memory.
         updated: what the optimizer updates, (n,): the same memory, or a master copy in another dtype.
     """
 
@@ -45,15 +45,15 @@ class Segment:
 
 
 class ScatteredBucket(GradientBucket):
-    """Gradients of which each rank gets the mean of its slices, in one launch; whole gradients are dropped after it.
+    """Gradients of which each rank gets the mean of its slices, in one launch; whole gradients are dropped afterwards.
 
     Args:
-        parameters: by name; contiguous in memory, of one dtype and device.
-        master_dtype: of the copies that are updated; None updates the parameters themselves.
+        parameters: by name; dense in memory, of one dtype and device.
+        master_dtype: dtype of the copies that are updated; None updates the parameters themselves.
 
     Attributes:
-        pieces: the parameters' memory, (W * slice,) each; one that is packed holds several parameters.
-        segments: this rank's, by parameter; one that lies in other ranks' slices alone has none.
+        pieces: the memory of the parameters, (W * slice,) each; a packed piece holds several parameters.
+        segments: this rank's segments, by parameter; a parameter that lies wholly in other ranks' slices has none.
         predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
     """
 
@@ -68,9 +68,9 @@ class ScatteredBucket(GradientBucket):
         sizes = [parameter.numel() for parameter in members]
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._layout = flat_pieces(sizes, world_size)
-        # This rank's slices of the gradients, piece after piece, consist of gap, segment, gap, segment, ..., gap.
+        # The sizes of what this rank's slices of all pieces consist of: gap, segment, gap, segment, ..., gap.
         self._split_sizes: list[int] = []
-        # Which parameter each segment between the gaps belongs to.
+        # For each segment between the gaps, the index of its parameter.
         self._segment_indices: list[int] = []
         before = end = 0
         for piece in self._layout:
@@ -98,14 +98,14 @@ class ScatteredBucket(GradientBucket):
         self._own: Tensor | None = None
 
     def launch(self) -> None:
-        """Start to reduce-scatter all gradients, zeros for those that this rank lacks, and take them away."""
+        """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
         self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         gradients = [memory.view(-1) for memory in self._memory()]
         self._substitutes = {}
         whole = []
         for piece, memory in zip(self._layout, self.pieces, strict=True):
             if piece.is_packed:
-                # Zeros, so that who looks for NaN in what is sent finds none in the gaps.
+                # Zeroed, gaps included, so that NaN checks on the sent buffer pass.
                 packed = torch.zeros_like(memory)
                 members = [gradients[index] for index in piece.starts]
                 starts = piece.starts.values()
@@ -127,24 +127,26 @@ class ScatteredBucket(GradientBucket):
         self._scatter.wait()
 
     def finish(self, present_anywhere: list[bool]) -> None:
-        """Give the optimizer its segments of the gradients that exist on any rank, and begin a new step."""
+        """Give the optimizer its segments of the gradients that any rank had, and begin a new step."""
         assert self._own is not None, "launch() comes before"
         own = self._own.to(self._master_dtype or self._own.dtype)
         parameters = list(self.parameters.values())
         for index, gradient in zip(self._segment_indices, own.split_with_sizes(self._split_sizes)[1::2], strict=True):
             if present_anywhere[index]:
                 updated = self.segments[parameters[index]].updated
-                # A gradient is left from an earlier step if none were zeroed after it.
+                # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self._own = None
         self.waiting = set(self.parameters.values())
 
 
 class SlicePartition:
-    """Which slices of parameters this rank updates, and the ways of gradients to them and of updates to all ranks.
+    """Which slices of parameters this rank updates; averages their gradients, and sends updates to all ranks.
+
+    It is a :class:`~cs336sys.parallel.sharded_optimizer.partition.Partition`.
 
     Args:
-        cap_bytes: of the gradients, and of the parameters, sent in one operation.
+        cap_bytes: most bytes of gradients, and of parameters, in one operation.
         master_dtype: as in :class:`ScatteredBucket`.
 
     Attributes:
@@ -158,11 +160,11 @@ class SlicePartition:
         self._buckets: list[ScatteredBucket] = []
         self._segments: dict[nn.Parameter, Segment] = {}
         self._synchronizer = GradientSynchronizer([], overlap=True)
-        # Whether the segments have their gradients of this step already.
+        # Whether segments already have this step's gradients.
         self._finished = False
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Cut parameters, which are in the order in which the forward pass needs them."""
+        """Cut parameters, given in the order in which the forward pass needs them."""
         named = [(name, parameter) for name, parameter in parameters.items() if parameter.numel()]
         for name, parameter in named:
             if is_synchronized(parameter):
@@ -178,7 +180,7 @@ class SlicePartition:
         self._buckets += adopted
         for bucket in adopted:
             self._segments |= bucket.segments
-        # One bucket fills and two are being reduced: more would keep all gradients alive if communication is slow.
+        # One bucket fills while two are being reduced: with more, slow communication would keep all gradients alive.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
         self._synchronizer.extend(adopted)
@@ -187,21 +189,19 @@ class SlicePartition:
             self.exchange.append(ExchangeBucket(frozenset(bucket.parameters.values()), gather))
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What this rank's optimizer updates of a parameter, (n,); None if that is nothing."""
         segment = self._segments.get(parameter)
         return None if segment is None else segment.updated
 
     def owned(self, parameter: nn.Parameter) -> range:
-        """Which elements of a parameter, in memory order, this rank updates."""
         segment = self._segments.get(parameter)
         return range(0) if segment is None else segment.elements
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this context add to this rank's gradients only."""
+        """Within this context, backward passes accumulate gradients on this rank only."""
         return self._synchronizer.no_sync()
 
     def require_between_steps(self) -> None:
-        """Refuse a change while gradients are under way.
+        """Refuse a change while gradients are being averaged.
 
         Raises:
             UsageError: they are.
@@ -210,13 +210,13 @@ class SlicePartition:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
     def prepare_gradients(self) -> None:
-        """Give every segment its mean gradient, unless it has it already."""
+        """Give every segment its mean gradient, unless this has been done."""
         if self._under_way or not self._finished:
             self._synchronizer.finish()
         self._finished = True
 
     def discard_gradients(self) -> None:
-        """Let no gradient be under way; what segments have got is dropped by the optimizer that updates them."""
+        """Finish reductions in progress; the optimizer that updates the segments drops what they have got."""
         if self._under_way:
             self._synchronizer.finish()
         self._finished = False
@@ -230,14 +230,14 @@ class SlicePartition:
         self.exchange.start()
 
     def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set this rank's master copies, the others to what the parameters are, and round them to the parameters."""
+        """Set this rank's master copies, missing ones from the parameters; then round them to the parameters."""
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))
             self.publish()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Complete the gradients and scale them; returns their norm, the same on every rank."""
+        """Complete the gradients and scale them."""
         self.prepare_gradients()
         norms = []
         for bucket in self._buckets:
@@ -245,7 +245,7 @@ class SlicePartition:
                 segment.updated.grad for segment in bucket.segments.values() if segment.updated.grad is not None
             ]
             if gradients:
-                # Norms of half-precision gradients in fp32, and their sum in fp64 so that it does not overflow.
+                # Norms of half-precision gradients in fp32, and the sum of squares in fp64, so that it cannot overflow.
                 dtype = torch.promote_types(gradients[0].dtype, torch.float32)
                 norms.append(torch.stack(torch._foreach_norm(gradients, 2, dtype)).to(group_device(), torch.float64))
         square = (
@@ -257,5 +257,5 @@ class SlicePartition:
 
     @property
     def _under_way(self) -> bool:
-        """Whether gradients came in that no segment has got yet."""
+        """Whether there are gradients that have not reached their segments."""
         return any(len(bucket.waiting) < len(bucket.parameters) for bucket in self._buckets)

@@ -1,7 +1,7 @@
 """Optimizer-state sharding by whole parameters: each is updated by one rank, which then sends it to the others.
 
-The parameters of a bucket that one rank updates are moved side by side in memory, so that they travel as one: a
-broadcast costs the CPU some time whatever its size, also within a group. Nothing is copied on the way.
+Parameters of a bucket that the same rank updates are moved next to each other in memory, so that one broadcast sends
+them: each broadcast costs the CPU time whatever its size, even within a group. Nothing is copied on the way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,13 @@ from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, Paramet
 
 
 class ParameterPartition:
-    """Which parameters this rank updates, and the way of updated parameters to all ranks.
+    """Which parameters this rank updates; sends them to all ranks afterwards.
 
-    Gradients are left alone: whoever computes them (a data parallel wrapper) averages them over ranks.
+    It is a :class:`~cs336sys.parallel.sharded_optimizer.partition.Partition`. Gradients are not touched: a data
+    parallel wrapper averages them.
 
     Args:
-        cap_bytes: of the parameters sent in one operation.
+        cap_bytes: most bytes of parameters in one operation.
 
     Attributes:
         exchange: sends every parameter from the rank that updates it.
@@ -37,7 +38,7 @@ class ParameterPartition:
         self._names: dict[nn.Parameter, str] = {}
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Share out parameters, which are in the order in which the forward pass needs them."""
+        """Give each parameter to a rank. They are in the order in which the forward pass needs them."""
         adopted = list(parameters.values())
         specs = [
             TensorSpec(parameter, parameter.numel() * parameter.element_size(), parameter.device)
@@ -57,15 +58,13 @@ class ParameterPartition:
             self.exchange.append(ExchangeBucket(frozenset(bucket), broadcasts))
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What this rank's optimizer updates of a parameter: all or nothing."""
         return parameter if self._owners.get(parameter) == dist.get_rank() else None
 
     def owned(self, parameter: nn.Parameter) -> range:
-        """Which elements of a parameter, in memory order, this rank updates."""
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
     def prepare_gradients(self) -> None:
-        """Check the gradients.
+        """Check the gradients, which are complete.
 
         Raises:
             UsageError: one is sparse.
@@ -79,13 +78,13 @@ class ParameterPartition:
         self.exchange.start()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients, which every rank has whole; returns their norm."""
+        """Scale the gradients, which every rank has whole."""
         return nn.utils.clip_grad_norm_(self._owners, max_norm)
 
     def _lay_together(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
-        """Tensors that hold these parameters, and the rank that sends each: if it can be, one for each rank and dtype.
+        """Tensors that hold these parameters, each with the rank that sends it: one per rank and dtype if possible.
 
-        Parameters stay where they are if they have gaps in memory, or if another one after them would not be aligned.
+        A parameter stays where it is if it has gaps in memory, or if one placed after it would not be aligned.
         """
         together: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
