@@ -18,19 +18,15 @@ class Partition(Protocol):
     @property
     def exchange(self) -> ParameterExchange:
         """Brings updated parameters to all ranks."""
-        ...
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Share out parameters, given in the order in which the forward pass needs them."""
-        ...
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
-        ...
 
     def owned(self, parameter: nn.Parameter) -> range:
         """Which elements of a parameter, in memory order, this rank updates."""
-        ...
 
     def prepare_gradients(self) -> None:
         """Make sure that gradients are ready for a step.
@@ -38,12 +34,9 @@ class Partition(Protocol):
         Raises:
             UsageError: one is sparse.
         """
-        ...
 
     def publish(self) -> None:
         """Start to send what this rank has updated to all other ranks."""
-        ...
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients, and return their norm before, (), which is the same on every rank."""
-        ...
