@@ -26,9 +26,9 @@ from cs336sys.errors import UsageError
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.
-BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
+BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
-# From where latency is all to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's end within seconds.
+# From where latency is everything to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's take seconds.
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
 
 
@@ -136,10 +136,12 @@ def message_sizes(values: list[str], factor: float) -> list[int]:
 def _backends(values: list[str], device: str) -> list[str]:
     check_choice(device, "--device", DEVICES)
     if values:
-        chosen = split_list(values, "--backend", one_of(tuple(BACKENDS)))
+        chosen = split_list(values, "--backend", one_of(tuple(BACKEND_DEVICES)))
         for backend in chosen:
-            if device not in ("auto", BACKENDS[backend]):
-                raise UsageError(f"--backend {backend}: communicates tensors on {BACKENDS[backend]}, not on {device}")
+            if device not in ("auto", BACKEND_DEVICES[backend]):
+                raise UsageError(
+                    f"--backend {backend}: communicates tensors on {BACKEND_DEVICES[backend]}, not on {device}"
+                )
         return chosen
 
     from cs336sys.measure.device import choose_device

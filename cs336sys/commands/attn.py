@@ -11,11 +11,11 @@ from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, AttentionWorkload
 
-IMPLEMENTATIONS = ("eager", "compiled")
+PLAIN_ATTENTION = ("eager", "compiled")
 
 
 def attn(
-    implementations: Annotated[list[str], typer.Option(help=f"{', '.join(IMPLEMENTATIONS)}.")] = ["eager,compiled"],
+    implementations: Annotated[list[str], typer.Option(help=f"{', '.join(PLAIN_ATTENTION)}.")] = ["eager,compiled"],
     batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.")] = 8,
     d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
@@ -42,7 +42,7 @@ def attn(
         split_list(context, "--context", at_least(1)),
         split_list(d_model, "--d-model", at_least(1)),
         split_list(dtype, "--dtype", one_of(PRECISIONS)),
-        split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS)),
+        split_list(implementations, "--implementations", one_of(PLAIN_ATTENTION)),
     )
     for name, value, lowest in (("--batch-size", batch_size, 1), ("--warmup", warmup, 0), ("--steps", steps, 1)):
         split_list([str(value)], name, at_least(lowest))

@@ -93,7 +93,7 @@ def _interleaved(workloads: Sequence[Workload], setting: str) -> list[dict[str, 
     """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side.
 
     Raises:
-        UsageError: nothing can be compared so.
+        UsageError: the workloads cannot be compared this way.
     """
     check_choice(setting, "--interleave", COMPARED_SETTINGS)
     if len({workload.warmup for workload in workloads}) > 1:

@@ -68,8 +68,8 @@ TraceOption = Annotated[
 
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that a rank waits for the others.")]
 
-# How long ranks that failed leave rank 0 to print what was measured before their exit makes torchrun end it. A failed
-# run must be over within 10 s.
+# How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
+# must be over within 10 s.
 _REPORT_S = 5.0
 
 

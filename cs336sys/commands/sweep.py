@@ -99,10 +99,10 @@ def run_sweep(
         raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
     if resume and save is None:
         raise UsageError("--resume needs --save: the file that holds the cells to skip")
-    place = started_outside() if across_ranks else None
-    if place is not None and cell_timeout is not None:
+    identity = started_outside() if across_ranks else None
+    if identity is not None and cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
-    ranks = JoinedWorker(measure, tuple(sys.argv[1:]), place) if place is not None else None
+    ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
     if ranks is not None and not ranks.is_first:
         save, resume = None, False
     results = read_results(save) if resume and save and save.exists() and save.stat().st_size else None

@@ -147,7 +147,7 @@ def reference_results(workload: AttentionWorkload, device: torch.device) -> dict
 def relative_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
     """``||x - reference|| / ||reference||`` of the output and of each gradient of a second call.
 
-    The first compiles, and later ones may take another way to the kernels: what is checked is what is then timed.
+    The first call compiles, and later ones may reach the kernels another way: a second call is what is timed.
     """
     # The implementation decides neither inputs nor reference.
     workload = replace(workload, implementation="")
@@ -176,7 +176,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
         errors = _checked(attention, workload, device)
         derived: dict[str, Any] = {f"{name}_error": error for name, error in errors.items()}
         tolerance = TOLERANCES[workload.dtype]
-        # Written so that NaN is wrong too.
+        # Written so that NaN counts as wrong.
         wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
         if wrong:
             return Outcome("wrong", {}, derived, f"relative error over {tolerance:g}: {', '.join(wrong)}")
@@ -243,8 +243,8 @@ def _repeat(call: Callable[[], Any], workload: AttentionWorkload, device: torch.
 def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Time plain attention and the memory it holds: a cell of ``attn``, run in the worker process.
 
-    Samples (ms): ``forward`` and ``backward``, the device synchronised after each step of both. Derived: memory in use
-    when the forward pass is done and the backward pass has not begun, and the peak, both with the inputs.
+    Samples (ms): ``forward`` and ``backward``; the device is synchronized after each step of both. Derived: memory in
+    use when the forward pass is done and the backward pass has not begun, and the peak, both including the inputs.
     """
     warmup, steps = configuration["warmup"], configuration["steps"]
     workload = AttentionWorkload.from_configuration(configuration)
@@ -253,7 +253,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
         base = 0
         if device.type == "cuda":
-            # The first matrix product of a process allocates a workspace for all.
+            # The first matrix product of a process allocates a workspace that all later ones use.
             torch.ones(16, 16, device=device).mm(torch.ones(16, 16, device=device))
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)

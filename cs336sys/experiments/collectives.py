@@ -29,29 +29,29 @@ DTYPES = {
     "int32": torch.int32,
 }
 
-# Up to here a dtype holds every integer (2^mantissa bits), so that their sum is the same in any order.
+# The largest integer up to which a dtype holds every one (2^mantissa bits): sums below it are the same in any order.
 _LARGEST_EXACT = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "fp64": 2**53, "int32": 2**31 - 1}
 
-# Of the data: a prime, so that pieces of a power of two which change places are noticed.
+# Period of the data: a prime, so that pieces of the size of a power of two are noticed when they are swapped.
 _PERIOD = 997
 
-# Outputs are filled with it before the check: no rank contributes it.
+# Outputs are filled with this before the check; no rank contributes it.
 _UNWRITTEN = -1
 
-# Elements compared at a time, so that the check of a large message needs little memory besides.
+# Elements compared at a time, so that checking a large message needs little extra memory.
 _COMPARED_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Where a rank's tensors are.
+class RankHardware:
+    """The machine that a rank runs on, and the memory that its tensors are in.
 
     Attributes:
         machine: its name.
         gpu_uuid: None on a CPU.
-        memory_bytes: the most that certainly cannot be exceeded: what is free on the GPU, and on a CPU the limit of all
-            ranks of the machine's container. None without one: memory that looks used up can be cache, and on some
-            virtual machines the total grows with its use.
+        memory_bytes: what the rank's tensors certainly cannot exceed: on a GPU what is free; on a CPU the limit of the
+            container, for all ranks of the machine together. None where there is no limit: memory that looks used may
+            be cache, and on some virtual machines the total grows as it is used.
     """
 
     machine: str
@@ -71,7 +71,7 @@ class RankTimes:
 def measure_collective(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check and time one collective: a cell of ``allreduce``, run in the process that starts or joins the ranks.
 
-    Samples (us), the i-th the largest of all ranks' i-th call: ``back_to_back`` and ``synchronized``, see
+    Samples (us), for each call the time of the slowest rank: ``back_to_back`` and ``synchronized``, see
     :func:`time_collective`. Derived columns: see ``docs/columns.md``. A collective with wrong elements is ``wrong`` and
     not timed, and messages that do not fit into memory are refused as ``oom`` before anything is allocated.
     """
@@ -83,9 +83,9 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     }
     progress("starting the ranks")
     ranks = launch.kept(workload.world_size, backend=workload.backend, timeout_s=workload.timeout_s)
-    places = ranks.run(own_place)
-    derived["link"] = _link(places)
-    refusal = _does_not_fit(workload, places)
+    hardware = ranks.run(own_hardware)
+    derived["link"] = _link(hardware)
+    refusal = _does_not_fit(workload, hardware)
     if refusal is not None:
         return Outcome("oom", {}, derived, refusal, refused=True)
 
@@ -113,35 +113,35 @@ def _largest(times_us: Sequence[Sequence[float]], warmup: int, clock: str) -> Sa
     return Samples("us", f"{clock}, maximum over ranks", tuple(slowest[warmup:]), tuple(slowest[:warmup]))
 
 
-def own_place() -> RankPlace:
-    """Run on a rank: where its tensors will be."""
+def own_hardware() -> RankHardware:
+    """Run on a rank: what it has."""
     device = group_device()
     if device.type == "cpu":
-        return RankPlace(platform.node(), None, container_memory_limit_bytes())
+        return RankHardware(platform.node(), None, container_memory_limit_bytes())
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return RankPlace(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)
+    return RankHardware(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)
 
 
-def _link(places: Sequence[RankPlace]) -> str:
+def _link(hardware: Sequence[RankHardware]) -> str:
     """What the ranks communicate through, in words."""
-    machines = len({place.machine for place in places})
+    machines = len({rank.machine for rank in hardware})
     between = f"network between {machines} machines"
-    if places[0].gpu_uuid is None:
+    if hardware[0].gpu_uuid is None:
         return "TCP within one machine" if machines == 1 else between
-    here = tuple(place.gpu_uuid for place in places if place.machine == platform.node())
+    here = tuple(rank.gpu_uuid for rank in hardware if rank.machine == platform.node())
     within = describe_links(here) if len(here) > 1 else "one GPU"
     return within if machines == 1 else f"{between}, {within} within one"
 
 
-def _does_not_fit(workload: CollectiveWorkload, places: Sequence[RankPlace]) -> str | None:
+def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]) -> str | None:
     """Why the tensors certainly cannot be allocated; the same answer on every rank."""
     needed = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
-    for rank, place in enumerate(places):
-        together = 1 if place.gpu_uuid else sum(other.machine == place.machine for other in places)
-        if place.memory_bytes is not None and together * needed > place.memory_bytes:
-            where = "free on its GPU" if place.gpu_uuid else f"the limit of {together} ranks on its machine"
-            return f"rank {rank} needs {_gb(needed)} for its tensors, {_gb(place.memory_bytes)} are {where}"
+    for number, rank in enumerate(hardware):
+        together = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
+        if rank.memory_bytes is not None and together * needed > rank.memory_bytes:
+            where = "free on its GPU" if rank.gpu_uuid else f"the limit of {together} ranks on its machine"
+            return f"rank {number} needs {_gb(needed)} for its tensors, {_gb(rank.memory_bytes)} are {where}"
     return None
 
 
@@ -153,8 +153,8 @@ def time_collective(workload: CollectiveWorkload) -> RankTimes:
     """Run on every rank: check one call, then time it in two ways, each after warm-up calls of its own.
 
     - Back to back: the next call is launched without waiting for the last. On a GPU a call lasts from the CUDA event
-      after the previous call to its own; the clock of the CPU otherwise. This is the bandwidth that a program sees
-      which always has something to send.
+      after the previous call to its own; otherwise the CPU clock is read between calls. This is the bandwidth seen by a
+      program that always has something to send.
     - Synchronized: all ranks wait for each other, then the CPU clock runs until the call is done on this rank's device.
       This is the latency of one call, with its launch.
 
@@ -173,8 +173,8 @@ def time_collective(workload: CollectiveWorkload) -> RankTimes:
 def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
     """The collective as a call on tensors that exist, and a function that counts wrong elements after the first call.
 
-    Inputs are integers whose sum over the ranks is exact in the dtype. The call is torch's own function: nothing but it
-    is timed. Calls after the first go on with what they find; sums may grow to infinity, which takes no longer to add.
+    Inputs are integers whose sum over the ranks is exact in the dtype. The call is torch's own function, and nothing
+    else is timed. Later calls work on what earlier ones left; sums may grow to infinity, which takes no longer to add.
     """
     rank, ranks, elements = dist.get_rank(), workload.world_size, workload.elements
     data = exact_data(workload.dtype, ranks)
@@ -218,7 +218,7 @@ def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:
 
 
 def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
-    """How many elements are not those that :func:`write` would write; NaN is one of them."""
+    """How many elements differ from what :func:`write` would write; NaN does."""
     data = data.roll(-(start % len(data))).to(tensor)
     rows, rest = _periods(tensor, len(data))
     wrong = (rest != data[: len(rest)]).sum()
@@ -243,7 +243,7 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
         return [1e6 * (end - start) for start, end in pairwise(clocks)]
     stream = torch.cuda.current_stream(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    # The first record() makes the event, which takes longer than to record it.
+    # The first record() creates the event, which takes longer than recording it.
     for mark in marks:
         mark.record(stream)
     dist.barrier()

@@ -1,7 +1,7 @@
 """Measures cells of ``bench`` that differ in one setting together: a step of each in turn, in one process.
 
-A step that waits for its launches is as fast as the core that its thread is on, which differs by half and more on a
-shared machine and stays so for a dozen steps; of steps taken in turn every workload gets its share of the slow ones.
+A launch-bound step is as fast as the core that its thread runs on. On a shared machine that differs by half and more,
+and stays the same for a dozen steps; when steps are taken in turn, every workload gets its share of the slow ones.
 """
 
 import gc
@@ -20,23 +20,23 @@ from cs336sys.measure.timing import StepTimer, gpu_busy_ms
 from cs336sys.results import configuration_key
 from cs336sys.workload import Workload
 
-# Of the cells measured together last, the outcomes that have not been asked for yet, by configuration.
+# Outcomes of the cells that were measured together last and have not been asked for yet, by configuration.
 _waiting: dict[str, Outcome] = {}
 
 
 def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure one cell of ``bench --interleave``, and with it those that it is interleaved with: runs in the worker.
 
-    The others' outcomes are kept for the calls that ask for them, which should follow.
+    The others' outcomes are kept for the calls that ask for them, which should come next.
 
     Args:
-        configuration: of a workload, beside ``interleave``, the name of a setting, and ``interleaved``, its values
-            separated by commas; the workload has one of them.
+        configuration: of a workload, with two entries more: ``interleave``, the name of a setting, and ``interleaved``,
+            its values separated by commas, one of which is the workload's.
 
     Returns:
         As :func:`~cs336sys.experiments.training.measure_training`, with one sample of each series for every turn. The
-        peak is of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is taken
-        off.
+        peak is that of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is
+        subtracted.
     """
     key = configuration_key(configuration)
     if key not in _waiting:
@@ -64,7 +64,7 @@ class _Warm:
 
 
 def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
-    """One outcome for each workload; they differ in nothing that is set for the whole process, but attention."""
+    """One outcome for each workload; of what is set for the whole process, they differ in attention alone."""
     first = next(iter(workloads.values()))
     device = choose_device(first.device)
     set_matmul_precision(first)

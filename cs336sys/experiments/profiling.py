@@ -119,7 +119,7 @@ def _time_without_profiler(workload: Workload, device: torch.device, progress: P
 
 @contextmanager
 def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
-    """What runs one step with ranges around its parts; the parts of compiled code are left as they are."""
+    """A function that runs one step with ranges around its parts; inside compiled code there are none."""
 
     def run() -> None:
         with phase(STEP, marks, step.device):
@@ -146,7 +146,7 @@ def _run_annotated(
     progress("profiling")
     run = phase(run_name(workload.configuration()), marks, device)
     with _annotated(step, marks) as run_step, window, run:
-        # A profiler takes time to come up, in which nothing is counted.
+        # A profiler takes a while to start; what runs then is not counted.
         with phase(WARM_UP, marks, device):
             step()
         for _ in range(workload.steps):
@@ -209,7 +209,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
 
 @contextmanager
 def _raising_outcome(file: Path) -> Iterator[None]:
-    """What the profiled process says about its failure goes before what nsys makes of it."""
+    """What the profiled process says about its failure takes precedence over what nsys makes of it."""
     try:
         yield
     finally:

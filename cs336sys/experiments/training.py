@@ -49,12 +49,12 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def use_attention(name: str) -> None:
-    """From now on all models of the process compute attention so: they look it up in their module at every call."""
+    """Make all models of the process compute attention this way: they look it up in their module at every call."""
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
 
 
 def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.BasicsTransformerLM:
-    """A ``BasicsTransformerLM`` on ``device``, of the workload's seed, with its attention and compiled as it says.
+    """The workload's ``BasicsTransformerLM`` on ``device``: initialized from its seed, compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
     """
@@ -88,7 +88,7 @@ def keeping_input(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 @torch.no_grad()
 def initialize_layer(layer: nn.Module) -> None:
-    """Give a layer of a model that was built on the meta device, and now has memory, the values of its construction.
+    """Give a layer that was built on the meta device, and now has memory, the values that its constructor would draw.
 
     Called for all of ``model.modules()`` in order, after ``torch.manual_seed`` of the workload's seed, it draws the
     numbers that :func:`build_model` draws. Layers without weights are left alone.
@@ -137,7 +137,7 @@ class TrainStep:
 
     Attributes:
         phases: the phases of the workload's mode in order; calling them all is one step.
-        phases_with_loss: the same with the loss as a phase of its own, cut from the forward pass.
+        phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own.
         loss: what the last forward pass returned.
     """
 

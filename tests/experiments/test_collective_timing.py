@@ -6,7 +6,7 @@ import torch
 
 from cs336sys.accounting.collectives import COLLECTIVES
 from cs336sys.experiments import collectives
-from cs336sys.experiments.collectives import DTYPES, RankPlace, RankTimes, count_differences, exact_data, write
+from cs336sys.experiments.collectives import DTYPES, RankHardware, RankTimes, count_differences, exact_data, write
 from cs336sys.parallel.ranks import launch
 from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
 
@@ -105,10 +105,10 @@ def test_pieces_of_the_data_are_those_of_the_whole(elements, start, monkeypatch)
 
 
 class CannedRanks:
-    """Stands in for started ranks: every place is given, and every rank has the given times."""
+    """Stands in for started ranks: the hardware is given, and every rank has the given times."""
 
-    def __init__(self, places, results=()):
-        self.answers = {collectives.own_place: places, collectives.time_collective: results}
+    def __init__(self, hardware, results=()):
+        self.answers = {collectives.own_hardware: hardware, collectives.time_collective: results}
         self.functions = []
 
     def run(self, function, *args):
@@ -121,7 +121,7 @@ def measure(monkeypatch, canned, asked):
     return collectives.measure_collective(asked.configuration(), lambda stage: None)
 
 
-CPU = RankPlace("a", None, None)
+CPU = RankHardware("a", None, None)
 
 
 def test_time_is_the_slowest_ranks_call_by_call_and_bandwidth_follows_from_it(monkeypatch):
@@ -164,30 +164,32 @@ def test_wrong_elements_anywhere_leave_no_times(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("places", "fits", "too_large", "reason"),
+    ("hardware", "fits", "too_large", "reason"),
     [
         (
-            [RankPlace("a", "GPU-0", 10**10), RankPlace("a", "GPU-1", 6 * 10**9)],
+            [RankHardware("a", "GPU-0", 10**10), RankHardware("a", "GPU-1", 6 * 10**9)],
             4 * 10**9,
             5 * 10**9,
             "rank 1 needs 7.5 GB for its tensors, 6 GB are free on its GPU",
         ),
         (
-            [RankPlace("a", None, 10**10)] * 2,
+            [RankHardware("a", None, 10**10)] * 2,
             3 * 10**9,
             4 * 10**9,
             "rank 0 needs 6 GB for its tensors, 10 GB are the limit of 2 ranks on its machine",
         ),
         (
-            [RankPlace("a", None, None), RankPlace("b", None, 10**9)],
+            [RankHardware("a", None, None), RankHardware("b", None, 10**9)],
             6 * 10**8,
             10**9,
             "rank 1 needs 1.5 GB for its tensors, 1 GB are the limit of 1 ranks on its machine",
         ),
     ],
 )
-def test_message_that_cannot_fit_is_refused_before_anything_is_allocated(monkeypatch, places, fits, too_large, reason):
-    canned = CannedRanks(places, [RankTimes(1), RankTimes(0)])
+def test_message_that_cannot_fit_is_refused_before_anything_is_allocated(
+    monkeypatch, hardware, fits, too_large, reason
+):
+    canned = CannedRanks(hardware, [RankTimes(1), RankTimes(0)])
     monkeypatch.setattr(collectives, "describe_links", lambda uuids: "NV18")
     assert measure(monkeypatch, canned, workload("all_gather", message_bytes=fits)).status == "wrong"
     assert canned.functions.count(collectives.time_collective) == 1
@@ -197,21 +199,21 @@ def test_message_that_cannot_fit_is_refused_before_anything_is_allocated(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("places", "link"),
+    ("hardware", "link"),
     [
-        ([RankPlace("here", "GPU-0", 1), RankPlace("here", "GPU-1", 1)], "links of GPU-0, GPU-1"),
-        ([RankPlace("here", "GPU-0", 1)], "one GPU"),
-        ([RankPlace("here", None, None), RankPlace("there", None, None)], "network between 2 machines"),
+        ([RankHardware("here", "GPU-0", 1), RankHardware("here", "GPU-1", 1)], "links of GPU-0, GPU-1"),
+        ([RankHardware("here", "GPU-0", 1)], "one GPU"),
+        ([RankHardware("here", None, None), RankHardware("there", None, None)], "network between 2 machines"),
         (
-            [RankPlace("here", "GPU-0", 1), RankPlace("here", "GPU-1", 1), RankPlace("there", "GPU-7", 1)],
+            [RankHardware("here", "GPU-0", 1), RankHardware("here", "GPU-1", 1), RankHardware("there", "GPU-7", 1)],
             "network between 2 machines, links of GPU-0, GPU-1 within one",
         ),
     ],
 )
-def test_link_is_that_of_the_gpus_in_use(monkeypatch, places, link):
+def test_link_is_that_of_the_gpus_in_use(monkeypatch, hardware, link):
     monkeypatch.setattr(collectives, "describe_links", lambda uuids: f"links of {', '.join(uuids)}")
     monkeypatch.setattr(collectives.platform, "node", lambda: "here")
-    assert collectives._link(places) == link
+    assert collectives._link(hardware) == link
 
 
 class GpuClock:
@@ -275,8 +277,8 @@ def test_gpu_says_how_much_memory_it_has_left_after_the_last_cell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 10**9 if freed else 0, 10**11))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    place = collectives.own_place()
-    assert (place.gpu_uuid, place.memory_bytes) == ("GPU-1234", 5 * 10**9)
+    own = collectives.own_hardware()
+    assert (own.gpu_uuid, own.memory_bytes) == ("GPU-1234", 5 * 10**9)
 
 
 @pytest.mark.gpu

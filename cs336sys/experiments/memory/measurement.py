@@ -83,9 +83,8 @@ def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
 def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
     """One step with the history of its allocations, see :class:`StepRecorder`."""
     step.loss = None
-    history: AllocationHistory
     on_gpu = step.device.type == "cuda"
-    history = CudaHistory(step.device) if on_gpu else CpuHistory()
+    history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
     held = step.held()
     held_size = torch.cuda.memory_allocated(step.device) if on_gpu else None
     recorder = StepRecorder(history, step.names, follow_operations=follow_operations)

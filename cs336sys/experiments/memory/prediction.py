@@ -20,7 +20,7 @@ from cs336sys.workload import MemoryWorkload
 
 
 def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> AllocationTimeline:
-    """The timeline of a second or later step, of the results of its operations.
+    """The timeline of a step after the first, as far as the results of its operations show it.
 
     Compiled workloads are traced eagerly, fp16 as bf16, which has as many bytes and runs everywhere. What kernels use
     inside, cuBLAS workspaces and the allocator's rounding are not seen.

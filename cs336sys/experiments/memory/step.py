@@ -19,9 +19,9 @@ class MemoryStep(TrainStep):
     """A :class:`TrainStep` that can be recorded.
 
     Attributes:
-        names: the model's modules by the one name that they have without checkpointing.
+        names: the model's modules, each with the one name that it has without checkpointing.
         blocks: its Transformer blocks.
-        recorder: is told of phases and recomputations while it is set.
+        recorder: told of phases and recomputations while it is set.
     """
 
     def __init__(self, workload: MemoryWorkload, device: torch.device):
@@ -51,7 +51,7 @@ class MemoryStep(TrainStep):
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The tensors that are there before a step, by category."""
+        """The tensors that exist before a step, by category."""
         return {
             "parameters": list(self.model.parameters()),
             "optimizer state": self.optimizer_state(),

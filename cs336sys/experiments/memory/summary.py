@@ -27,7 +27,7 @@ class PhasePeak:
 
 
 def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
-    """Of a timeline, which knows the tensors' bytes alone."""
+    """The peaks of a timeline, which knows only the tensors' bytes."""
     totals = timeline.totals()
     return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
 

@@ -1,4 +1,4 @@
-"""What a training step communicates: recorded by call, run again without the step around it, or finished at once."""
+"""The collectives of a training step: recorded, launched again without the step around them, or finished at once."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# How long after a collective Gloo's thread may still hold its tensors. Of 90 steps of fsdp by six ranks on two cores, 2
-# had tensors freed by that thread without this pause; with it none, nor any of 960 steps of all strategies.
+# How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors in 2 of
+# 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all strategies.
 _RELEASE_S = 0.001
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """A tensor of a recorded call, without its memory."""
+class _Layout:
+    """How a tensor of a recorded call is laid out in memory, without the memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,22 +60,22 @@ class Communication:
         times = 2 if self.name.startswith("allreduce") else 1
         return times * (world_size - 1) / world_size * self.bytes
 
-    def launcher(self, memory: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
-        """Launches the same collective on zeros, without waiting; returns what can be waited for.
+    def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
+        """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
 
         Args:
-            memory: tensors of other launchers, used again where they fit; it grows by new ones. None shares none.
+            tensors: those of other launchers, used again where they fit; new ones are added. None shares none.
         """
-        memory = {} if memory is None else memory
+        tensors = {} if tensors is None else tensors
         leaves, structure = tree_flatten(self._arguments)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, _Memory):
-                if (place, leaf) not in memory:
-                    memory[place, leaf] = leaf.allocate()
-                leaves[place] = memory[place, leaf]
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, _Layout):
+                if (position, leaf) not in tensors:
+                    tensors[position, leaf] = leaf.allocate()
+                leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
         if "async_op" in _parameters(self._operator):
-            # Where the step waited at once, as fully_shard does, NCCL would return a null pointer: to wait for it
+            # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
             # crashes.
             arguments["async_op"] = True
         return lambda: _work(self._operator(**arguments))
@@ -94,13 +94,13 @@ class _Watcher(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Else code compiled before would run uncompiled.
+        # Otherwise code that is compiled already would run uncompiled.
         return True
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        # Those without a result check something.
+        # Operators without a result only check something.
         if operator.namespace == "c10d" and result is not None:
             self._launched(operator, dict(zip(_parameters(operator), args, strict=False)) | kwargs, result)
         return result
@@ -121,9 +121,9 @@ def recorded_communication() -> Iterator[list[Communication]]:
 def communication_at_once() -> AbstractContextManager:
     """Within this ``with``, every collective is done when its launch returns; all ranks enter it together.
 
-    For Gloo, under torch.profiler with ``profile_memory``, which sees what the launching thread allocates and frees:
-    Gloo's threads hold tensors a moment longer than the step, and what they free would seem to be held for ever. A
-    collective that ends after the profiler does worse: its thread writes the end into memory that was the profiler's.
+    For Gloo under torch.profiler with ``profile_memory``, which sees only what the launching thread allocates and
+    frees: Gloo's threads hold tensors a moment longer than the step, and what they free would seem to be held for ever.
+    Worse, the thread of a collective that ends after the profiler writes that end into memory that was the profiler's.
     """
 
     def finish(operator: Any, arguments: dict[str, Any], result: Any) -> None:
@@ -155,10 +155,10 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
         bytes_of_arguments.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
         dtypes += [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     leaves, structure = tree_flatten(arguments)
-    arguments = tree_unflatten([_memory(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    arguments = tree_unflatten([_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
     name = operator.name().removeprefix("c10d::").partition(".")[0]
     return Communication(name, max(bytes_of_arguments), next(iter(dtypes), "none"), operator, arguments)
 
 
-def _memory(tensor: Tensor) -> _Memory:
-    return _Memory(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+def _layout(tensor: Tensor) -> _Layout:
+    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

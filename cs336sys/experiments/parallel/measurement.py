@@ -28,7 +28,7 @@ from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload
 # Steps without communication, by configuration: measured once for all strategies that are compared with them.
 _unsynchronized: dict[str, list[RankMeasurement]] = {}
 
-# What the ranks communicate through, by their number and backend.
+# Latency and bandwidth of what ranks communicate through, by their number, backend and priority.
 _links: dict[tuple[int, str, bool], AlphaBeta] = {}
 
 
@@ -61,8 +61,8 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         return Outcome(
             "wrong",
             derived=derived,
-            reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is {100 * worst.relative:.3g} % of its "
-            f"way off where one process takes it, more than rounding explains ({100 * tolerance(workload):g} %)",
+            reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is off by {100 * worst.relative:.3g} % "
+            f"of how far one process moves it, more than rounding explains ({100 * tolerance(workload):g} %)",
         )
 
     key = configuration_key(workload.unsynchronized.configuration())

@@ -19,8 +19,8 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
 
     Returns:
         the step, and what its memory held: after it was built, and in the second run (optimizer state and buffers of
-        communication exist then) before the optimizer, after it and at the peak. Nothing where the history of the
-        allocator was too short for it.
+        communication exist then) before the optimizer, after it and at the peak. An empty list where the allocator's
+        history was too short.
     """
     on_gpu = device.type == "cuda"
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
@@ -54,10 +54,10 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
 
 
 class _OptimizerMemory:
-    """Notes the memory of the gradients and of the state of every optimizer that steps, also of those inside others.
+    """Notes where the gradients and the state of every optimizer that steps are, of optimizers inside others, too.
 
     Attributes:
-        gradients, state: addresses, of the last step.
+        gradients, state: addresses at the last step.
     """
 
     def __init__(self, history: AllocationHistory):
@@ -91,7 +91,7 @@ class _OptimizerMemory:
 
 
 def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> set[int]:
-    """Of the memory of tensors that are there; of torch's DTensor, of its part on this rank."""
+    """Those of the tensors that are not None; of torch's DTensor, that of its part on this rank."""
     present = [tensor for tensor in tensors if tensor is not None]
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in present)
     # A slice may be empty: it has no memory.

@@ -16,7 +16,7 @@ from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.experiments.parallel.communication import Communication, recorded_communication, run_alone
 from cs336sys.experiments.parallel.memory import build_recorded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.timeline import Timeline, finish_communication, profile_step, write_trace
+from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import Difference, verify
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
@@ -30,10 +30,10 @@ _WARMUP_ALONE = 2
 # Steps in which gathers are watched.
 _WATCHED_STEPS = 3
 
-# The part of a GPU's memory that a model may be predicted to fill: allocators split it, and NCCL and cuBLAS take some.
+# How much of a GPU's memory a model may be predicted to fill: allocators fragment it, and NCCL and cuBLAS take some.
 _FILLED = 0.9
 
-# What latency and bandwidth of all-reduces are fitted to: sizes in bytes, calls in a row, and how often that.
+# What latency and bandwidth of all-reduces are fitted to: sizes in bytes, calls in a row, and repetitions of those.
 _LINK_SIZES = {"cuda": (10_000, 1_000_000, 10_000_000, 100_000_000), "cpu": (1_000, 100_000, 1_000_000, 10_000_000)}
 _LINK_CALLS = 10
 _LINK_REPETITIONS = 3
@@ -51,7 +51,7 @@ class RankMeasurement:
         gradient_calls: those of them that carry numbers, not flags.
         communicated_bytes: of the arrays of all calls.
         timeline: of one more step, on rank 0; None where the profiler saw nothing.
-        sent_bytes: that this rank sends in a step, flags aside, by rings.
+        sent_bytes: what this rank sends in a step where ranks form a ring, flags aside.
         memory: at the moments of ``accounting.sharding.step.MOMENTS``; empty where it was not recorded.
         gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
     """
@@ -61,7 +61,7 @@ class RankMeasurement:
     calls: int
     gradient_calls: int
     communicated_bytes: int
-    timeline: Timeline | None
+    timeline: StepTimeline | None
     sent_bytes: float = 0.0
     memory: Sequence[RankMemory] = ()
     gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         step = ParallelStep(workload, device)
     reset_peak_memory(device)
     training = workload.training
-    # Ranks that synchronize nothing must compute at the same time, too.
+    # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
     samples = time_phases(
         step.phases,
@@ -134,9 +134,9 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
             finish_communication()
     gathers = _watched_gathers(step)
     if communications:
-        # All memory of a fully sharded model's collectives may be more than a GPU has.
-        memory_to_share: dict[Any, Tensor] | None = {} if workload.strategy in FULLY_SHARDED else None
-        samples["communication"] = _time_alone(communications, memory_to_share, training.steps, device)
+        # Without sharing them, a fully sharded model's collectives may need more memory than a GPU has.
+        tensors: dict[Any, Tensor] | None = {} if workload.strategy in FULLY_SHARDED else None
+        samples["communication"] = _time_alone(communications, tensors, training.steps, device)
     return RankMeasurement(
         samples,
         peak_gib,
@@ -180,9 +180,9 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
 
 
 def _time_alone(
-    communications: list[Communication], memory: dict[Any, Tensor] | None, repetitions: int, device: torch.device
+    communications: list[Communication], tensors: dict[Any, Tensor] | None, repetitions: int, device: torch.device
 ) -> Samples:
-    launchers = [communication.launcher(memory) for communication in communications]
+    launchers = [communication.launcher(tensors) for communication in communications]
     alone = {"communication": functools.partial(run_alone, launchers)}
     return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
 
@@ -191,10 +191,10 @@ _compiled_for: str | None = None
 
 
 def _release_memory(workload: ParallelWorkload) -> None:
-    """Free what the last job left behind; compiled code only where it does not serve this one, too."""
+    """Free what the last job left behind; compiled code only if this job cannot use it."""
     global _compiled_for
-    # Under torch's own wrappers torch compiles something else: its DDP cuts graphs where buckets end. So it does for
-    # models that are sharded, which compute without autocast.
+    # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded
+    # models, which compute without autocast.
     kind = workload.strategy if workload.strategy in FULLY_SHARDED else workload.strategy.startswith("torch")
     wanted = f"{workload.unsynchronized} {kind}"
     if _compiled_for != wanted:

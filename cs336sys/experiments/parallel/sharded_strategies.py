@@ -1,6 +1,6 @@
 """The strategies of ``shard``: who holds which part of the training state, and torch's own beside ours.
 
-Registered in :data:`SHARDED_STRATEGIES`, as those of :mod:`~cs336sys.experiments.parallel.strategies`.
+Registered in :data:`PREPARE_SHARDED`, as those of :mod:`~cs336sys.experiments.parallel.strategies`.
 """
 
 import functools
@@ -97,7 +97,7 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
 
 
 def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as our own."""
+    """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as ours is."""
     _require_unscaled_loss(workload)
     _require_blocks(workload)
     training = workload.training
@@ -113,7 +113,7 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
                 layer.to_empty(device=device, recurse=False)
                 initialize_layer(layer)
             if part in blocks:
-                # Inside of the hooks that gather: they would break the compiled graph, and run again with it.
+                # Inside the hooks that gather: they would break the compiled graph, and run again with the block.
                 if training.compile == "block":
                     part.forward = torch.compile(part.forward, dynamic=False)
                 if workload.checkpointing == "block":
@@ -152,7 +152,7 @@ def _require_blocks(workload: ParallelWorkload) -> None:
         )
 
 
-SHARDED_STRATEGIES: dict[str, Prepare] = {
+PREPARE_SHARDED: dict[str, Prepare] = {
     "none": _replicated,
     "optimizer": _sharded_optimizer,
     "optimizer-flat": _flat_sharded_optimizer,

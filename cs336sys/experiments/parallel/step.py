@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.experiments.parallel.sharded_strategies import SHARDED_STRATEGIES
-from cs336sys.experiments.parallel.strategies import STRATEGIES, OptimizerChoice
+from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
+from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
 from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, set_matmul_precision
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks
 from cs336sys.workload import ParallelWorkload
 
-# Of Nsight Systems, in the processes that it watches.
+# Set by Nsight Systems in the processes that it watches.
 _NSYS_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 
 
@@ -35,7 +35,7 @@ class ParallelStep(TrainStep):
         set_matmul_precision(workload.training)
         optimizer_class, settings = OPTIMIZER_CLASSES[workload.training.optimizer]
         choice = OptimizerChoice(optimizer_class, {**settings, **optimizer_settings})
-        prepare = (STRATEGIES | SHARDED_STRATEGIES)[workload.strategy]
+        prepare = (PREPARE | PREPARE_SHARDED)[workload.strategy]
         replica = prepare(workload, device, choice)
         first = dist.get_rank() * workload.share
         super().__init__(
@@ -53,7 +53,7 @@ class ParallelStep(TrainStep):
             self.mark(NvtxMarks())
 
     def mark(self, marks: Marks) -> None:
-        """From now on show phases and launches as ranges of a profiler."""
+        """Show phases and launches as ranges of a profiler from now on."""
         self.phases = {name: _marked_for_all_threads(name, run, marks) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
             launch = _marked(f"launch bucket {number}", bucket.launch, marks)

@@ -1,6 +1,6 @@
 """The strategies by which ranks train one model: how each wraps a model and an optimizer on a rank.
 
-A strategy is a :data:`Prepare` function, registered in :data:`STRATEGIES` under its name of
+A strategy is a :data:`Prepare` function, registered in :data:`PREPARE` under its name of
 ``cs336sys.workload.STRATEGIES``. Everything else (checking, timing, counting, tables) is the same for all.
 """
 
@@ -67,8 +67,8 @@ Prepare = Callable[[ParallelWorkload, torch.device, OptimizerChoice], Replica]
 def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
     """The model that a strategy wraps: with checkpoints around its blocks if the workload says so.
 
-    They are outside of what is compiled, which all blocks go on sharing, and inside of what a wrapper puts around
-    calls of a block.
+    They are outside the compiled code, which all blocks go on sharing, and inside what a wrapper puts around calls of
+    a block.
     """
     model = build_model(workload.training, device)
     if workload.checkpointing == "block":
@@ -117,7 +117,7 @@ def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     return Replica(model, optimizer(model.parameters()), None, lambda: dict(plain.named_parameters()))
 
 
-STRATEGIES: dict[str, Prepare] = {
+PREPARE: dict[str, Prepare] = {
     "unsynchronized": _unsynchronized,
     "naive": _replicated(lambda model, workload, **settings: NaiveDDP(model, **settings)),
     "flat": _replicated(lambda model, workload, **settings: FlatDDP(model, **settings)),

@@ -10,20 +10,20 @@ from torch.autograd import DeviceType
 
 from cs336sys.measure.timing import covered, elapsed_ms, mark
 
-# Events of a CPU that hand work to another thread, and the end of :func:`finish_communication`, by how names start.
+# How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
 _OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")
 
 # Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
 _COMMUNICATION = ("nccl", "gloo:")
 
-# Pieces of a lane closer than this part of the step are drawn as one: finer than a picture can show.
+# Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
 _RESOLUTION = 1 / 2000
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Two lanes of one step; all times in milliseconds from its first event.
 
     Attributes:
@@ -41,7 +41,7 @@ class Timeline:
     overlap_ms: float
 
 
-def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device) -> Timeline | None:
+def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepTimeline | None:
     """Run one step under the profiler; on a GPU it watches the GPU alone, which does not slow the CPU's launches down.
 
     Ranks that run the step without a profiler call :func:`finish_communication` after it.
@@ -98,14 +98,16 @@ def finish_communication() -> None:
         dist.barrier()
 
 
-def _timeline(compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]) -> Timeline:
+def _timeline(
+    compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]
+) -> StepTimeline:
     """From intervals in nanoseconds."""
     both = covered([*compute, *communicate])
     computing, communicating = covered(compute), covered(communicate)
     start = min(start for start, _ in [*compute, *communicate])
     end = max(end for _, end in [*compute, *communicate])
     gap = int((end - start) * _RESOLUTION)
-    return Timeline(
+    return StepTimeline(
         _merged(compute, start, gap),
         _merged(communicate, start, gap),
         phases,

@@ -22,15 +22,15 @@ from cs336sys.workload import ParallelWorkload, Workload
 
 STEPS = 5
 
-# AdamW divides a gradient by its own size, which hides a sum in place of a mean, and makes a full step of the rounding
-# of a gradient that should be 0. With this eps its steps are proportional to the gradients: all of the optimizer is in
-# use, and weights differ by as much as gradients do.
+# AdamW divides a gradient by its own size, which hides a sum where a mean should be, and turns the rounding error of a
+# gradient that should be 0 into a full step. With this eps its steps are proportional to the gradients: the whole
+# optimizer is in use, and weights differ by as much as gradients do.
 OPTIMIZER_SETTINGS = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0}
 
-# How far a parameter may be from where one process takes it, as a part of the way it went (both as Euclidean norms).
-# bf16 rounds by up to 2^-8, fp16 and TF32 by 2^-11. Measured at size tiny: up to 9e-6 in fp32 (most of it because the
-# weights themselves are rounded), 1e-3 in fp16 and 8e-3 in bf16. Wrong strategies were 0.2 to 3 off: one parameter left
-# out, a sum in place of a mean, the gradients of the step before.
+# How far a parameter may be from where one process takes it, relative to how far that moved it (both Euclidean norms).
+# bf16 rounds by up to 2^-8, fp16 and TF32 by 2^-11. Measured at size tiny: up to 9e-6 in fp32 (mostly because the
+# weights themselves are rounded), 1e-3 in fp16 and 8e-3 in bf16. Wrong strategies were off by 0.2 to 3: one parameter
+# left out, a sum instead of a mean, the gradients of the step before.
 TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 
@@ -40,7 +40,7 @@ class Difference:
 
     Attributes:
         largest: of all weights, the largest absolute difference.
-        relative: of all parameters, the largest ratio of the difference's norm and the norm of the way it went.
+        relative: of all parameters, the largest ratio of the difference's norm to the norm of how far it was moved.
         parameter: which one that is.
         num_layers: of the model that was compared; fewer than the workload's where that does not fit into memory.
     """
@@ -142,12 +142,12 @@ def _difference(
     largest, relative = [], []
     with torch.no_grad():
         for name, weight in expected.items():
-            off, way = found[name] - weight, weight - start[name]
+            off, moved = found[name] - weight, weight - start[name]
             largest.append(off.abs().max())
             distance = torch.linalg.vector_norm(off)
             # A parameter that no step moves must not be moved by the strategy either.
-            relative.append(torch.where(distance == 0, 0.0, distance / torch.linalg.vector_norm(way)))
-    # A weight that is no number is farther off than any other.
+            relative.append(torch.where(distance == 0, 0.0, distance / torch.linalg.vector_norm(moved)))
+    # A weight that is NaN is farther off than any other.
     relatives = torch.stack(relative).nan_to_num(nan=torch.inf).tolist()
     worst = max(range(len(relatives)), key=relatives.__getitem__)
     return Difference(torch.stack(largest).max().item(), relatives[worst], list(expected)[worst], num_layers)

@@ -11,7 +11,7 @@ from cs336sys.experiments.parallel.memory import build_recorded
 from cs336sys.experiments.parallel.rank import verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
 
-_RIGHT = dict(sharded_strategies.SHARDED_STRATEGIES)
+_RIGHT = dict(sharded_strategies.PREPARE_SHARDED)
 
 
 def verify_all(workloads):
@@ -42,8 +42,8 @@ def break_fsdp() -> None:
 
         return replace(replica, synchronize=synchronize)
 
-    sharded_strategies.SHARDED_STRATEGIES["fsdp"] = prepare
+    sharded_strategies.PREPARE_SHARDED["fsdp"] = prepare
 
 
 def repair() -> None:
-    sharded_strategies.SHARDED_STRATEGIES.update(_RIGHT)
+    sharded_strategies.PREPARE_SHARDED.update(_RIGHT)

@@ -83,7 +83,7 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert "exposed_ms" not in outcome.derived
     assert outcome.derived["largest_difference"] > 1e-3
     assert outcome.reason.startswith("overlap: after 5 steps lm_head.weight is ")
-    assert outcome.reason.endswith("% of its way off where one process takes it, more than rounding explains (0.1 %)")
+    assert outcome.reason.endswith("% of how far one process moves it, more than rounding explains (0.1 %)")
     assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
 
 

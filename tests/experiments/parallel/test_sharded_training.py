@@ -12,7 +12,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import RankMeasurement
-from cs336sys.experiments.parallel.sharded_strategies import SHARDED_STRATEGIES
+from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.verification import TOLERANCES
 from cs336sys.experiments.training import build_model, initialize_layer
 from cs336sys.report.parallel.shard import sharded_step
@@ -96,7 +96,7 @@ def test_a_broken_strategy_is_wrong_and_not_timed(ranks):
         shared.run(sharding_ranks.repair)
     assert outcome.status == "wrong"
     assert outcome.samples == {}
-    assert outcome.reason.startswith("fsdp: after 5 steps lm_head.weight is 100 % of its way off")
+    assert outcome.reason.startswith("fsdp: after 5 steps lm_head.weight is off by 100 % of how far")
 
 
 def test_without_a_baseline_nothing_is_exposed():
@@ -122,7 +122,7 @@ def test_without_a_baseline_nothing_is_exposed():
 )
 def test_what_a_strategy_cannot_do_is_said(strategy, settings, sentence):
     with pytest.raises(CapabilityError, match=sentence):
-        SHARDED_STRATEGIES[strategy](workload(strategy, **settings), torch.device("cpu"), None)
+        PREPARE_SHARDED[strategy](workload(strategy, **settings), torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize(

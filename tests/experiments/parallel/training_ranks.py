@@ -21,16 +21,16 @@ from cs336sys.parallel.ranks import launch
 
 CPU = torch.device("cpu")
 
-_RIGHT = dict(strategies.STRATEGIES)
+_RIGHT = dict(strategies.PREPARE)
 
 
 def break_overlap(how: str) -> None:
     """From now on strategy ``overlap`` is wrong on this rank."""
-    strategies.STRATEGIES["overlap"] = _broken(_BREAKS[how])
+    strategies.PREPARE["overlap"] = _broken(_BREAKS[how])
 
 
 def repair() -> None:
-    strategies.STRATEGIES.update(_RIGHT)
+    strategies.PREPARE.update(_RIGHT)
 
 
 def verify_broken(workload, how: str) -> Difference:
