@@ -39,7 +39,7 @@ DryRunOption = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models, on which batches."""
+    """Which models, and their batches."""
 
     size: Annotated[list[str], typer.Option(help=f"Model sizes: {', '.join(SIZES)}.")] = field(default_factory=list)
     context: ContextOption = field(default_factory=list)
@@ -77,7 +77,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SharedModelOptions(ModelOptions):
-    """Which models, on batches that the ranks share."""
+    """Which models, and batches that the ranks share."""
 
     batch_size: Annotated[
         list[str], typer.Option(help="Sequences of all ranks together. Default: the size's.", show_default=False)
@@ -86,7 +86,7 @@ class SharedModelOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """In which precisions."""
+    """Which precisions."""
 
     precision: PrecisionOption = field(default_factory=list)
     bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False
@@ -106,7 +106,7 @@ class PrecisionOptions:
 
 @dataclass(frozen=True)
 class ImplementationOptions:
-    """By which of several implementations of the same."""
+    """Which of several implementations of the same computation."""
 
     compile: CompileOption = field(default_factory=lambda: ["off"])
     attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.")] = field(
@@ -117,7 +117,7 @@ class ImplementationOptions:
 
 @dataclass(frozen=True)
 class StepsOptions:
-    """How often."""
+    """How many steps."""
 
     warmup: Annotated[list[str], typer.Option(help="Warm-up steps; several make a warm-up study.")]
     steps: Annotated[int, typer.Option(help="Measured steps.")]
@@ -125,7 +125,7 @@ class StepsOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """On which device, and under which settings of the whole process."""
+    """The device, and settings of the whole process."""
 
     device: DeviceOption = "auto"
     seed: SeedOption = 0
