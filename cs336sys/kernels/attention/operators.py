@@ -33,11 +33,11 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
-# What decides, beside the tensors, how attention is computed: the C++ knows it by its number.
+# What decides, besides the tensors, how attention is computed; the C++ knows each combination by its number.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
-# The module of native_call, from the first plan on that it can be given.
+# The compiled module of native_call, loaded for the first plan that it can be given.
 _native: ModuleType | None = None
 
 
@@ -72,9 +72,9 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
 
 
 def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
-    """The tensor with at most four dimensions, elements side by side, 16-byte aligned: a copy only where needed.
+    """The tensor with at most four dimensions, the last contiguous, and 16-byte aligned: a copy only where needed.
 
-    With "hopper" also with strides that TMA can take; "auto" gives what has others to plain Triton.
+    For "hopper" its strides must also suit TMA; "auto" leaves tensors whose strides do not to plain Triton.
     """
     if tensor.dim() > 4:
         tensor = tensor.reshape(-1, *tensor.shape[-3:])
@@ -138,7 +138,7 @@ def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, results: Sequence[torch.Tensor]) -> None:
-    """``given``: tensors of the signature, inputs and results; ``used``: what the kernels take of them; or copies."""
+    """``given``: tensors of the signature, inputs and results; ``used``: what the kernels take, the same or copies."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
@@ -147,7 +147,7 @@ def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, res
 
 
 def forget_plans() -> None:
-    """From now on chooses again how to compute, for every signature: for who changes what the choice depends on."""
+    """Forgets how to compute each signature, so that it is chosen anew: for callers that change what decides it."""
     _plans.clear()
     if _native is not None:
         _native.forget_plans()
@@ -164,7 +164,7 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
 
 
 def _backward_of_node(*arguments: torch.Tensor | bool | str) -> Sequence[torch.Tensor]:
-    """What a node of the C++ calls where it knows no plan, or something else wants to see the kernels."""
+    """What a node of the C++ calls where it knows no plan, or where something else has to see the kernels."""
     backward = _backward_operator if _needs_operators(arguments[5]) else _backward
     return backward(*arguments)
 

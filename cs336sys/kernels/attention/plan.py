@@ -1,8 +1,8 @@
 """What is launched: a plan, and the launches it consists of.
 
 A plan is made once for tensors of given shapes, strides, dtype and device, and then called with such tensors, all of
-them 16-byte aligned with elements side by side. Its launches cost the CPU little: small kernels run for less time than
-Triton takes to start them.
+them 16-byte aligned and contiguous in the last dimension. Its launches cost the CPU little: small kernels run for less
+time than Triton takes to start them.
 """
 
 import itertools

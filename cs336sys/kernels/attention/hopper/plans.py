@@ -110,7 +110,7 @@ class HopperBackwardPlan(BackwardPlan):
     """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
 
     def _add_launches(self, deterministic: bool) -> None:
-        self.fused, self._query_parts = True, 1
+        self.fused, self._num_splits = True, 1
         self._pad(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS)
         self._add_prepared([self._only_pass()])
 

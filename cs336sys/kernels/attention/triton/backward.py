@@ -1,13 +1,13 @@
 """FlashAttention-2 backward in Triton: Algorithm 2 and equations 13 to 19 of the handout, in two forms.
 
 *Fused*: a pass over tiles of keys computes dK and dV and adds its share of dQ to a float32 buffer: five matrix products
-for a pair of tiles, but the additions come in any order. *Split*: a second pass, over tiles of queries, computes dQ:
+for a pair of tiles, but the additions come in any order. *Separate*: a second pass, over tiles of queries, computes dQ:
 seven matrix products, deterministic. The two passes may share a launch. A kernel for D = rowsum(dO * O) comes before
-either; after the fused pass another one converts dQ. Where launching takes longest the split form goes without the
+either; after the fused pass another one converts dQ. Where launching takes longest the separate form goes without the
 first: its passes compute D themselves, each as often as it reads a query.
 
-With few tiles of keys the fused pass gives each of them to several programs, of which each takes a part of the queries;
-they add up dK and dV as well in float32 buffers.
+With few tiles of keys the fused pass gives each of them to several programs, each of which takes a split of the
+queries; they add up dK and dV as well in float32 buffers.
 
 The pass over the keys works on transposed tiles, S^T = K Q^T, because P^T and dS^T are then the left operands of dV and
 dK, which the tensor cores take from registers.
@@ -149,7 +149,7 @@ def _grad_key_value(
     padded_queries,
     num_keys,
     sequences_per_group,
-    query_parts,
+    num_splits,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -165,15 +165,15 @@ def _grad_key_value(
 ):
     """dK and dV of KEY_ROWS keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum.
 
-    KEY_SUMS: query_parts programs share a tile of keys; each takes every query_parts-th tile of the queries, and adds
-    its shares of dK / scale and dV to grad_key and grad_value, which then are float32 sums as that of dQ.
+    KEY_SUMS: num_splits programs share a tile of keys; each takes every num_splits-th tile of the queries, and adds
+    its shares of dK / scale and dV to grad_key and grad_value, which are then float32 sums like that of dQ.
     """
-    part = 0
+    split = 0
     query_step = QUERY_ROWS
     if KEY_SUMS:
-        part = program % query_parts
-        program //= query_parts
-        query_step = query_parts * QUERY_ROWS
+        split = program % num_splits
+        program //= num_splits
+        query_step = num_splits * QUERY_ROWS
     tile, sequence = tile_of_program(program, tl.cdiv(num_keys, KEY_ROWS), num_sequences, sequences_per_group, False)
     batch = sequence // num_heads
     head = sequence % num_heads
@@ -193,7 +193,7 @@ def _grad_key_value(
         # Rows behind the last key end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
         unmasked_query = num_queries
     for MASKED in tl.static_range(1, -1, -1):
-        begin = (first_query if MASKED else unmasked_query) + part * QUERY_ROWS
+        begin = (first_query if MASKED else unmasked_query) + split * QUERY_ROWS
         end = tl.minimum(unmasked_query, num_queries) if MASKED else num_queries
         for start in tl.range(begin, end, query_step):
             query_tile = load_rows(
@@ -361,7 +361,7 @@ def _grad_query(
         "num_keys",
         "sequences_per_group",
         "key_programs",
-        "query_parts",
+        "num_splits",
     ]
 )
 def backward_kernel(
@@ -390,7 +390,7 @@ def backward_kernel(
     num_keys,
     sequences_per_group,
     key_programs,
-    query_parts,
+    num_splits,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -436,7 +436,7 @@ def backward_kernel(
             padded_queries,
             num_keys,
             sequences_per_group,
-            query_parts,
+            num_splits,
             scale,
             scale_log2,
             HEAD_DIM,

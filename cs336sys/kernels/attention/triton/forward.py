@@ -1,7 +1,7 @@
 """FlashAttention-2 forward in Triton: Algorithm 1 of Dao, "FlashAttention-2" (2023), with exp2 for exp.
 
 With few tiles of queries several programs share the keys of each, as in Flash-Decoding (Dao, Haziza, Massa and Sizov,
-2023): each finds output and logsumexp over its part of the keys, and a second kernel combines them.
+2023): each finds output and logsumexp over its split of the keys, and a second kernel combines the splits.
 """
 
 import triton
@@ -14,9 +14,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM: tl.constexpr, KEY_PARTS: tl.constexpr):
-    """Where in ``partial`` the logsumexps (parts, sequences, queries) begin, behind as many rows of output."""
-    return partial + KEY_PARTS * HEAD_DIM * num_sequences.to(tl.int64) * num_queries
+def _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Where in ``partial`` the logsumexps (splits, sequences, queries) begin, behind as many rows of output."""
+    return partial + NUM_SPLITS * HEAD_DIM * num_sequences.to(tl.int64) * num_queries
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_sequences", "num_queries", "num_keys", "sequences_per_group"])
@@ -41,17 +41,17 @@ def forward_kernel(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    KEY_PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Output and logsumexp of QUERY_ROWS queries of one sequence; scale_log2 is log2(e) / sqrt(head dimension).
 
-    With several KEY_PARTS the program sees every KEY_PARTS-th tile of the keys only. Then ``out`` and ``logsumexp`` are
-    both the buffer that combine_kernel reads, and out_strides those of (part, sequence, row).
+    With NUM_SPLITS > 1 the program sees only every NUM_SPLITS-th tile of the keys. Then ``out`` and ``logsumexp`` are
+    both the buffer that combine_kernel reads, and out_strides those of (split, sequence, row).
     """
-    part = tl.program_id(0) % KEY_PARTS
-    program = tl.program_id(0) // KEY_PARTS
+    split = tl.program_id(0) % NUM_SPLITS
+    program = tl.program_id(0) // NUM_SPLITS
     num_tiles = tl.cdiv(num_queries, QUERY_ROWS)
     tile, sequence = tile_of_program(program, num_tiles, num_sequences, sequences_per_group, CAUSAL)
     batch = sequence // num_heads
@@ -67,9 +67,9 @@ def forward_kernel(
     whole_keys, end_key = visible_keys(first_query, num_keys, QUERY_ROWS, KEY_ROWS, CAUSAL)
     for MASKED in tl.static_range(2):
         begin = whole_keys if MASKED else 0
-        # The first tile from there on whose number is that of the part, modulo KEY_PARTS.
-        begin += (part + KEY_PARTS - begin // KEY_ROWS % KEY_PARTS) % KEY_PARTS * KEY_ROWS
-        for first_key in tl.range(begin, end_key if MASKED else whole_keys, KEY_PARTS * KEY_ROWS):
+        # The first tile from there on whose index is ``split`` modulo NUM_SPLITS.
+        begin += (split + NUM_SPLITS - begin // KEY_ROWS % NUM_SPLITS) % NUM_SPLITS * KEY_ROWS
+        for first_key in tl.range(begin, end_key if MASKED else whole_keys, NUM_SPLITS * KEY_ROWS):
             key_tile = load_rows(key, key_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
             scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)  # [QUERY_ROWS, KEY_ROWS]
             if MASKED:
@@ -94,10 +94,10 @@ def forward_kernel(
 
     # Scores that are all -inf leave a sum of 0: such a row is 0 / 1, and its logsumexp -inf.
     out_tile = out_tile / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    if KEY_PARTS > 1:
-        logsumexp = _partial_logsumexps(logsumexp, num_sequences, num_queries, HEAD_DIM, KEY_PARTS)
-        batch, head = part, sequence
-        sequence = part * num_sequences + sequence
+    if NUM_SPLITS > 1:
+        logsumexp = _partial_logsumexps(logsumexp, num_sequences, num_queries, HEAD_DIM, NUM_SPLITS)
+        batch, head = split, sequence
+        sequence = split * num_sequences + sequence
     store_rows(out, out_strides, out_tile, batch, head, first_query, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM)
     queries = first_query + tl.arange(0, QUERY_ROWS)
     natural_logsumexp = (row_max + tl.math.log2(row_sum)) * LN_2
@@ -117,29 +117,29 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    KEY_PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):
-    """Output and logsumexp L of ROWS queries from the O_p and L_p of the parts: O = sum_p exp(L_p - L) O_p."""
+    """Output and logsumexp L of ROWS queries from the O_s and L_s of the splits: O = sum_s exp(L_s - L) O_s."""
     num_tiles = tl.cdiv(num_queries, ROWS)
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * ROWS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < num_queries
-    partial_logsumexps = _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM, KEY_PARTS)
+    partial_logsumexps = _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM, NUM_SPLITS)
     partial_logsumexps += sequence.to(tl.int64) * num_queries + rows
     stride = num_sequences.to(tl.int64) * num_queries
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    for part in tl.static_range(KEY_PARTS):
-        one = tl.load(partial_logsumexps + part * stride, mask=inside, other=0.0)
+    for split in tl.static_range(NUM_SPLITS):
+        one = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
         row_max = tl.maximum(row_max, one)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)  # as in forward_kernel
     row_sum = tl.zeros([ROWS], tl.float32)
     out_tile = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    for part in tl.static_range(KEY_PARTS):
-        one = tl.load(partial_logsumexps + part * stride, mask=inside, other=0.0)
+    for split in tl.static_range(NUM_SPLITS):
+        one = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
         weight = tl.math.exp2((one - shift) * LOG2_E)
         row_sum += weight
-        first = tl.full([], part, tl.int32)
+        first = tl.full([], split, tl.int32)
         tile = load_rows(
             partial, partial_strides, first, sequence, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False
         )

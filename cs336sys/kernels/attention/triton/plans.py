@@ -30,7 +30,7 @@ from cs336sys.kernels.attention.triton.settings import (
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
 ELEMENTWISE_TILE = 4096
 
-# Of the kernel that combines what programs found in parts of the keys; 1x1x2048 leaves 128 programs.
+# The rows of a program that combines splits of the keys; 1x1x2048 gives 128 programs.
 COMBINED_ROWS = 16
 
 
@@ -63,21 +63,21 @@ class ForwardPlan(Plan):
         """``operands``: query, key, value and output."""
         super().__init__(device)
         settings = forward_settings(problem)
-        tile, key_parts = settings.tile, settings.key_parts
+        tile, num_splits = settings.tile, settings.num_splits
         block_dim = _block_dim(problem)
         num_heads, out_strides = operands[0].shape[1], operands[3].row_strides
         results = "out", "logsumexp"
-        if key_parts > 1:
+        if num_splits > 1:
             num_rows = problem.num_sequences * problem.num_queries
             partial_strides = num_rows * problem.head_dim, problem.num_queries * problem.head_dim, problem.head_dim
             combine = Launch(
                 combine_kernel,
                 problem.num_sequences * triton.cdiv(problem.num_queries, COMBINED_ROWS),
                 (partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
-                (problem.head_dim, block_dim, COMBINED_ROWS, key_parts),
+                (problem.head_dim, block_dim, COMBINED_ROWS, num_splits),
             )
             out_strides = partial_strides
-            partial = self._own("partial", Scratch((key_parts * num_rows, problem.head_dim + 1)))
+            partial = self._own("partial", Scratch((num_splits * num_rows, problem.head_dim + 1)))
             results = partial, partial
         descriptors = []
         if tile.use_tma:
@@ -86,7 +86,7 @@ class ForwardPlan(Plan):
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
         launch = Launch(
             forward_kernel,
-            key_parts * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
+            num_splits * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
             (
                 *(operand.row_strides for operand in operands[:3]),
                 out_strides,
@@ -103,7 +103,7 @@ class ForwardPlan(Plan):
                 tile.query_rows,
                 tile.key_rows,
                 problem.is_causal,
-                key_parts,
+                num_splits,
                 _dot_precision(problem),
                 tile.use_tma,
             ),
@@ -111,7 +111,7 @@ class ForwardPlan(Plan):
             **_options(tile),
         )
         self._then(launch, "query", "key", "value", *results)
-        if key_parts > 1:
+        if num_splits > 1:
             self._then(combine, partial, "out", "logsumexp")
 
 
@@ -141,7 +141,7 @@ class BackwardPlan(Plan):
 
     def _add_launches(self, deterministic: bool) -> None:
         settings = backward_settings(self._problem, deterministic)
-        self.fused, self._prepared, self._query_parts = settings.fused, settings.prepared, settings.query_parts
+        self.fused, self._prepared, self._num_splits = settings.fused, settings.prepared, settings.num_splits
         self._pad(max(one.tile.query_rows for one in settings.passes), settings.passes[0].tile.key_rows)
         launches = [self._pass_launch(one) for one in settings.passes]
         if settings.prepared:
@@ -162,7 +162,7 @@ class BackwardPlan(Plan):
         problem, grads = self._problem, self.given[6:]
         num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
-        key_sums = self._query_parts > 1
+        key_sums = self._num_splits > 1
         summed_keys = self._padded_keys if key_sums else 0
         num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
         prepare = Launch(
@@ -220,7 +220,7 @@ class BackwardPlan(Plan):
         else:
             streamed_bytes, l2_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes, FORWARD_L2_BYTES
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
-        key_programs = problem.num_sequences * key_tiles * self._query_parts if one.keys else 0
+        key_programs = problem.num_sequences * key_tiles * self._num_splits if one.keys else 0
         query_programs = problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if one.queries else 0
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
@@ -237,7 +237,7 @@ class BackwardPlan(Plan):
                 problem.num_keys,
                 sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                 key_programs,
-                self._query_parts,
+                self._num_splits,
                 scale,
                 scale * math.log2(math.e),
             ),
@@ -251,7 +251,7 @@ class BackwardPlan(Plan):
                 one.queries,
                 self._prepared,
                 self.fused,
-                self._query_parts > 1,
+                self._num_splits > 1,
                 _dot_precision(problem),
                 tile.use_tma,
             ),

@@ -30,10 +30,10 @@ class TileSettings:
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """``key_parts``: programs that share the keys of one tile of queries; a second kernel combines what they find."""
+    """``num_splits``: programs that share the keys of one tile of queries; a second kernel combines what they find."""
 
     tile: TileSettings
-    key_parts: int = 1
+    num_splits: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,35 +49,35 @@ class BackwardPass:
 class BackwardSettings:
     """All passes of a backward.
 
-    ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``query_parts``: how many programs
+    ``fused``: the only pass is over keys and adds up dQ as well, in no fixed order. ``num_splits``: how many programs
     share the queries of one tile of keys, and so add up dK and dV too; 1 unless fused. ``prepared``: a launch before
     the passes computes D = rowsum(dO * O), always if fused; else the passes do, for which they also read the output.
     """
 
     passes: tuple[BackwardPass, ...]
     fused: bool = False
-    query_parts: int = 1
+    num_splits: int = 1
     prepared: bool = True
 
 
-def fused(tile: TileSettings, query_parts: int = 1) -> BackwardSettings:
+def fused(tile: TileSettings, num_splits: int = 1) -> BackwardSettings:
     """One pass over tiles of keys that computes dK, dV and dQ."""
-    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True, query_parts=query_parts)
+    return BackwardSettings((BackwardPass(tile, keys=True),), fused=True, num_splits=num_splits)
 
 
-def split(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
+def separate(key_value: TileSettings, query: TileSettings) -> BackwardSettings:
     """A pass over tiles of keys for dK and dV, then one over tiles of queries for dQ."""
     return BackwardSettings((BackwardPass(key_value, keys=True), BackwardPass(query, queries=True)))
 
 
 def joint(tile: TileSettings, prepared: bool = True) -> BackwardSettings:
-    """The two passes of the split form side by side in one launch."""
+    """The two passes of the separate form side by side in one launch."""
     return BackwardSettings((BackwardPass(tile, keys=True, queries=True),), prepared=prepared)
 
 
-# The fewest keys that programs of the forward kernel share, and the most that share them.
-SHARED_KEYS = 1024
-MAX_KEY_PARTS = 8
+# The fewest keys that the forward kernel splits, and the most splits.
+MIN_SPLIT_KEYS = 1024
+MAX_SPLITS = 8
 
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
@@ -90,25 +90,25 @@ _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=
 def forward_settings(problem: Problem) -> ForwardSettings:
     """The settings of the forward kernels."""
     tile = _forward_tile(problem)
-    return ForwardSettings(tile, _key_parts(problem, tile))
+    return ForwardSettings(tile, _num_splits(problem, tile))
 
 
-def _key_parts(problem: Problem, tile: TileSettings) -> int:
+def _num_splits(problem: Problem, tile: TileSettings) -> int:
     """As many as leave the multiprocessors four programs each, below 2048 keys one; for half precision and long keys.
 
-    Forward with 1, 2, 4 and 8 parts: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
+    Forward with 1, 2, 4 and 8 splits: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
     0.0200; 1x1x8192x128 0.0938, 0.0668, 0.0496, 0.0617; 1x1x16384x128 0.2224, 0.1442, 0.1539, 0.1792;
-    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516. In two parts, 1x16x1024x64 takes 0.0223, else 0.0200.
+    1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
     """
-    # With fewer keys the second launch costs the CPU more than the parts save the GPU.
-    if problem.capability is None or problem.dtype == torch.float32 or problem.num_keys < SHARED_KEYS:
+    # With fewer keys the second launch costs the CPU more than the splits save the GPU.
+    if problem.capability is None or problem.dtype == torch.float32 or problem.num_keys < MIN_SPLIT_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
-    each = 4 if problem.num_keys >= 2 * SHARED_KEYS else 1
-    parts = 1
-    while parts < MAX_KEY_PARTS and 2 * parts * num_programs <= each * problem.num_multiprocessors:
-        parts *= 2
-    return parts
+    each = 4 if problem.num_keys >= 2 * MIN_SPLIT_KEYS else 1
+    splits = 1
+    while splits < MAX_SPLITS and 2 * splits * num_programs <= each * problem.num_multiprocessors:
+        splits *= 2
+    return splits
 
 
 def _forward_tile(problem: Problem) -> TileSettings:
@@ -175,7 +175,7 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
             # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
             key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
             # dQ: 5.53, with two stages 6.93, 64x32 with 4 warps 6.43, 128x64 by ptr 6.36. Together with D: 19.85.
-            return split(key_value, TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True))
+            return separate(key_value, TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True))
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, each=2)
@@ -191,18 +191,18 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
     if problem.head_dim <= 32 and not deterministic:
         if not tma:
             # 1x1x8192x16: 0.0497.
-            return _fused_in_parts(problem, by_pointers, each=4)
-        # 1x1x8192x16: 0.046, not in parts 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
+            return _fused_with_splits(problem, by_pointers, each=4)
+        # 1x1x8192x16: 0.046, without splits 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
         # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
-        # stages without the limit 2.470. 1x16x4096x32: 0.156, in two parts 0.170, joint 0.174.
+        # stages without the limit 2.470. 1x16x4096x32: 0.156, with two splits 0.170, joint 0.174.
         limit = 128 if problem.head_dim > 16 else None
         tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=limit)
-        return _fused_in_parts(problem, tile, each=6)
+        return _fused_with_splits(problem, tile, each=6)
     if not tma:
         return joint(by_pointers)
     if few:
-        # 1x1x8192x64: 0.134, with two stages 0.257, split 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
-        # 1x1x32768x64: 0.815, split 1.139. 1x4x8192x64: 0.225, 0.308.
+        # 1x1x8192x64: 0.134, with two stages 0.257, separate 0.196. 1x1x8192x128: 0.149, 0.198, 0.249.
+        # 1x1x32768x64: 0.815, separate 1.139. 1x4x8192x64: 0.225, 0.308.
         return joint(TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True))
     if problem.head_dim <= 64:
         if problem.num_queries <= 512:
@@ -211,14 +211,14 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         # 1x16x16384x64: 1.933 + 1.203, fused 3.344; 128x64 for dK, dV 2.607, 128x128 2.438; 64x64 for dQ 1.363.
         # 8x16x2048x64: 0.517, joint 0.572.
         key_value = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
-        return split(key_value, TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True))
+        return separate(key_value, TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True))
     # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
     query = TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True)
     if problem.num_queries <= 4096:
         # dK, dV, 8x16x2048x128: 0.513, 128x64 0.554.
-        return split(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
+        return separate(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
     # dK, dV, 1x16x16384x128: 3.489, with two stages 3.88, 64x64 3.732; fused 7.511 for all three.
-    return split(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
+    return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
 
 
 def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings:
@@ -226,26 +226,26 @@ def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
     # The tiles below take up to 112 KiB.
     if deterministic or problem.float32_precision == "ieee" or not has_hopper_shared_memory(problem.capability):
-        # 1x1x1024x64: 0.0841, split 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
+        # 1x1x1024x64: 0.0841, separate 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     if problem.head_dim <= 16:
-        return _fused_in_parts(problem, TileSettings(32, 64, num_warps=4, num_stages=1), each=4)
+        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=1), each=4)
     if problem.head_dim <= 32:
-        # 1x1x1024x32: 0.030, 32x32 not in parts 0.105. 1x1x8192x32: 0.344, 0.883. 1x16x4096x32: 1.311, 2.113.
-        return _fused_in_parts(problem, TileSettings(32, 64, num_warps=4, num_stages=2), each=8)
+        # 1x1x1024x32: 0.030, 32x32 without splits 0.105. 1x1x8192x32: 0.344, 0.883. 1x16x4096x32: 1.311, 2.113.
+        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=2), each=8)
     if problem.head_dim <= 64:
         if _few_programs(problem, 64, each=4):
             # 1x1x1024x64: 0.0352, joint 0.0840. 1x1x4096x64: 0.171, 0.414. 1x1x16384x64: 2.179, 3.070.
-            return _fused_in_parts(problem, TileSettings(32, 32, num_warps=4, num_stages=1), each=4)
+            return _fused_with_splits(problem, TileSettings(32, 32, num_warps=4, num_stages=1), each=4)
         # 1x16x4096x64: 2.148, 32x32 2.309, joint 3.165.
         return fused(TileSettings(32, 64, num_warps=4, num_stages=1))
-    # 1x1x1024x128: 0.055, not in parts 0.139. 1x1x4096x128: 0.379, 0.593. 1x1x8192x128: 1.422 in two parts, 1.363.
+    # 1x1x1024x128: 0.055, without splits 0.139. 1x1x4096x128: 0.379, 0.593. 1x1x8192x128: 1.422 with two splits, 1.363.
     # 1x1x16384x128: 5.354, joint 6.252.
-    return _fused_in_parts(problem, TileSettings(32, 16, num_warps=4, num_stages=1), each=3)
+    return _fused_with_splits(problem, TileSettings(32, 16, num_warps=4, num_stages=1), each=3)
 
 
-def _fused_in_parts(problem: Problem, tile: TileSettings, each: int) -> BackwardSettings:
-    """The fused form, in so many parts that every multiprocessor gets ``each`` programs, if there are enough tiles."""
+def _fused_with_splits(problem: Problem, tile: TileSettings, each: int) -> BackwardSettings:
+    """The fused form, with enough splits for ``each`` programs on every multiprocessor, as far as there are tiles."""
     key_tiles = problem.num_sequences * -(-problem.num_keys // tile.key_rows)
     query_tiles = -(-problem.num_queries // tile.query_rows)
     return fused(tile, min(query_tiles, -(-each * problem.num_multiprocessors // key_tiles)))

@@ -1,7 +1,7 @@
 """What the forward and backward kernels share: which tile a program works on, and how its rows are loaded and stored.
 
-A *sequence* is one head of one batch element; tensors are seen as (batch, head, row, element), elements side by side,
-with strides = (batch, head, row) in elements.
+A *sequence* is one head of one batch element; tensors are seen as (batch, head, row, element), contiguous in the last
+dimension, with strides = (batch, head, row) in elements.
 """
 
 import triton

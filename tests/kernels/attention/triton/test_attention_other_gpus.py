@@ -29,7 +29,7 @@ from cs336sys.kernels.attention.triton.settings import (
     forward_settings,
     fused,
     joint,
-    split,
+    separate,
 )
 
 # Of one program, by the CUDA programming guide's table of compute capabilities.
@@ -161,7 +161,7 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             (1, 16, 16384, 64),
             torch.bfloat16,
             TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True),
-            split(
+            separate(
                 TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True),
                 TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True),
             ),
@@ -170,7 +170,7 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             (1, 16, 16384, 128),
             torch.bfloat16,
             TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128),
-            split(
+            separate(
                 TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True),
                 TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True),
             ),

@@ -23,7 +23,7 @@ from cs336sys.kernels.attention.triton.settings import (
     forward_settings,
     fused,
     joint,
-    split,
+    separate,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty", "fresh_plans")
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 BACKWARD_FORMS = pytest.mark.parametrize(
-    "backward_form", ["fused", "fused in parts", "split", "joint", "unprepared"], indirect=True
+    "backward_form", ["fused", "fused with splits", "separate", "joint", "unprepared"], indirect=True
 )
 
 
 FORMS = {
     "fused": fused,
-    "fused in parts": lambda tile: fused(tile, query_parts=3),
-    "split": lambda tile: split(tile, tile),
+    "fused with splits": lambda tile: fused(tile, num_splits=3),
+    "separate": lambda tile: separate(tile, tile),
     "joint": joint,
     "unprepared": lambda tile: joint(tile, prepared=False),
 }
@@ -69,21 +69,21 @@ def test_lengths(num_queries, num_keys, is_causal, backward_form, device):
 
 
 @pytest.fixture
-def three_parts(monkeypatch):
+def three_splits(monkeypatch):
     """Three programs share the keys of every tile of queries."""
-    monkeypatch.setattr(plans, "forward_settings", lambda problem: replace(forward_settings(problem), key_parts=3))
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: replace(forward_settings(problem), num_splits=3))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @CAUSAL
-@pytest.mark.usefixtures("three_parts")
+@pytest.mark.usefixtures("three_splits")
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 129), (127, 17), (129, 129), (64, 128)])
 def test_programs_that_share_keys(num_queries, num_keys, is_causal, device):
-    """In few keys some of the parts see none."""
+    """With few keys some of the splits see none."""
     assert_matches_float64(random_inputs((2, 2), num_queries, num_keys, 24, torch.float32, device), is_causal)
 
 
-@pytest.mark.usefixtures("three_parts")
+@pytest.mark.usefixtures("three_splits")
 def test_programs_that_share_keys_write_any_strides(device):
     inputs = tuple(_transposed_heads(2, 3, length, 32, device).requires_grad_() for length in (40, 150, 150))
     assert_matches_float64(inputs, False, _transposed_heads(2, 3, 40, 32, device))
@@ -176,10 +176,10 @@ def test_bad_query_reaches_its_own_row_only(bad, device):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("key_parts", [1, 3])
-def test_nan_in_a_key_reaches_all_queries_that_see_it(key_parts, device, request):
-    if key_parts > 1:
-        request.getfixturevalue("three_parts")
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_nan_in_a_key_reaches_all_queries_that_see_it(num_splits, device, request):
+    if num_splits > 1:
+        request.getfixturevalue("three_splits")
     query, key, value = (tensor.detach() for tensor in random_inputs((1,), 70, 70, 16, torch.float32, device))
     key[0, 37, 3] = math.nan
     out = FlashAttentionTriton.apply(query, key, value, True)
@@ -189,10 +189,10 @@ def test_nan_in_a_key_reaches_all_queries_that_see_it(key_parts, device, request
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @CAUSAL
-@pytest.mark.parametrize("key_parts", [1, 3])
-def test_row_without_a_finite_score_gives_zeros(key_parts, is_causal, device, request):
-    if key_parts > 1:
-        request.getfixturevalue("three_parts")
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_row_without_a_finite_score_gives_zeros(num_splits, is_causal, device, request):
+    if num_splits > 1:
+        request.getfixturevalue("three_splits")
     query, key, value = (tensor.detach() for tensor in random_inputs((1,), 40, 40, 16, torch.float32, device))
     query[0, 7, 3] = math.inf
     key[0, :, 3] = -1.0
@@ -300,7 +300,9 @@ def test_deterministic_is_never_fused(device):
 
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
 @CAUSAL
-@pytest.mark.parametrize(("head_dim", "form"), [(16, FORMS["split"]), (80, FORMS["joint"])], ids=["split", "joint"])
+@pytest.mark.parametrize(
+    ("head_dim", "form"), [(16, FORMS["separate"]), (80, FORMS["joint"])], ids=["separate", "joint"]
+)
 def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, is_causal, device, monkeypatch):
     """The interpreter has descriptors but for atomic_add; nothing else here would run them without a GPU."""
     tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
@@ -325,7 +327,7 @@ def test_settings_keep_their_promises():
         for deterministic in (False, True):
             settings = backward_settings(problem, deterministic)
             assert not (settings.fused and deterministic)
-            assert settings.query_parts == 1 or settings.fused
+            assert settings.num_splits == 1 or settings.fused
             assert settings.prepared or not settings.fused  # somebody has to clear the sum
             assert sum(one.keys for one in settings.passes) == 1
             assert sum(one.queries for one in settings.passes) == (0 if settings.fused else 1)
@@ -351,18 +353,18 @@ def test_many_short_sequences_compute_d_once_where_that_takes_long(head_dim, pre
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_keys_are_shared_only_by_few_programs(head_dim):
-    def key_parts(num_sequences, length):
+    def num_splits(num_sequences, length):
         shape = num_sequences, length, length
-        return forward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)).key_parts
+        return forward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)).num_splits
 
-    assert key_parts(1, 512) == 1  # a second launch would take longer than it saves
-    assert key_parts(1, 1024) > key_parts(1, 8192) > 1
-    assert key_parts(16, 1024) == key_parts(16, 2048) == key_parts(1, 65536) == 1
+    assert num_splits(1, 512) == 1  # a second launch would take longer than it saves
+    assert num_splits(1, 1024) > num_splits(1, 8192) > 1
+    assert num_splits(16, 1024) == num_splits(16, 2048) == num_splits(1, 65536) == 1
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
-    """A tile of keys for each program would leave some idle; more parts than tiles of queries would have none."""
+    """A tile of keys for each program would leave some idle; more splits than tiles of queries would have none."""
     for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
         problem = Problem(
             head_dim, torch.float32, "tf32x3", True, num_sequences, length, length, (9, 0), 132, tma_allowed=True
@@ -370,8 +372,8 @@ def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_d
         settings = backward_settings(problem, False)
         tile = settings.passes[0].tile
         query_tiles, key_tiles = -(-length // tile.query_rows), num_sequences * -(-length // tile.key_rows)
-        assert 1 <= settings.query_parts <= query_tiles
-        assert settings.query_parts * key_tiles >= min(problem.num_multiprocessors, query_tiles * key_tiles)
+        assert 1 <= settings.num_splits <= query_tiles
+        assert settings.num_splits * key_tiles >= min(problem.num_multiprocessors, query_tiles * key_tiles)
 
 
 @pytest.mark.gpu
