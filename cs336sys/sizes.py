@@ -1,6 +1,7 @@
 """The model sizes of both handouts, and custom ones. Plain data, no torch."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cs336sys.errors import UsageError
 
@@ -80,7 +81,7 @@ def choose_size(
         raise UsageError(f"unknown size '{name}': choose from {', '.join(SIZES)}")
     shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
     batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
-    given = {field: value for field, value in (shape | batch).items() if value is not None}
+    given: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}
     for field, value in given.items():
         if value < 1:
             raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")

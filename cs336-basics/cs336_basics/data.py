@@ -34,5 +34,5 @@ def get_batch(
     tokens = dataset[starts[:, None] + np.arange(context_length + 1)].astype(np.int64)
     inputs, targets = (torch.from_numpy(part.copy()) for part in (tokens[:, :-1], tokens[:, 1:]))
     if torch.device(device).type == "cuda":
-        return tuple(part.pin_memory().to(device, non_blocking=True) for part in (inputs, targets))
-    return inputs.to(device), targets.to(device)
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

@@ -92,6 +92,8 @@ class RotaryEmbedding(nn.Module):
         ValueError: ``dim`` is odd.
     """
 
+    cos_sin: Tensor
+
     def __init__(self, context_length: int, dim: int, theta: float = 10_000.0):
         super().__init__()
         if dim % 2:

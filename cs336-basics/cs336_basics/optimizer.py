@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -51,11 +52,11 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 
         Args:
-            closure: computes the loss and the gradients anew; its result is returned.
+            closure: computes the loss and the gradients anew; its result is returned, a tensor or a number.
 
         Raises:
             RuntimeError: a gradient is sparse.

@@ -54,6 +54,37 @@ class Outcome:
 Measure = Callable[[dict[str, Any], Progress], Outcome]
 
 
+@dataclass(frozen=True)
+class _Child:
+    """A started process and the pipe to it."""
+
+    process: multiprocessing.process.BaseProcess
+    connection: multiprocessing.connection.Connection
+
+    def receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
+        """Its next message, an ``error`` outcome when it died, None when the time is up."""
+        ready = multiprocessing.connection.wait([self.connection, self.process.sentinel], timeout_s)
+        if not ready:
+            return None
+        if self.connection in ready:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                return self.connection.recv()
+        self.process.join()
+        exit_code = self.process.exitcode
+        assert exit_code is not None
+        return Outcome("error", reason=f"the measuring process {cause_of_death(exit_code)}")
+
+    def kill(self) -> None:
+        """Kill it and all that it started."""
+        process_id = self.process.pid
+        assert process_id is not None
+        try:
+            os.killpg(process_id, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has not made its own process group yet.
+            self.process.kill()
+
+
 class Worker:
     """A process that measures one cell after another.
 
@@ -66,8 +97,7 @@ class Worker:
     def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
         self._measure = measure
         self._arguments = arguments
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: multiprocessing.connection.Connection | None = None
+        self._child: _Child | None = None
         self._run: Run | None = None
         self._is_measuring = False
 
@@ -80,6 +110,7 @@ class Worker:
         """
         if self._run is None:
             self._start()
+        assert self._run is not None
         return self._run
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
@@ -88,20 +119,20 @@ class Worker:
         Raises:
             UsageError, CapabilityError: the worker could not start.
         """
-        if self._process is None:
-            self._start()
+        child = self._child or self._start()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._connection.send(configuration)
+        child.connection.send(configuration)
         self._is_measuring = True
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            message = self._receive(remaining)
+            message = child.receive(remaining)
             if isinstance(message, str):
                 progress(message)
                 continue
             if message is None:
                 self.close()
                 return Outcome("timeout", reason=f"not done after {timeout_s:g} s")
+            assert isinstance(message, Outcome)
             self._is_measuring = False
             if not message.leaves_worker_sound:
                 self.close()
@@ -109,45 +140,34 @@ class Worker:
 
     def close(self) -> None:
         """End the worker: by itself when it waits for the next cell, else kill it and all that it started."""
-        if self._process is None:
+        child = self._child
+        if child is None:
             return
-        self._connection.close()
+        child.connection.close()
         if not self._is_measuring:
-            self._process.join(_EXIT_S)
-        if self._process.is_alive():
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                # It has not made its own process group yet.
-                self._process.kill()
-        self._process.join()
-        self._process = None
+            child.process.join(_EXIT_S)
+        if child.process.is_alive():
+            child.kill()
+        child.process.join()
+        self._child = None
         self._is_measuring = False
 
-    def _start(self) -> None:
+    def _start(self) -> _Child:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._measure, self._arguments, os.getpid()))
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._measure, self._arguments, os.getpid()))
+        self._child = child = _Child(process, ours)
         with ctrl_c_ignored():
-            self._process.start()
+            process.start()
         theirs.close()
-        message = self._receive(None)
+        message = child.receive(None)
         if isinstance(message, Outcome):
             self.close()
             raise CapabilityError(f"the measuring process did not start: {message.reason}")
+        assert isinstance(message, Run)
         # A replaced worker goes on with its predecessor's run.
         self._run = self._run or message
-
-    def _receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
-        """The worker's next message, an ``error`` outcome when it died, None when the time is up."""
-        ready = multiprocessing.connection.wait([self._connection, self._process.sentinel], timeout_s)
-        if not ready:
-            return None
-        if self._connection in ready:
-            with contextlib.suppress(EOFError, ConnectionResetError):
-                return self._connection.recv()
-        self._process.join()
-        return Outcome("error", reason=f"the measuring process {cause_of_death(self._process.exitcode)}")
+        return child
 
 
 def _serve(

@@ -84,7 +84,8 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
         "seed": seed,
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        # torch adds the attribute when it runs.
+        "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
         "torch_threads": torch.get_num_threads(),
     }
     return description | _relevant_variables() | _gpu_states()
@@ -133,7 +134,7 @@ def _gpu_states() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     states = {gpu.uuid: gpu for gpu in read_gpus()}
-    description = {}
+    description: dict[str, Any] = {}
     for index in range(torch.cuda.device_count()):
         gpu = states.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
         if gpu is not None:

@@ -4,6 +4,7 @@ Source: handout, problems mixed_precision_accumulation and benchmarking_mixed_pr
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class ToyModel(nn.Module):
         return self.fc2(x)
 
 
-LOSSES = {"cross-entropy": F.cross_entropy, "mse": F.mse_loss}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross-entropy": F.cross_entropy, "mse": F.mse_loss}
 
 _BATCH, _IN_FEATURES, _OUT_FEATURES = 4, 20, 5
 
@@ -112,9 +113,14 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
     return AutocastDtypes(
         precision,
         loss_function,
-        layer_norm=with_layer_norm.pop("ln"),
-        rms_norm=with_rms_norm.pop("ln"),
-        **with_layer_norm,
+        parameters=with_layer_norm["parameters"],
+        fc1=with_layer_norm["fc1"],
+        layer_norm=with_layer_norm["ln"],
+        rms_norm=with_rms_norm["ln"],
+        logits=with_layer_norm["logits"],
+        loss=with_layer_norm["loss"],
+        loss_outside=with_layer_norm["loss_outside"],
+        gradients=with_layer_norm["gradients"],
     )
 
 
@@ -154,5 +160,5 @@ def _train_step(
         seen["loss"] = {loss.dtype}
         seen["loss_outside"] = {compute_loss(logits, targets).dtype}
         loss.backward()
-        seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters()}
+        seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
     return {part: ", ".join(sorted(_NAMES[dtype] for dtype in dtypes)) for part, dtypes in seen.items()}

@@ -192,6 +192,7 @@ class _AttentionRanges:
                     self._part = None
 
     def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._softmax is not None
         if self._part is None:
             return self._softmax(*args, **kwargs)
         self._part.close()

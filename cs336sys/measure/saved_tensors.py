@@ -84,4 +84,6 @@ def _operation(tensor: Tensor) -> str:
         return "input" if tensor.requires_grad else ""
     while (name := node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")) in _VIEWS:
         node = node.next_functions[0][0]
+        # A view has a gradient because what it views has one.
+        assert node is not None
     return "input" if name == "AccumulateGrad" else name

@@ -82,7 +82,8 @@ def memory_gib() -> tuple[float | None, float | None]:
     limit, used = container_memory_limit_bytes(), _read_text("/sys/fs/cgroup/memory.current")
     if total is not None and limit is not None and limit / 2**30 < total:
         total = limit / 2**30
-        available = min(available, total - int(used or 0) / 2**30)
+        if available is not None:
+            available = min(available, total - int(used or 0) / 2**30)
     return total, available
 
 

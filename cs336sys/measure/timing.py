@@ -9,6 +9,9 @@ from torch.autograd import DeviceType
 
 from cs336sys.results import Samples
 
+# A moment on the GPU, or by the CPU clock in seconds.
+Mark = torch.cuda.Event | float
+
 
 class StepTimer:
     """Runs a step again and again, each time the given phases in order, and times every one of them.
@@ -24,7 +27,7 @@ class StepTimer:
         self._phases = phases
         self._device = device
         self._synchronize_steps = synchronize_steps
-        self._marks: list[list[torch.cuda.Event | float]] = []
+        self._marks: list[list[Mark]] = []
         self._clocks: list[tuple[float, float]] = []
 
     def run(self) -> None:
@@ -90,7 +93,7 @@ def time_phases(
     return timer.samples(warmup)
 
 
-def mark(on_gpu: bool) -> "torch.cuda.Event | float":
+def mark(on_gpu: bool) -> Mark:
     """A moment: when the GPU has done what was launched before, or now."""
     if not on_gpu:
         return time.perf_counter()
@@ -99,9 +102,13 @@ def mark(on_gpu: bool) -> "torch.cuda.Event | float":
     return event
 
 
-def elapsed_ms(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
-    """Milliseconds from one mark to another; the GPU must have reached both."""
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+def elapsed_ms(start: Mark, end: Mark) -> float:
+    """Milliseconds from one mark to another of the same kind; the GPU must have reached both."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return (end - start) * 1e3
+    assert not isinstance(end, float)
+    return start.elapsed_time(end)
 
 
 def gpu_busy_ms(step: Callable[[], None]) -> float | None:

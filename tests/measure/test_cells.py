@@ -74,11 +74,11 @@ def test_cell_is_given_up_after_its_time(worker):
 def test_idle_worker_ends_by_itself_and_a_measuring_one_is_killed():
     worker = Worker("fake_cells:measure")
     run(worker, "measure")
-    process = worker._process
+    process = worker._child.process
     worker.close()
     assert process.exitcode == 0
     run(worker, "measure")
-    process = worker._process
+    process = worker._child.process
     run(worker, "sleep", timeout_s=0.2)
     assert process.exitcode == -signal.SIGKILL
     worker.close()
@@ -102,7 +102,7 @@ def test_worker_dies_with_its_parent():
         "if __name__ == '__main__':\n"
         "    worker = Worker('fake_cells:measure')\n"
         "    worker.run\n"
-        "    print(worker._process.pid, flush=True)\n"
+        "    print(worker._child.process.pid, flush=True)\n"
         "    worker.measure({'action': 'sleep'}, timeout_s=None, progress=str)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}

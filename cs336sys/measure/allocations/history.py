@@ -11,10 +11,12 @@ import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _EventType, _ExtraFields_Allocation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -132,23 +134,28 @@ class CpuHistory(AllocationHistory):
         self._had_onednn = torch.backends.mkldnn.enabled
 
     def __enter__(self) -> "CpuHistory":
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property that torch declares as its class
         self._profiler.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._profiler.__exit__(*exception)
         torch.backends.mkldnn.enabled = self._had_onednn
+        profiler = self._profiler.profiler
+        assert profiler is not None
+        assert profiler.kineto_results is not None
         marks, events = {}, []
-        pending = list(self._profiler.profiler.kineto_results.experimental_event_tree())
+        pending = list(profiler.kineto_results.experimental_event_tree())
         while pending:
             node = pending.pop()
             pending += node.children
             if node.name.startswith(_MARK):
                 marks[int(node.name.removeprefix(_MARK))] = node.start_time_ns
-            elif node.tag == torch._C._profiler._EventType.Allocation and node.extra_fields.device.type == "cpu":
+            elif node.tag == _EventType.Allocation:
                 fields = node.extra_fields
-                events.append((node.start_time_ns, Event(fields.ptr, fields.alloc_size)))
+                assert isinstance(fields, _ExtraFields_Allocation)
+                if fields.device.type == "cpu":
+                    events.append((node.start_time_ns, Event(fields.ptr, fields.alloc_size)))
         events.sort(key=lambda event: event[0])
         self._times = [marks[number] for number in range(self._marks)]
         self._event_times = [time for time, _ in events]
@@ -171,6 +178,8 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
     Args:
         held: tensors that exist already.
     """
+
+    events: list[Event]
 
     def __init__(self, held: Sequence[Tensor]):
         super().__init__()
@@ -229,7 +238,7 @@ class ScalarsReadAsZero(TorchDispatchMode):
 
 def python_frames() -> Iterator[tuple[str, int, str]]:
     """File name, line and function of the caller and of what called it, innermost first; keeps no frame alive."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back

@@ -1,7 +1,8 @@
 """Records one step: what was allocated in which phase, by which module, operation and line of code."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,10 @@ class StepRecorder:
             self._cleanup = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._cleanup.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.__exit__(kind, error, trace)
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -99,8 +102,9 @@ class StepRecorder:
             lost_events=history.lost_events,
         )
 
-    def _gradient_hook(self, name: str):
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
             self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
 
         return note

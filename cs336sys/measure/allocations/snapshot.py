@@ -32,7 +32,8 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
     and the events, viewers find out what was there before.
     """
     events: list[tuple[int, dict[str, Any]]] = []
-    blocks, address = [], 0
+    blocks: list[dict[str, Any]] = []
+    address = 0
     for allocation in timeline.allocations:
         frames = _frames(allocation)
         entry = {"addr": address, "size": allocation.size, "stream": 0, "frames": frames}
@@ -67,8 +68,8 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
 def _frames(allocation: Allocation) -> list[dict[str, Any]]:
     origin = allocation.origin
     what = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
-    place = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
-    filename, line, function = place.groups() if place else (allocation.phase or "before the step", 0, "")
+    code = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
+    filename, line, function = code.groups() if code else (allocation.phase or "before the step", 0, "")
     return [
         {"filename": allocation.category, "line": 0, "name": what},
         {"filename": filename, "line": int(line), "name": function},

@@ -100,11 +100,13 @@ def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
 
 def check_memory(gpus: list[GpuState]) -> Check:
-    known = [gpu for gpu in gpus if gpu.memory_total_gib and gpu.memory_free_gib is not None]
-    found = "; ".join(
-        f"GPU {gpu.index}: {gpu.memory_free_gib:.1f} of {gpu.memory_total_gib:.1f} GiB free" for gpu in known
-    )
-    if any(gpu.memory_free_gib < FREE_MEMORY_SHARE * gpu.memory_total_gib for gpu in known):
+    known = [
+        (gpu.index, gpu.memory_free_gib, gpu.memory_total_gib)
+        for gpu in gpus
+        if gpu.memory_total_gib and gpu.memory_free_gib is not None
+    ]
+    found = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in known)
+    if any(free < FREE_MEMORY_SHARE * total for _, free, total in known):
         return Check("GPU memory", found, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
     return Check("GPU memory", found or "unknown")
 
