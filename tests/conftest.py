@@ -17,6 +17,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("random training")
+    group.addoption("--random-models", type=int, default=210, help="How many random models to train on ranks.")
+    group.addoption("--random-seed", type=int, default=0, help="The seed of the first.")
+    group.addoption("--every-wrapper", action="store_true", help="Train each by every wrapper, not by two.")
+
+
 def pytest_collection_modifyitems(items):
     count = torch.cuda.device_count()
     for item in items:

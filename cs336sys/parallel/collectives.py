@@ -43,12 +43,6 @@ def require_process_group(what: str) -> None:
         )
 
 
-def refuse_sparse(name: str, gradient: Tensor) -> None:
-    """Raise UsageError if the gradient is sparse."""
-    if gradient.layout != torch.strided:
-        raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
-
-
 def group_device() -> torch.device:
     """The device that tensors must be on for the process group to communicate them: this rank's GPU, or the CPU."""
     if dist.get_backend() == "nccl":

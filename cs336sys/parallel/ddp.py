@@ -26,8 +26,9 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
-from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
-from cs336sys.parallel.same_on_ranks import require_same_module
+from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
+from cs336sys.parallel.same_on_ranks import describe_module, require_same_module, same_on_every_rank
 
 
 class _Replicated(nn.Module):
@@ -74,8 +75,9 @@ class _Replicated(nn.Module):
                 the traffic of fp32 gradients; ``grad`` keeps its own. None sends gradients in the dtype they have.
 
         Raises:
-            UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or modules or
-                settings differ between ranks (raised on every rank, naming the first difference).
+            UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or on every rank:
+                the module is wrapped already or has a wrapped part, a parameter has a ``grad_dtype`` of its own, or
+                modules or settings differ between ranks (naming the first difference).
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -83,7 +85,11 @@ class _Replicated(nn.Module):
             raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
         self.module = module
         self._gradient_dtype = gradient_dtype
-        require_same_module(module, self._settings())
+        with same_on_every_rank() as lines:
+            require_unwrapped(module)
+            require_unsynchronized(module.named_parameters())
+            require_own_gradient_dtype(module.named_parameters())
+            lines += [self._settings(), *describe_module(module)]
         broadcast_from_first([*module.parameters(), *module.buffers()])
         self._watch_gradients()
 

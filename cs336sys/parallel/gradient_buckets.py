@@ -5,14 +5,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
-from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view, refuse_sparse
+from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
+from cs336sys.parallel.gradient_memory import owns_memory, require_dense
 
 
 class GradientBucket:
     """Gradients averaged where autograd left them: one launch for all of them, no copies, no extra memory.
+
+    A gradient whose memory has other users is copied first: averaged in place, it would change theirs.
 
     Attributes:
         parameters: by name; all have the same dtype and device.
@@ -37,12 +41,20 @@ class GradientBucket:
         self._wire: Tensor | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Accept a gradient that autograd has just completed; in this class it stays where it is.
+        """Accept a gradient that autograd has just completed; in this class it stays where it is if it can.
 
         Raises:
-            UsageError: it is sparse.
+            UsageError: it is sparse, or in another dtype than the parameter.
         """
-        refuse_sparse(name, gradient)
+        require_dense(name, gradient, parameter.dtype)
+        if not owns_memory(gradient):
+            parameter.grad = gradient.clone()
+
+    def collect_present(self) -> None:
+        """Accept all gradients that there are."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.collect(name, parameter, parameter.grad)
 
     def launch(self) -> None:
         """Start to average all gradients, with zeros in place of those that this rank lacks."""
@@ -85,6 +97,8 @@ class GradientBucket:
                 gradient = self._substitutes[parameter] = self._empty_gradient(parameter).zero_()
             else:
                 self.collect(name, parameter, gradient)
+                gradient = parameter.grad
+                assert gradient is not None, "collect() leaves one"
                 if not _same_order(gradient, self._strides[parameter]):
                     gradient = parameter.grad = self._empty_gradient(parameter).copy_(gradient)
             tensors.append(memory_view(gradient))
@@ -116,9 +130,11 @@ class FlatBucket(GradientBucket):
             self._gaps += [slice(end, self._size)] if end < self._size else []
         # This step's, from its first gradient until finish().
         self._buffer: Tensor | None = None
+        # The last step's, which exists as long as gradients are views of it.
+        self._last: StorageWeakRef | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        super().collect(name, parameter, gradient)
+        require_dense(name, gradient, parameter.dtype)
         if self._buffer is None:
             # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
             self._buffer = self._buffer_under(parameter, gradient)
@@ -130,6 +146,8 @@ class FlatBucket(GradientBucket):
 
     def finish(self, present_anywhere: list[bool]) -> None:
         super().finish(present_anywhere)
+        assert self._buffer is not None, "launch() comes before"
+        self._last = StorageWeakRef(self._buffer.untyped_storage())
         self._buffer = None
 
     def _memory(self) -> list[Tensor]:
@@ -153,9 +171,11 @@ class FlatBucket(GradientBucket):
         return buffer
 
     def _buffer_under(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-        """The buffer that a gradient is a view of, or None if it is not a view of one."""
+        """The last step's buffer if the gradient is this parameter's view of it, else None."""
         is_view = (
-            gradient.untyped_storage().nbytes() == self._size * gradient.element_size()
+            self._last is not None
+            and not self._last.expired()
+            and StorageWeakRef(gradient.untyped_storage()) == self._last
             and gradient.storage_offset() == self._offsets[parameter]
             and gradient.stride() == self._strides[parameter]
         )

@@ -1,6 +1,7 @@
 """Launches the all-reduces of a backward pass, in the same order on all ranks, and waits for them."""
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,7 +119,42 @@ class GradientSynchronizer(SynchronizationSwitch):
         self._launched += 1
 
 
-def is_synchronized(parameter: nn.Parameter) -> bool:
+def require_unwrapped(module: nn.Module) -> None:
+    """Refuse a module that is wrapped, or has a part that is, by a class of ours or torch's that averages gradients.
+
+    Raises:
+        UsageError: naming the first such part.
+    """
+    # The module of units imports this one.
+    from cs336sys.parallel.fsdp.calls import is_unit
+
+    wrappers = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+    for name, part in module.named_modules():
+        is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
+        if is_wrapper or any(base.__name__ in wrappers for base in type(part).__mro__):
+            raise UsageError(
+                f"{name or 'the module'} ({type(part).__name__}) is wrapped already: wrap the plain module"
+            )
+
+
+def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, parameter in named:
+        if _is_synchronized(parameter):
+            # What nothing refers to any more may still exist as part of a cycle.
+            gc.collect()
+        if _is_synchronized(parameter):
+            raise UsageError(
+                f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
+                "unwrap the module or delete that optimizer"
+            )
+
+
+def _is_synchronized(parameter: nn.Parameter) -> bool:
     """Whether a synchronizer that still exists averages the gradient of this parameter."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return any(hook.__module__ == __name__ for hook in hooks.values())

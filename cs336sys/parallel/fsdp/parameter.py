@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device, refuse_sparse
+from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
+from cs336sys.parallel.gradient_memory import owns_memory, require_dense
 
 
 class ShardedParameter:
@@ -82,13 +83,16 @@ class ShardedParameter:
     def take_gradient(self) -> Tensor | None:
         """Remove and return the whole gradient that autograd has left in ``full``; None if there is none.
 
+        It may be changed in place: if its memory has other users, it is a copy.
+
         Raises:
             UsageError: it is sparse.
         """
         gradient, self.full.grad = self.full.grad, None
-        if gradient is not None:
-            refuse_sparse(self.names[0], gradient)
-        return gradient
+        if gradient is None:
+            return None
+        require_dense(self.names[0], gradient, self.gathered_dtype)
+        return gradient if owns_memory(gradient) else gradient.clone()
 
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""

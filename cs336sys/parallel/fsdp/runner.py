@@ -35,8 +35,9 @@ class UnitRunner(SynchronizationSwitch):
         prefetch: how many units to gather ahead of use.
 
     Attributes:
-        replicated: gradients of parameters that every rank holds whole. They are averaged when the backward pass ends:
-            they are small, and a launch per unit would take the CPU 0.2 ms.
+        replicated: gradients of parameters that every rank holds whole. They are averaged in :meth:`finish`, which
+            every rank calls whatever its backward passes went through; they are small, and a launch per unit would
+            take the CPU 0.2 ms.
         watch: if set, records how late gathers are.
     """
 
@@ -56,7 +57,6 @@ class UnitRunner(SynchronizationSwitch):
         self._inside: set[ShardedUnit] = set()
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
-        self._replicated_kept = False
         # Since the last finish(): of what was reduced, which gradients this rank had, and parameters that had no
         # gradient before.
         self._present: dict[ShardedUnit | GradientBucket, list[bool]] = {}
@@ -69,6 +69,9 @@ class UnitRunner(SynchronizationSwitch):
         self._free_all()
         for unit in self._units:
             unit.calls_ahead = unit.depth = 0
+        for bucket in self.replicated:
+            # Autograd will add to those of an earlier pass in place.
+            bucket.collect_present()
         self._order = self._orders[torch.is_grad_enabled()]
         self._order.begin()
 
@@ -117,12 +120,12 @@ class UnitRunner(SynchronizationSwitch):
         """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
         if self._in_backward:
             self._drop_backward()
+        # A forward pass without a backward pass leaves units gathered; between steps modules hold slices.
+        self._free_all()
         for unit in self._units:
             if unit.has_kept:
                 self._start_reduction(unit)
-        if self._replicated_kept:
-            self._average_replicated()
-        self._finish_reduction()
+        self._average_replicated()
         parameters = [parameter for reduced in self._present for parameter in _trained(reduced)]
         if parameters:
             facts = [here for present in self._present.values() for here in present]
@@ -196,7 +199,6 @@ class UnitRunner(SynchronizationSwitch):
         for bucket in self.replicated:
             bucket.wait()
             bucket.finish([True] * len(bucket.parameters))
-        self._replicated_kept = False
 
     def _note(self, reduced: ShardedUnit | GradientBucket, present: list[bool]) -> None:
         before = self._present.get(reduced)
@@ -211,11 +213,7 @@ class UnitRunner(SynchronizationSwitch):
         for unit in list(self._unreduced):
             unit.free()
             self._reduce(unit)
-        # Not in finish(): another backward pass may come first, and would add to these gradients.
-        if self.synchronizes:
-            self._average_replicated()
-        else:
-            self._replicated_kept = True
+        self._finish_reduction()
         self._leave_backward()
 
     def _drop_backward(self) -> None:

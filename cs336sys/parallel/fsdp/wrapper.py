@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, require_process_group
-from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype, is_unit
+from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters
 from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
-from cs336sys.parallel.same_on_ranks import require_same_lines, require_same_module
+from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_synchronizer import require_unsynchronized, require_unwrapped
+from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 
 
 class FSDP(nn.Module):
@@ -90,13 +92,13 @@ class FSDP(nn.Module):
                 the process group.
 
         Raises:
-            UsageError: there is no process group; the module is wrapped already; an argument is out of range; modules
-                or settings differ between ranks (raised on every rank, naming the first difference); a module on the
-                meta device cannot be initialized.
+            UsageError: there is no process group; the module is wrapped already; an argument is out of range; a
+                parameter has a ``grad_dtype`` of its own, or modules or settings differ between ranks (raised on every
+                rank, naming the first difference); a module on the meta device cannot be initialized.
         """
         super().__init__()
         require_process_group(type(self).__name__)
-        _refuse_wrapped(module)
+        require_unwrapped(module)
         for name, dtype in {"compute_dtype": compute_dtype, "gradient_dtype": gradient_dtype}.items():
             if dtype is not None and not dtype.is_floating_point:
                 raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
@@ -107,7 +109,11 @@ class FSDP(nn.Module):
         self._gradient_dtype = gradient_dtype
         plan = plan_sharding(module, unit_modules)
         units = [unit.name for unit in plan.units]
-        require_same_module(module, f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
+        with same_on_every_rank() as lines:
+            require_unsynchronized(module.named_parameters())
+            require_own_gradient_dtype(module.named_parameters())
+            lines.append(f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
+            lines += describe_module(module)
         sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
         shards = [parameter.shard for parameter in sharded.values()]
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
@@ -285,13 +291,3 @@ def _norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     return nn.utils.get_total_norm(gradients, norm_type)
-
-
-def _refuse_wrapped(module: nn.Module) -> None:
-    wrappers = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
-    for name, part in module.named_modules():
-        is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
-        if is_wrapper or any(base.__name__ in wrappers for base in type(part).__mro__):
-            raise UsageError(
-                f"{name or 'the module'} ({type(part).__name__}) is wrapped already: wrap the plain module"
-            )

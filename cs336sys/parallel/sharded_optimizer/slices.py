@@ -25,7 +25,8 @@ from cs336sys.parallel.collectives import (
     sum_over_ranks,
 )
 from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
-from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, is_synchronized
+from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 
 
@@ -166,12 +167,9 @@ class SlicePartition:
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, given in the order in which the forward pass needs them."""
         named = [(name, parameter) for name, parameter in parameters.items() if parameter.numel()]
-        for name, parameter in named:
-            if is_synchronized(parameter):
-                raise UsageError(
-                    f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
-                    "unwrap the module or delete that optimizer"
-                )
+        require_unsynchronized(named)
+        require_own_gradient_dtype(named)
+        for _, parameter in named:
             if not is_dense(parameter):
                 parameter.data = parameter.detach().contiguous()
         adopted = [

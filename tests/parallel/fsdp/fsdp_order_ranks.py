@@ -28,7 +28,7 @@ def launches(compute_dtype, prefetch):
             loss.backward()
             in_backward = len(log)
             sharded.finish_gradient_synchronization()
-        third, late = list(log), len(log) - in_backward
+        third, late = log[:in_backward], log[in_backward:]
         log.clear()
         with torch.no_grad():
             sharded(tokens)

@@ -23,12 +23,12 @@ def test_gathers_come_ahead_of_use_and_reductions_in_the_backward_pass(ranks, co
         (reduction, first),
         # The backward pass ends.
         (reduction, embedding),
-        ("all-reduce", NORMS),
     ]
     for forward, backward, late, evaluation in ranks(2).run(fsdp_order_ranks.launches, compute_dtype, 1):
         assert forward == [*expected_forward, ("all-gather", second)]
         assert backward == expected_backward
-        assert late == 0
+        # Every rank finishes a step, but not every backward pass comes through a unit that could tell its end.
+        assert late == [("all-reduce", NORMS)]
         assert evaluation == 2 * expected_forward
 
 

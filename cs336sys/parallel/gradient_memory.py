@@ -1,0 +1,49 @@
+"""Which gradients may be changed in place, because their memory is theirs alone."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+
+
+def owns_memory(gradient: Tensor) -> bool:
+    """Whether nothing but this tensor uses its memory, so that it may be changed in place during a backward pass.
+
+    Autograd adopts a gradient without a copy even if it is a view of a tensor that other functions of the backward pass
+    have yet to read, or that is another parameter's gradient, too: ``x + weight.unsqueeze(0)``,
+    ``first.view(n) + second.view(n)`` (torch/csrc/autograd/functions/accumulate_grad.h looks at the tensor's users, not
+    at those of its memory).
+    """
+    storage = gradient.untyped_storage()
+    # Two users: the tensor, and the Python object that stands for its storage here.
+    return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.nbytes() == gradient.nbytes
+
+
+def require_dense(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a gradient that cannot be averaged with other ranks'.
+
+    Raises:
+        UsageError: it is sparse, or not in the dtype of its parameter.
+    """
+    if gradient.layout != torch.strided:
+        raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
+    if gradient.dtype != dtype:
+        raise UsageError(f"{name} has a gradient in {gradient.dtype} and is in {dtype}: leave its grad_dtype as it is")
+
+
+def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that ask autograd for gradients in another dtype than their own.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, parameter in named:
+        # torch 2.11 and later; of a parameter that is not trained it says nothing.
+        wanted = getattr(parameter, "grad_dtype", parameter.dtype) if parameter.requires_grad else parameter.dtype
+        if wanted != parameter.dtype:
+            raise UsageError(
+                f"{name} is in {parameter.dtype} and has grad_dtype {wanted}, in which gradients cannot be averaged: "
+                "leave grad_dtype as it is, and choose the dtype to send in by gradient_dtype"
+            )

@@ -1,0 +1,45 @@
+"""What was once wrong without a word: each test failed before the code that it guards was written."""
+
+import pytest
+import shared_memory_ranks
+from shared_memory_ranks import WRAPPERS
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "optimizer-flat"])
+@pytest.mark.parametrize("kind", ["embedding", "sum of views"])
+def test_gradients_that_share_memory_are_not_averaged_in_it(ranks, kind, wrapper):
+    for world_size in (2, 3):
+        for errors in ranks(world_size).run(shared_memory_ranks.shared_memory, kind, wrapper):
+            assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_gradient_of_a_transformer_is_copied_for_it(ranks, wrapper):
+    assert ranks(2).run(shared_memory_ranks.copies_of_a_transformer, wrapper) == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["frozen unit", "unit without gradients", "vectors alone"])
+def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_through(ranks, how):
+    assert max(ranks(2).run(shared_memory_ranks.without_a_unit_in_the_backward_pass, how)) < 1e-12
+
+
+def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers(ranks):
+    assert all(ranks(2).run(shared_memory_ranks.frozen_after_training))
+
+
+def test_a_gradient_of_the_flat_buckets_size_is_not_taken_for_it(ranks):
+    assert max(ranks(2).run(shared_memory_ranks.slices_of_one_gradient)) < 1e-12
+
+
+def test_what_cannot_be_averaged_is_refused_in_one_sentence_on_every_rank(ranks):
+    for said in ranks(2).run(shared_memory_ranks.refusals):
+        assert said["nested"] == "0 (BucketedDDP) is wrapped already: wrap the plain module"
+        assert said["an old wrapper alive"].startswith("weight has its gradient averaged already")
+        assert said["an old wrapper gone"] == "nothing"
+        assert said["over FSDP"] == "the module (FSDP) is wrapped already: wrap the plain module"
+        assert said["inside of FSDP"] == "0 (Linear) is wrapped already: wrap the plain module"
+        for wrapper in ("naive", "flat", "fsdp", "optimizer"):
+            assert said[f"grad_dtype, {wrapper}"].startswith(
+                "weight is in torch.float32 and has grad_dtype torch.float64"
+            )
+        assert "ranks differ" in said["grad_dtype, one rank"]
