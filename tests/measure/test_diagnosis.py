@@ -1,6 +1,7 @@
 """Every finding of the diagnosis, on machines made of canned tool output."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
@@ -471,6 +472,47 @@ def test_a_variable_that_names_no_compiler(only_a_c_compiler, monkeypatch, varia
         f"{variable}=/nowhere/g++: no such program",
         "warn",
         f"Neither Triton nor --compile tries another: `unset {variable}`.",
+    )
+
+
+def native_probe_answers(monkeypatch, **answer):
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(software, "run_tool", lambda command, timeout_s: f"a warning\n{json.dumps(answer)}")
+
+
+def test_attention_calls_run_in_cpp(monkeypatch):
+    native_probe_answers(monkeypatch, found="in C++, compiled by g++", fix=None)
+    assert software.check_attention_calls() == Check("attention calls", "in C++, compiled by g++")
+
+
+def test_attention_calls_through_python_say_why(monkeypatch):
+    native_probe_answers(monkeypatch, found="through Python: there is no C++ compiler", fix="`apt-get install g++`.")
+    assert software.check_attention_calls() == Check(
+        "attention calls", "through Python: there is no C++ compiler", "warn", "`apt-get install g++`."
+    )
+
+
+def test_attention_calls_of_a_probe_that_dies(monkeypatch):
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(software, "run_tool", lambda command, timeout_s: None)
+    assert software.check_attention_calls() == Check(
+        "attention calls",
+        "no answer",
+        "warn",
+        "See the whole error: `python -m cs336sys.kernels.attention.native_probe`.",
+    )
+
+
+def test_attention_calls_without_a_gpu(monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    assert software.check_attention_calls() == Check("attention calls", "no CUDA GPU to launch kernels on")
+
+
+def test_the_probe_of_attention_calls_answers(monkeypatch):
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setenv("CXX", "c++-of-the-test")
+    assert software.check_attention_calls() == Check(
+        "attention calls", "in C++, which c++-of-the-test compiles at the first call"
     )
 
 

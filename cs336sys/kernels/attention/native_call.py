@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -25,18 +26,28 @@ from typing import Any
 import torch
 import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import CacheManager, get_cache_manager
 
 from cs336sys.kernels.attention.plan import Launch, Plan, Scratch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+_LIBRARY_NAME = f"{SOURCE.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# Elsewhere a kernel may have other parameters; that of 3.6 was read in its launcher and run.
-KNOWN_TRITON = triton.__version__.startswith("3.6.")
+# The versions of Triton whose launcher was read (backends/nvidia/driver.py and driver.c); another may launch otherwise.
+# From 3.7 on one C function launches all kernels where 3.6 compiled one for each signature, and 3.8 asks the driver for
+# more shared memory above 228 KiB. What a kernel is given is the same in all of them.
+KNOWN_LAUNCHERS = ("3.6", "3.7", "3.8", "3.9")
+KNOWN_TRITON = ".".join(triton.__version__.split(".")[:2]) in KNOWN_LAUNCHERS
+MAX_SHARED_BYTES = 228 * 1024
 
 # How the numbers of Triton's signatures lie in memory.
 _NUMBER_FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 _NULL = bytes(8)
+_DESCRIPTOR_BYTES = 128
+
+
+class UnknownLaunchError(Exception):
+    """A kernel is launched in a way that the C++ does not know; the message says which."""
 
 
 def compiler() -> str | None:
@@ -44,11 +55,21 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
+def why_off() -> str | None:
+    """Why calls go through Python here, as far as is known before the first call; None if they are to run in C++."""
+    if not KNOWN_TRITON:
+        known = ", ".join(KNOWN_LAUNCHERS)
+        return f"triton {triton.__version__} may launch kernels in another way than {known}, which the C++ knows"
+    if compiler() is None:
+        return "there is no C++ compiler: install g++ or set CXX"
+    return None
+
+
 @functools.cache
 def load(
     forward: Callable, backward: Callable, node_backward: Callable, options: tuple[tuple, ...]
 ) -> ModuleType | None:
-    """The compiled module, ready to launch on CUDA; None where it cannot be had, after a warning if that has a mend.
+    """The compiled module, ready to launch on CUDA; None where it cannot be had, after a warning if that can be fixed.
 
     Its operators take the place of those in Python for CUDA tensors. Compiling takes some 20 seconds on a slow CPU,
     once: Triton's cache keeps the result.
@@ -60,12 +81,12 @@ def load(
             gradients of query, key and value.
         node_backward: what autograd's node calls instead, outside of the operators.
         options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of them,
-            named by its place.
+            named by its index.
     """
-    if not KNOWN_TRITON:
-        return None
-    if compiler() is None:
-        _warn("there is no C++ compiler: install g++ or set CXX")
+    reason = why_off()
+    if reason is not None:
+        if KNOWN_TRITON:
+            _warn(reason)
         return None
     try:
         module = import_from(built_library())
@@ -90,16 +111,23 @@ def _warn(reason: str) -> None:
 
 def built_library() -> str:
     """The path of the shared library, compiled if Triton's cache does not have it."""
-    described = SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())
-    cache = get_cache_manager(hashlib.sha256("\n".join(described).encode()).hexdigest())
-    name = SOURCE.stem + sysconfig.get_config_var("EXT_SUFFIX")
-    path = cache.get_file(name)
+    path = cached_library()
     if path is None:
         with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder, name)
+            library = Path(folder, _LIBRARY_NAME)
             subprocess.run(_build_command(library), check=True, capture_output=True, text=True)
-            path = cache.put(library.read_bytes(), name, binary=True)
+            path = _library_cache().put(library.read_bytes(), _LIBRARY_NAME, binary=True)
     return path
+
+
+def cached_library() -> str | None:
+    """The path of the shared library, if it is compiled."""
+    return _library_cache().get_file(_LIBRARY_NAME)
+
+
+def _library_cache() -> CacheManager:
+    described = SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())
+    return get_cache_manager(hashlib.sha256("\n".join(described).encode()).hexdigest())
 
 
 def _build_command(library: Path) -> list[str]:
@@ -119,12 +147,14 @@ def import_from(path: str) -> ModuleType:
 
 
 def translate(module: ModuleType, plan: Plan) -> Any | None:
-    """A plan that has run once, for the C++; None if a kernel is launched in a way that it does not know.
+    """A plan that has run once, for the C++; None, after a warning, if it does not know a kernel's way of launching.
 
     The last of the tensors that the plan is given are its results, which the C++ allocates.
     """
-    launches = [_translate_launch(module, launch, slots) for launch, slots in plan.steps]
-    if None in launches:
+    try:
+        launches = [translate_launch(module, launch, slots) for launch, slots in plan.steps]
+    except UnknownLaunchError as error:
+        _warn(f"triton {triton.__version__}: {error}")
         return None
     results = [module.Layout(*layout) for layout in plan.result_layouts]
     own = [
@@ -133,24 +163,56 @@ def translate(module: ModuleType, plan: Plan) -> Any | None:
     return module.Plan(results, own, launches)
 
 
-def _translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -> Any | None:
+def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -> Any:
+    """As :func:`translate` does it for each of a plan's steps; raises an :class:`UnknownLaunchError`."""
     compiled = launch.compiled
-    if not _has_known_parameters(compiled):
-        return None
+    metadata = compiled.metadata
+    _check_plain(metadata)
     parameters = _parameters(module, compiled, (*slots, *launch.arguments), launch.descriptors)
-    threads = 32 * compiled.metadata.num_warps
-    return module.Launch(compiled.function, launch.num_programs, threads, compiled.metadata.shared, parameters)
+    _check_sizes(compiled.asm["ptx"], parameters)
+    return module.Launch(compiled.function, launch.num_programs, 32 * metadata.num_warps, metadata.shared, parameters)
 
 
-def _has_known_parameters(compiled) -> bool:
-    """Whether the kernel's parameters are its arguments and two pointers to no memory, and the launch a plain one."""
-    run = compiled.run
-    special = run.global_scratch_size, run.profile_scratch_size, run.launch_cooperative_grid, run.launch_pdl
-    return run.num_ctas == 1 and not any(special)
+def _check_plain(metadata) -> None:
+    """That the launch needs no attributes, no scratch memory of Triton's and no descriptors but tiled ones."""
+    plain = {
+        "num_ctas": 1,
+        "launch_cooperative_grid": False,
+        "launch_pdl": False,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+    }
+    for name, expected in plain.items():
+        if getattr(metadata, name) != expected:
+            raise UnknownLaunchError(f"a kernel has {name} {getattr(metadata, name)}")
+    if metadata.shared > MAX_SHARED_BYTES:
+        raise UnknownLaunchError(f"a kernel takes {metadata.shared} bytes of shared memory")
+    for descriptor in metadata.tensordesc_meta or ():
+        for name in ("fp4_padded", "is_im2col"):
+            if descriptor.get(name):
+                raise UnknownLaunchError(f"a kernel takes a TMA descriptor of the kind {name}")
+
+
+def _check_sizes(ptx: str, parameters: Sequence) -> None:
+    """That the kernel declares as many parameters, of the same sizes, as it is to be given."""
+    declaration = ptx.partition(".entry")[2].partition(")")[0]
+    sizes = [
+        int(bits) // 8 * int(count or 1)
+        for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", declaration)
+    ]
+    given = [
+        len(one) if isinstance(one, bytes) else len(_NULL) if isinstance(one, int) else _DESCRIPTOR_BYTES
+        for one in parameters
+    ]
+    if sizes != given:
+        raise UnknownLaunchError(f"a kernel takes parameters of {sizes} bytes, expected were {given}")
 
 
 def _parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: Sequence) -> list:
-    """What the kernel is launched with: slots of tensors, descriptors of them, and the bytes of numbers."""
+    """What the kernel is launched with: slots of tensors, descriptors of them, and the bytes of numbers.
+
+    Behind them come the addresses of two kinds of scratch memory, of which it needs none.
+    """
     metadata = iter(compiled.metadata.tensordesc_meta or ())
     layouts = iter(descriptors)
     parameters = []
@@ -162,15 +224,20 @@ def _parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: 
         elif kind.startswith("*"):
             parameters.append(argument)
         elif kind.startswith("tensordesc"):
-            about, (shape, strides) = next(metadata), next(layouts).shape_and_strides
+            about = next(metadata, None)
+            if about is None:
+                raise UnknownLaunchError("a kernel takes TMA descriptors apart")
+            shape, strides = next(layouts).shape_and_strides
             dtype = TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]]
             bytes_and_box = about["elem_size"], about["block_size"]
             parameters.append(module.Descriptor(argument, dtype, about["swizzle"], *bytes_and_box, shape, strides))
             # The kernel is given shape and strides as well.
             parameters.extend(struct.pack("<i", size) for size in shape)
             parameters.extend(struct.pack("<q", stride) for stride in strides)
-        elif kind != "constexpr":
+        elif kind in _NUMBER_FORMATS:
             parameters.append(struct.pack(_NUMBER_FORMATS[kind], argument))
+        elif kind != "constexpr":
+            raise UnknownLaunchError(f"a kernel takes a number of the kind {kind}")
 
     for kind, argument in zip(compiled.src.signature.values(), arguments, strict=True):
         add(kind, argument)

@@ -19,6 +19,9 @@ def diagnose() -> list[Check]:
     checks += [*gpu.check_devices(read_gpus()), software.check_triton()]
     if installed_version("triton") is not None:
         checks += [*gpu.check_triton_kernel(), software.check_triton_interpreter()]
-    checks += [software.check_compiler(), software.check_scipy()]
+    checks.append(software.check_compiler())
+    if installed_version("triton") is not None:
+        checks.append(software.check_attention_calls())
+    checks.append(software.check_scipy())
     checks += [*profilers.check_nsys(), profilers.check_ncu()]
     return checks + host.check_host()

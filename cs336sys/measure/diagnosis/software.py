@@ -1,6 +1,7 @@
 """Checks of Python, torch, Triton and what they need from the system."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -33,17 +34,17 @@ def check_python() -> Check:
 
 def check_torch() -> Check:
     wanted = required("torch", by="cs336sys")
-    mend = f'`python -m pip install "torch{wanted}"`.'
+    fix = f'`python -m pip install "torch{wanted}"`.'
     version = installed_version("torch")
     if version is None:
-        return Check("torch", "not installed", "missing", mend)
+        return Check("torch", "not installed", "missing", fix)
     try:
         import torch  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
-        return Check("torch", f"{version}, import fails: {error}", "missing", f"Install it again: {mend}")
+        return Check("torch", f"{version}, import fails: {error}", "missing", f"Install it again: {fix}")
     if not wanted.contains(version, prereleases=True):
-        return Check("torch", f"{version}, supported is {wanted}", "missing", mend)
+        return Check("torch", f"{version}, supported is {wanted}", "missing", fix)
     return Check("torch", version)
 
 
@@ -53,13 +54,13 @@ def check_triton() -> Check:
     wanted, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
         return Check("Triton", f"not on {platform.system()}", "warn", "Use Linux, or WSL2: `wsl --install`.")
-    mend = f'`python -m pip install "triton{pinned or wanted}"`.'
+    fix = f'`python -m pip install "triton{pinned or wanted}"`.'
     if version is None:
-        return Check("Triton", "not installed", "missing", mend)
+        return Check("Triton", "not installed", "missing", fix)
     if not wanted.contains(version, prereleases=True):
-        return Check("Triton", f"{version}, supported is {wanted}", "missing", mend)
+        return Check("Triton", f"{version}, supported is {wanted}", "missing", fix)
     if not pinned.contains(version, prereleases=True):
-        return Check("Triton", f"{version}, this torch wants {pinned}", "warn", mend)
+        return Check("Triton", f"{version}, this torch wants {pinned}", "warn", fix)
     return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch wants no certain version'}")
 
 
@@ -71,10 +72,10 @@ def check_triton_interpreter() -> Check:
         return Check("Triton interpreter", f"works, numpy {numpy}")
     triton = installed_version("triton")
     if triton and numpy and Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
-        mend = 'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.'
+        fix = 'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.'
     else:
-        mend = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
-    return Check("Triton interpreter", f"{found}; numpy {numpy}", "warn", mend)
+        fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
+    return Check("Triton interpreter", f"{found}; numpy {numpy}", "warn", fix)
 
 
 def probe_triton(device: str) -> str:
@@ -97,8 +98,8 @@ def check_compiler() -> Check:
     for variable in ("CC", "CXX"):
         chosen = os.environ.get(variable)
         if chosen and shutil.which(chosen) is None:
-            mend = f"Neither Triton nor --compile tries another: `unset {variable}`."
-            return Check("C compiler", f"{variable}={chosen}: no such program", "warn", mend)
+            fix = f"Neither Triton nor --compile tries another: `unset {variable}`."
+            return Check("C compiler", f"{variable}={chosen}: no such program", "warn", fix)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     found = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
@@ -107,11 +108,11 @@ def check_compiler() -> Check:
     if not headers:
         return Check("C compiler", found, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
     if cpp is None:
-        mend = (
+        fix = (
             "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more "
             "time: `apt-get install g++`, or set CXX."
         )
-        return Check("C compiler", found, "warn", mend)
+        return Check("C compiler", found, "warn", fix)
     return Check("C compiler", found)
 
 
@@ -120,6 +121,22 @@ def _compiler(variable: str, *names: str) -> str | None:
         if name and shutil.which(name):
             return name
     return None
+
+
+def check_attention_calls() -> Check:
+    """Whether calls of the attention kernels run in C++, which costs the CPU less than Python."""
+    import torch
+
+    name = "attention calls"
+    if not torch.cuda.is_available():
+        return Check(name, "no CUDA GPU to launch kernels on")
+    # By name and in a process of its own: nothing of measure/ imports kernels/.
+    module = "cs336sys.kernels.attention.native_probe"
+    output = run_tool([sys.executable, "-m", module], timeout_s=PROBE_TIMEOUT_S)
+    if not output:
+        return Check(name, "no answer", "warn", f"See the whole error: `python -m {module}`.")
+    answer = json.loads(output.splitlines()[-1])
+    return Check(name, answer["found"], "ok" if answer["fix"] is None else "warn", answer["fix"])
 
 
 def check_scipy() -> Check:

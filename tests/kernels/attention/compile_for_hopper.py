@@ -12,12 +12,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cs336sys.kernels.attention import operators
+from cs336sys.kernels.attention import native_call, operators
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
 from cs336sys.kernels.attention.plan import Launch, Plan
@@ -114,6 +115,10 @@ def exp2_beside_product(sass: str) -> list[int]:
     return [count for count in counts if count]
 
 
+# In the place of the C++, which is not compiled here.
+NATIVE = SimpleNamespace(Descriptor=lambda *_: "descriptor", Launch=lambda *_: "launch")
+refused_by_native_call = []
+
 descriptions = {}  # by the hash of the kernel: configurations share some, and ptxas sees each once
 
 
@@ -128,16 +133,24 @@ def compile_and_describe(launch: Launch, *tensors) -> dict:
 
 
 def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: torch.Tensor) -> None:
-    """Runs a plan, and describes under its name in ``report`` what it compiles for each of its steps that has one."""
+    """Runs a plan, and describes under its name in ``report`` what it compiles for each of its steps that has one.
+
+    Every step, named or not, must be one that the C++ of native_call knows how to launch.
+    """
+    steps = plan.steps
 
     def described(launch, name):
         return lambda *tensors: report.update({name: compile_and_describe(launch, *tensors)})
 
     plan.steps = [
-        (described(launch, name) if name else launch, slots)
-        for name, (launch, slots) in zip(names, plan.steps, strict=True)
+        (described(launch, name) if name else launch, slots) for name, (launch, slots) in zip(names, steps, strict=True)
     ]
     plan(*tensors)
+    for launch, slots in steps:
+        try:
+            native_call.translate_launch(NATIVE, launch, slots)
+        except native_call.UnknownLaunchError as error:
+            refused_by_native_call.append(f"{launch._kernel.__name__}: {error}")
 
 
 def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
@@ -182,7 +195,7 @@ def main() -> None:
                 reports[name] = compile_configuration(kernels, *configuration)
             if "combine" in reports[name]:
                 reports["combine"] = {"combine": reports[name].pop("combine")}
-    json.dump(reports, sys.stdout)
+    json.dump({"kernels": reports, "refused by native_call": refused_by_native_call}, sys.stdout)
 
 
 if __name__ == "__main__":

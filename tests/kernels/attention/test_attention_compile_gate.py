@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from cs336sys.kernels.attention import native_call
+
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 REGISTERS = 65536
 SHARED_BYTES = 227 * 1024
@@ -17,14 +19,26 @@ RESERVED_BYTES = 1024
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """{configuration: {kernel: what came out}}, from a process of its own: this one may be the interpreter's."""
+def report(tmp_path_factory):
+    """What the script prints, in a process of its own: this one may be the interpreter's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # A cache hit would not run ptxas, whose log is read.
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
     result = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(report):
+    """{configuration: {kernel: what came out}}."""
+    return report["kernels"]
+
+
+def test_native_call_knows_how_to_launch_every_kernel(report):
+    """With the installed triton, whose launcher may be another than that of 3.6 to 3.9: see KNOWN_LAUNCHERS."""
+    assert native_call.KNOWN_TRITON
+    assert report["refused by native_call"] == []
 
 
 def kernels(compiled, *configurations):

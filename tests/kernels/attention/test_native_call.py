@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import inspect
 import itertools
 import shutil
 import struct
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from triton.backends.nvidia import driver as triton_driver
 
-from cs336sys.kernels.attention import flash_attention, native_call
+from cs336sys.kernels.attention import flash_attention, native_call, native_probe
 from cs336sys.kernels.attention.plan import Descriptors, Scratch
 
 SHAPE = (2, 3, 8, 16)
@@ -195,7 +198,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def test_other_tensors_are_left_to_python(known, driver, change):
     tensors = [tensor.detach() for tensor in inputs()]
     for index in range(3):
-        changed = [change(tensor) if place == index else tensor for place, tensor in enumerate(tensors)]
+        changed = [change(tensor) if position == index else tensor for position, tensor in enumerate(tensors)]
         assert known.attend(*changed, OPTIONS) is None
     assert known.attend(*tensors, OPTIONS + 1) is None
     assert not driver.launches
@@ -463,15 +466,118 @@ def test_parameters_of_a_compiled_kernel(monkeypatch):
     assert others == [*packed, 2, *numbers, bytes(8), bytes(8)]
 
 
-def test_translation_of_a_plan(monkeypatch):
-    module = SimpleNamespace(Layout=lambda *one: one, Launch=lambda *one: one, Plan=lambda *one: one)
-    run = SimpleNamespace(
-        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False, num_ctas=1
+PTX = """
+.visible .entry scale(
+	.param .u64 .ptr .global .align 16 scale_param_0,
+	.param .u64 .ptr .global .align 16 scale_param_1,
+	.param .u32 scale_param_2,
+	.param .u64 .ptr .global .align 1 scale_param_3,
+	.param .u64 .ptr .global .align 1 scale_param_4
+)
+.reqntid 256
+{
+	ld.param.b64 	%rd5, [scale_param_4];
+}
+"""
+
+
+def pretend_launch():
+    """A launch of two tensors and a number, compiled by Triton."""
+    metadata = SimpleNamespace(
+        num_warps=8,
+        shared=4096,
+        tensordesc_meta=(),
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        global_scratch_size=0,
+        profile_scratch_size=0,
     )
-    metadata = SimpleNamespace(num_warps=8, shared=4096, tensordesc_meta=())
     signature = {"query": "*fp32", "out": "*fp32", "count": "i32"}
-    compiled = SimpleNamespace(function=99, run=run, metadata=metadata, src=SimpleNamespace(signature=signature))
-    launch = SimpleNamespace(compiled=compiled, arguments=(6,), descriptors=(), num_programs=11)
+    source = SimpleNamespace(signature=signature)
+    compiled = SimpleNamespace(function=99, metadata=metadata, src=source, asm={"ptx": PTX})
+    return SimpleNamespace(compiled=compiled, arguments=(6,), descriptors=(), num_programs=11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_ctas": 2}, "num_ctas 2"),
+        ({"launch_cooperative_grid": True}, "launch_cooperative_grid True"),
+        ({"global_scratch_size": 8}, "global_scratch_size 8"),
+        ({"profile_scratch_size": 8}, "profile_scratch_size 8"),
+        ({"shared": 229 * 1024}, "takes 234496 bytes of shared memory"),
+        ({"tensordesc_meta": [{"fp4_padded": True}]}, "of the kind fp4_padded"),
+        ({"tensordesc_meta": [{"fp4_padded": False, "is_im2col": True}]}, "of the kind is_im2col"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_launches_that_need_more_are_refused(changes, reason):
+    launch = pretend_launch()
+    vars(launch.compiled.metadata).update(changes)
+    with pytest.raises(native_call.UnknownLaunchError, match=reason):
+        native_call.translate_launch(None, launch, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("ptx", "signature", "reason"),
+    [
+        (PTX.replace(".u32", ".u64"), {}, r"of \[8, 8, 8, 8, 8\] bytes, expected were \[8, 8, 4, 8, 8\]"),
+        (
+            PTX.replace("_param_4\n", "_param_4,\n\t.param .align 64 .b8 scale_param_5[128]\n"),
+            {},
+            r"of \[8, 8, 4, 8, 8, 128\] bytes",
+        ),
+        ("", {}, r"of \[\] bytes"),
+        (PTX, {"count": "i1"}, "a number of the kind i1"),
+        (PTX, {"count": "tensordesc<bf16[1,64]>"}, "takes TMA descriptors apart"),
+    ],
+    ids=["sizes", "one more", "no ptx", "kind of number", "descriptors apart"],
+)
+def test_parameters_that_a_kernel_does_not_declare_are_refused(ptx, signature, reason):
+    launch = pretend_launch()
+    launch.compiled.asm["ptx"] = ptx
+    launch.compiled.src.signature |= signature
+    with pytest.raises(native_call.UnknownLaunchError, match=reason):
+        native_call.translate_launch(None, launch, (0, 1))
+
+
+def test_descriptors_are_encoded_as_by_tritons_own_launcher(monkeypatch):
+    """Of the Triton that is installed, whose launcher asks its driver module for the same descriptor."""
+    encoded = []
+
+    class Utils:
+        def fill_tma_descriptor(self, *arguments):
+            encoded.append(arguments)
+
+        fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=Utils())))
+    tensor = torch.empty(10, 64, dtype=torch.bfloat16)
+    about = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
+    descriptors = Descriptors((10, 64), (64, 1), [1, 64])
+    make = triton_driver.make_tensordesc_arg
+    arguments = [descriptors.describe(tensor), about, None][: len(inspect.signature(make).parameters)]
+    _, *shape_and_strides = make(*arguments)
+    ((address, swizzle, element_bytes, dtype, box, shape, strides, *padding),) = encoded
+    assert address == tensor.data_ptr()
+    assert not any(padding)
+
+    compiled = SimpleNamespace(
+        src=SimpleNamespace(signature={"query": "tensordesc<bf16[1,64]>"}),
+        metadata=SimpleNamespace(tensordesc_meta=[about]),
+    )
+    module = SimpleNamespace(Descriptor=lambda *arguments: arguments)
+    descriptor, *others, _, _ = native_call._parameters(module, compiled, (4,), [descriptors])
+    assert descriptor == (4, dtype, swizzle, element_bytes, box, shape, strides)
+    assert others == [
+        struct.pack(kind, one) for kind, one in zip(["<i", "<i", "<q", "<q"], shape_and_strides, strict=True)
+    ]
+
+
+def test_translation_of_a_plan():
+    module = SimpleNamespace(Layout=lambda *one: one, Launch=lambda *one: one, Plan=lambda *one: one)
+    launch = pretend_launch()
     constant = torch.ones(2)
     layouts = [((4, 4), (4, 1), torch.float32)]
     plan = SimpleNamespace(steps=[(launch, (0, 3))], own=[Scratch((5, 6)), constant], result_layouts=layouts)
@@ -480,8 +586,9 @@ def test_translation_of_a_plan(monkeypatch):
     assert scratch == ((5, 6), (6, 1), torch.float32)
     assert one is constant
     assert launches == [(99, 11, 256, 4096, [0, 3, struct.pack("<i", 6), bytes(8), bytes(8)])]
-    run.launch_pdl = True
-    assert native_call.translate(module, plan) is None
+    launch.compiled.metadata.launch_pdl = True
+    with pytest.warns(UserWarning, match="triton .*: a kernel has launch_pdl True"):
+        assert native_call.translate(module, plan) is None
 
 
 @pytest.fixture
@@ -525,7 +632,38 @@ def test_other_versions_of_triton_are_left_alone(monkeypatch, recwarn):
     assert not recwarn
 
 
-# Two programs sharing keys, one launch backward, passes after a preparation, sums in parts, many heads, the Hopper
+@pytest.mark.usefixtures("loading")
+def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_call, "compiler", lambda: None)
+    found, fix = native_probe.found_and_fix()
+    assert (found, fix) == (
+        "through Python: there is no C++ compiler: install g++ or set CXX",
+        "`apt-get install g++`, or set CXX.",
+    )
+    monkeypatch.setattr(native_call, "compiler", lambda: "g++")
+    monkeypatch.setattr(native_call, "cached_library", lambda: None)
+    assert native_probe.found_and_fix() == ("in C++, which g++ compiles at the first call", None)
+    broken = tmp_path / "native_call.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(native_call, "cached_library", lambda: str(broken))
+    found, fix = native_probe.found_and_fix()
+    assert found.startswith("through Python: ")
+    assert fix == f"Have it compiled again: `rm {broken}`."
+    monkeypatch.setattr(native_call, "import_from", lambda path: None)
+    assert native_probe.found_and_fix() == ("in C++, compiled by g++", None)
+
+
+def test_the_probe_names_a_triton_whose_launcher_is_unknown(monkeypatch):
+    monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
+    found, fix = native_probe.found_and_fix()
+    assert found == (
+        f"through Python: triton {triton.__version__} may launch kernels in another way than 3.6, 3.7, 3.8, 3.9, which "
+        "the C++ knows"
+    )
+    assert fix == '`python -m pip install "triton==3.9.*"`, if this torch allows it.'
+
+
+# Two programs sharing keys, one launch backward, passes after a preparation, split sums, many heads, the Hopper
 # kernels' ranges.
 GPU_SHAPES = [
     (1, 1, 2048, 64),

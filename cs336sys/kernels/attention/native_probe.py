@@ -1,0 +1,30 @@
+"""Prints whether attention's calls run in C++ here, with a fix if they do not: one line of JSON, for ``doctor``.
+
+It neither compiles the C++, which the first call does, nor launches a kernel.
+Usage: ``python -m cs336sys.kernels.attention.native_probe``.
+"""
+
+import json
+
+from cs336sys.kernels.attention import native_call
+
+
+def found_and_fix() -> tuple[str, str | None]:
+    reason = native_call.why_off()
+    if reason is not None:
+        fix = "`apt-get install g++`, or set CXX."
+        if not native_call.KNOWN_TRITON:
+            fix = f'`python -m pip install "triton=={native_call.KNOWN_LAUNCHERS[-1]}.*"`, if this torch allows it.'
+        return f"through Python: {reason}", fix
+    path = native_call.cached_library()
+    if path is None:
+        return f"in C++, which {native_call.compiler()} compiles at the first call", None
+    try:
+        native_call.import_from(path)
+    except ImportError as error:
+        return f"through Python: {error}", f"Have it compiled again: `rm {path}`."
+    return f"in C++, compiled by {native_call.compiler()}", None
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(zip(("found", "fix"), found_and_fix(), strict=True))))
