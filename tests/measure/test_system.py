@@ -86,6 +86,16 @@ def test_memory_is_what_the_container_may_use(monkeypatch, limit, used, expected
     assert system.memory_gib() == expected
 
 
+def test_a_kernel_that_does_not_say_what_is_available(monkeypatch):
+    files = {
+        "/proc/meminfo": f"MemTotal:       {32 * 2**20} kB",
+        "/sys/fs/cgroup/memory.max": str(8 * 2**30),
+        "/sys/fs/cgroup/memory.current": "0",
+    }
+    monkeypatch.setattr(system, "_read_text", files.__getitem__)
+    assert system.memory_gib() == (8.0, None)
+
+
 def test_a_library_loads_or_not():
     assert system.library_loads(None if sys.platform == "darwin" else "libc.so.6")
     assert not system.library_loads("libnothing.so.1")

@@ -17,7 +17,7 @@ from cs336sys.measure.system import library_loads, run_tool
 INSTALL_ROOTS = ("/opt/nvidia", "/usr/local", "/usr/lib", sys.prefix)
 
 # Nsight Compute brings a whole Nsight Systems in its host folder.
-_NSYS_PLACES = (
+_NSYS_PATTERNS = (
     "cuda*/bin/nsys",
     "nsight-systems/bin/nsys",
     "nsight-systems/*/bin/nsys",
@@ -26,7 +26,7 @@ _NSYS_PLACES = (
     "cuda*/nsight-compute-*/host/target-linux-*/nsys",
     "nsight-compute-*/host/target-linux-*/nsys",
 )
-_NCU_PLACES = ("cuda*/bin/ncu", "nsight-compute/ncu", "nsight-compute/*/ncu", "cuda*/nsight-compute-*/ncu")
+_NCU_PATTERNS = ("cuda*/bin/ncu", "nsight-compute/ncu", "nsight-compute/*/ncu", "cuda*/nsight-compute-*/ncu")
 
 # Names the nsys to use, whatever else is installed.
 NSYS_VARIABLE = "CS336SYS_NSYS"
@@ -55,16 +55,16 @@ def find_nsys() -> Profiler | None:
         if version is None:
             raise CapabilityError(f"{NSYS_VARIABLE}={named}: this does not run as nsys; name the program, or unset it")
         return Profiler(Path(named), version)
-    return _find("nsys", _NSYS_PLACES)
+    return _find("nsys", _NSYS_PATTERNS)
 
 
 def find_ncu() -> Profiler | None:
     """The ``ncu`` to use: the one on PATH, else the newest in the usual install folders; None when none runs."""
-    return _find("ncu", _NCU_PLACES)
+    return _find("ncu", _NCU_PATTERNS)
 
 
-def _find(name: str, places: Sequence[str]) -> Profiler | None:
-    for path in _installed(name, places):
+def _find(name: str, patterns: Sequence[str]) -> Profiler | None:
+    for path in _installed(name, patterns):
         # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
         version = _version(path)
         if version is not None:
@@ -77,10 +77,10 @@ def _version(program: Path) -> str | None:
     return match[1] if match else None
 
 
-def _installed(name: str, places: Sequence[str]) -> list[Path]:
+def _installed(name: str, patterns: Sequence[str]) -> list[Path]:
     """The program on PATH first, then the others by the version that their folder names, newest first."""
     on_path = shutil.which(name)
-    paths = {path for root in INSTALL_ROOTS for place in places for path in Path(root).glob(place)}
+    paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
     others = sorted(paths, key=lambda path: _version_key(re.search(r"20\d\d\.[\d.]+", str(path))), reverse=True)
     return [Path(on_path), *others] if on_path else others
 
@@ -97,12 +97,12 @@ def check_nsys() -> list[Check]:
         return [Check("nsys", str(error), "warn", f"`unset {NSYS_VARIABLE}`.")]
     if nsys is None:
         fix = "torch.profiler takes its place; from NVIDIA's package repository: `apt-get install nsight-systems-cli`."
-        return [Check("nsys", _absence("nsys", _NSYS_PLACES), "warn", fix)]
+        return [Check("nsys", _absence("nsys", _NSYS_PATTERNS), "warn", fix)]
     return [Check("nsys", f"{nsys.version} at {nsys.path}"), _check_importer(nsys.path)]
 
 
-def _absence(name: str, places: Sequence[str]) -> str:
-    paths = _installed(name, places)
+def _absence(name: str, patterns: Sequence[str]) -> str:
+    paths = _installed(name, patterns)
     return f"{paths[0]} does not run" if paths else "not found"
 
 
@@ -127,7 +127,7 @@ def check_ncu() -> Check:
     ncu = find_ncu()
     if ncu is None:
         fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
-        return Check("ncu", _absence("ncu", _NCU_PLACES), "warn", fix)
+        return Check("ncu", _absence("ncu", _NCU_PATTERNS), "warn", fix)
     found = f"{ncu.version} at {ncu.path}"
     if _counters_need_root() and os.geteuid() != 0:
         return Check(

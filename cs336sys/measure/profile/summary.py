@@ -160,14 +160,14 @@ def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
 
 def _select_ranges(tables: sqlite3.Connection, kind: str, names: Sequence[str], *, same_thread: bool) -> None:
     """Table ``kind`` of these ranges, without those that lie in another of the same name."""
-    places = ", ".join("?" * len(names))
+    parameters = ", ".join("?" * len(names))
     scope = "process, thread" if same_thread else "process"
     tables.execute(
         f"""CREATE TABLE {kind} AS
             SELECT name, dense_rank() OVER (ORDER BY name) AS name_number, start, stop, {scope} FROM
                 (SELECT *, max(stop) OVER (PARTITION BY {scope}, name ORDER BY start, stop DESC
                                            ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached
-                 FROM ranges WHERE name IN ({places}))
+                 FROM ranges WHERE name IN ({parameters}))
             WHERE reached IS NULL OR stop > reached
             ORDER BY {scope}, start""",
         names,
@@ -260,13 +260,13 @@ def _range_times(tables: sqlite3.Connection, kind: str) -> tuple[RangeTime, ...]
 def _kernel_times(tables: sqlite3.Connection, kind: str) -> tuple[KernelTime, ...]:
     rows = tables.execute(
         f"""WITH ordered AS
-                (SELECT name_number, a.name AS id, a.stop - a.start AS duration, row_number() OVER same AS place,
+                (SELECT name_number, a.name AS id, a.stop - a.start AS duration, row_number() OVER same AS number,
                         count(*) OVER (same ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING) AS count
                  FROM attributed AS a JOIN {kind} ON {kind}.rowid = a.{kind}
                  WINDOW same AS (PARTITION BY name_number, a.name ORDER BY a.stop - a.start)),
             times AS
                 (SELECT name_number, id, max(count) AS count, sum(duration) AS total,
-                        avg(CASE WHEN place IN ((count + 1) / 2, (count + 2) / 2) THEN duration END) AS median,
+                        avg(CASE WHEN number IN ((count + 1) / 2, (count + 2) / 2) THEN duration END) AS median,
                         min(duration) AS shortest, max(duration) AS longest
                  FROM ordered GROUP BY name_number, id)
             SELECT names.name, coalesce(text, 'unnamed ' || times.id) AS kernel, count, total, median, shortest, longest
