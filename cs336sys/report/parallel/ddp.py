@@ -43,7 +43,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
     if measured:
-        tables.append(phase_table(rows, (Column("size", "size"), *own), "torch's DDP does"))
+        tables.append(parallel_phase_table(rows, (Column("size", "size"), *own), "torch's DDP does"))
     bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
     if bucketed:
         tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
@@ -112,7 +112,7 @@ def check_notes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
+def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
     """The phases of measured steps.
 
     Args:

@@ -13,7 +13,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.ddp import check_notes, phase_table, step_rows
+from cs336sys.report.parallel.ddp import check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -69,7 +69,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     if measured:
         identity = (Column("size", "size"), *own)
-        tables.append(phase_table(rows, identity, "torch's strategies do"))
+        tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
         tables.append(_memory_table(measured, identity))
         if any(cell.derived["gathers"] for cell in measured):
             tables.append(_gather_table(measured, identity))
