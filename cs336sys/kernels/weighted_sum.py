@@ -1,11 +1,11 @@
 """The course's first Triton kernel: a weighted sum over the last dimension, forward and backward (handout, 4.2.1)."""
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import FunctionCtx
 
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.autograd import once_differentiable
@@ -160,14 +160,15 @@ class WeightedSum(torch.autograd.Function):
     """``WeightedSum.apply(x, weight)``; see :func:`weighted_sum`."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return _forward(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _backward(*ctx.saved_tensors, grad_output)
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return _backward(x, weight, grad_output)
 
 
 def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,8 @@ def _build_command(library: Path) -> list[str]:
 
 def import_from(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(SOURCE.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

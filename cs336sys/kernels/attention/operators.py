@@ -4,10 +4,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
-from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.errors import CapabilityError, UsageError
@@ -34,8 +34,13 @@ MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
 # What decides, besides the tensors, how attention is computed; the C++ knows each combination by its number.
+Options = tuple[bool, str, bool, str]
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
+# Query, key, value, output, logsumexp, the output's gradient, and the options.
+BackwardArguments = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, str, bool, str
+]
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
 # The compiled module of native_call, loaded for the first plan that it can be given.
 _native: ModuleType | None = None
@@ -163,7 +168,7 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
         getattr(_native, add)(tensors, _option_numbers[options], native_plan)
 
 
-def _backward_of_node(*arguments: torch.Tensor | bool | str) -> Sequence[torch.Tensor]:
+def _backward_of_node(*arguments: *BackwardArguments) -> Sequence[torch.Tensor]:
     """What a node of the C++ calls where it knows no plan, or where something else has to see the kernels."""
     backward = _backward_operator if _needs_operators(arguments[5]) else _backward
     return backward(*arguments)
@@ -171,11 +176,12 @@ def _backward_of_node(*arguments: torch.Tensor | bool | str) -> Sequence[torch.T
 
 def _empty_results(plan: Plan) -> list[torch.Tensor]:
     """What a direct plan writes, on the current GPU; torch.empty_like takes twice as long."""
-    return [_compiled_code._empty_strided_cuda(*layout) for layout in plan.result_layouts]
+    allocate = _compiled_code._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return [allocate(*layout) for layout in plan.result_layouts]
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: bool | str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
     if _native is not None:
@@ -223,7 +229,7 @@ def _backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-    *options: bool | str,
+    *options: *Options,
 ) -> Sequence[torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides."""
     given = [query, key, value, out, logsumexp, grad_out]
@@ -246,7 +252,8 @@ def _backward(
         plan(query, key, value, out, logsumexp.contiguous(), grad_out, *grads)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
-        grads = _backward(*(tensor.float() for tensor in given), *options)
+        query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in given)
+        grads = _backward(query, key, value, out, logsumexp, grad_out, *options)
         return [grad.to(torch.bfloat16) for grad in grads]
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
     if query.numel() == 0:
@@ -286,10 +293,11 @@ def _compute_forward(
     deterministic: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(_forward(query, key, value, is_causal, float32_precision, deterministic, kernels))
+    out, logsumexp = _forward(query, key, value, is_causal, float32_precision, deterministic, kernels)
+    return out, logsumexp
 
 
-def _compute_backward(*arguments: torch.Tensor | bool | str) -> tuple[torch.Tensor, ...]:
+def _compute_backward(*arguments: *BackwardArguments) -> tuple[torch.Tensor, ...]:
     return tuple(_backward(*arguments))
 
 
@@ -318,12 +326,12 @@ _backward_operator = _define(
 )
 
 
-def _save_for_backward(ctx: FunctionCtx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _differentiate(ctx: FunctionCtx, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
     return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
 
 
@@ -397,7 +405,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -414,9 +422,10 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _backward_operator if _needs_operators(grad_out) else _backward
-        grads = backward(*ctx.saved_tensors, grad_out, *ctx.options)
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        grads = backward(query, key, value, out, logsumexp, grad_out, *ctx.options)
         return *grads, None, None, None, None
 
 

@@ -8,6 +8,7 @@ time than Triton takes to start them.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +36,7 @@ class Descriptors:
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int]):
         self.shape_and_strides = tuple(shape), tuple(strides)
-        self._layout = (shape, strides, block_shape)
+        self._layout: tuple[Any, ...] = (shape, strides, block_shape)
 
     def describe(self, tensor: torch.Tensor) -> TensorDescriptor:
         return self.descriptor_class(tensor, *self._layout)
@@ -70,7 +71,7 @@ class Launch:
         self.arguments = (*numbers, *constants)
         self.descriptors = descriptors
         self._options = options
-        self.compiled = None
+        self.compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         if self.compiled is None:

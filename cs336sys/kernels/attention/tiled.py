@@ -9,9 +9,9 @@ Source: Dao, "FlashAttention-2" (2023); algorithms and equations are numbered as
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
@@ -89,7 +89,7 @@ def _backward_operands(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What equations 13 to 19 read, in the logsumexp's dtype: Q / sqrt(d), K, V, L, dO and D = rowsum(dO * O)."""
     dtype = logsumexp.dtype
     scaled_query, grad_out = query.to(dtype) / math.sqrt(query.shape[-1]), grad_out.to(dtype)
@@ -188,7 +188,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False
     ) -> torch.Tensor:
         check_attention_inputs(query, key, value, for_kernel=False)
         with torch.autocast(query.device.type, enabled=False):
@@ -199,9 +199,10 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
         with torch.autocast(grad_out.device.type, enabled=False):
-            return *_tiled_backward(*ctx.saved_tensors, grad_out, ctx.is_causal), None
+            return *_tiled_backward(query, key, value, out, logsumexp, grad_out, ctx.is_causal), None
 
 
 class FlashAttentionCompiledBackward(FlashAttentionTorch):
@@ -212,6 +213,6 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(grad_out.device.type, enabled=False):
             return *_compiled_backward()(*ctx.saved_tensors, grad_out, ctx.is_causal), None

@@ -28,7 +28,7 @@ def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_progra
     Graham, "Bounds on multiprocessing timing anomalies" (1969): list scheduling.
     """
     programs = [(0, program) for program in range(num_programs)]
-    shares = [[] for _ in range(num_programs)]
+    shares: list[list[tuple[int, int]]] = [[] for _ in range(num_programs)]
     for item in items:
         time, program = programs[0]
         shares[program].append(item)
@@ -38,7 +38,8 @@ def share_out(items: Iterable[tuple[int, int]], costs: Sequence[int], num_progra
 
 def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
     """What a kernel reads: for each program (number of its items, index of the first), then all (tile, sequence)."""
-    heads, items = [], []
+    heads: list[tuple[int, int]] = []
+    items: list[tuple[int, int]] = []
     for share in shares:
         heads.append((len(share), len(shares) + len(items)))
         items += share

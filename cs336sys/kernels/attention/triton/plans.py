@@ -196,7 +196,7 @@ class BackwardPlan(Plan):
         )
         statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
-        results = grads
+        results: Sequence[str] = grads
         if self.fused:
             num_rows = problem.num_sequences * self._padded_queries
             sums[0] = self._own("grad_query_sum", Scratch((num_rows, self._block_dim)))
