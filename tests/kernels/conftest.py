@@ -1,12 +1,45 @@
+import functools
 import math
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 
 @pytest.fixture
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once_a_launch():
+    """Halves the time of interpreted kernels.
+
+    The interpreter replaces the functions of triton.language at every launch, and again, to no effect, whenever one
+    kernel function calls another.
+    """
+    patch_language, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched = set()
+
+    @functools.cache
+    def languages(function):
+        return {id(value) for value in function.__globals__.values()} & {id(tl), id(tl.core)}
+
+    def patch_once(function):
+        if languages(function) <= patched:
+            return None
+        patched.update(languages(function))
+        return patch_language(function)
+
+    def launch_unpatched(executor, *args, **kwargs):
+        patched.clear()
+        return launch(executor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
+        yield
 
 
 @pytest.fixture
