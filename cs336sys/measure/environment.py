@@ -85,7 +85,6 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
         # torch adds the attribute when it runs.
-        # An attribute that torch sets at run time, which its stubs leave out.
         "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
         "torch_threads": torch.get_num_threads(),
     }
