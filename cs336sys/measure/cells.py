@@ -6,12 +6,12 @@ that ran out of memory, crashed or timed out, because memory stays held by trace
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.processes import become_worker, cause_of_death, ctrl_c_ignored
+from cs336sys.processes import cause_of_death, ctrl_c_ignored, imported, run_worker
 from cs336sys.results import Run, Samples, Status
 
 Progress = Callable[[str], None]
@@ -155,7 +155,8 @@ class Worker:
     def _start(self) -> _Child:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._measure, self._arguments, os.getpid()))
+        args = (os.getpid(), f"{__name__}:{_serve.__name__}", theirs, self._measure, self._arguments)
+        process = context.Process(target=run_worker, args=args)
         self._child = child = _Child(process, ours)
         with ctrl_c_ignored():
             process.start()
@@ -170,16 +171,11 @@ class Worker:
         return child
 
 
-def _serve(
-    connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...], parent: int
-) -> None:
-    """The worker's life: say what machine this is, then measure configurations until the parent closes the pipe."""
-    if not become_worker(parent):
-        return
+def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:
+    """What a worker does: describe this machine, then measure configurations until the parent closes the pipe."""
+    measure_cell = imported(measure)
     from cs336sys.measure.environment import new_run
 
-    module, function = measure.split(":")
-    measure_cell = getattr(importlib.import_module(module), function)
     connection.send(new_run(arguments))
     with contextlib.suppress(EOFError):
         while True:
@@ -233,7 +229,9 @@ def release_memory() -> None:
     """Free what a cell left behind: compiled code, garbage, the GPU memory that torch's allocator keeps."""
     import torch
 
-    torch.compiler.reset()
+    # Imports the compiler, which takes more than a second and about as long again when the process ends.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

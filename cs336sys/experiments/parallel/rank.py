@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,7 +199,9 @@ def _release_memory(workload: ParallelWorkload) -> None:
     kind = workload.strategy if workload.strategy in FULLY_SHARDED else workload.strategy.startswith("torch")
     wanted = f"{workload.unsynchronized} {kind}"
     if _compiled_for != wanted:
-        torch.compiler.reset()
+        # It would import the compiler.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         _compiled_for = wanted
     gc.collect()
     if torch.cuda.is_available():

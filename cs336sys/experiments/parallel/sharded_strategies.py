@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import CapabilityError
@@ -90,6 +89,9 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
 
 def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """torch's DDP and its ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
+    # Importing it takes a quarter of a second, which the ranks of all other strategies are spared.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)

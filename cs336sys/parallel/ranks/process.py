@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cs336sys.processes import RankIdentity, become_worker
+from cs336sys.processes import RankIdentity
 
 # Gloo: "Timed out waiting 4000ms for recv operation"; stores: "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
@@ -93,11 +93,8 @@ def serve(
     timeout_s: float,
     high_priority: bool,
     directory: Path,
-    parent: int,
 ) -> None:
     """Run pickled ``(function, args)`` jobs until an empty one; answer each with its pickled result or a Failure."""
-    if not become_worker(parent):
-        return
     stacks = stacks_path(directory, identity.rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

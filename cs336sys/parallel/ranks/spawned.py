@@ -19,7 +19,7 @@ from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
-from cs336sys.processes import RankIdentity, cause_of_death, ctrl_c_ignored
+from cs336sys.processes import RankIdentity, cause_of_death, ctrl_c_ignored, run_worker
 
 # How long to wait after the first failure for one that explains it: the peers of a killed rank report broken
 # connections, which may reach the parent some milliseconds before it learns of the death.
@@ -94,8 +94,10 @@ class SpawnedRanks:
                 for number in range(world_size):
                     ours, theirs = context.Pipe()
                     identity = RankIdentity(number, world_size, local_rank=number)
-                    args = (theirs, identity, backend, timeout_s, high_priority, self._directory, os.getpid())
-                    process = context.Process(target=serve, args=args)
+                    args = (theirs, identity, backend, timeout_s, high_priority, self._directory)
+                    process = context.Process(
+                        target=run_worker, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
+                    )
                     process.start()
                     theirs.close()
                     self._ranks.append(_Rank(number, process, ours))
