@@ -1,5 +1,7 @@
 """Models, batches and results that rank programs of several rooms share."""
 
+import datetime
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -98,6 +100,11 @@ class WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         return None
+
+
+def wait_at_most(seconds):
+    """From here on this rank's collectives fail if others do not come within that time."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
 
 def error_of(call, *args, **kwargs):

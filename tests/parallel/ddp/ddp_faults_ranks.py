@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 from ddp_modes import finish
-from small_models import PartlyUsed, error_of
+from small_models import PartlyUsed, error_of, wait_at_most
 from torch import nn
 
 from cs336sys.parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
@@ -55,6 +55,8 @@ def lost_peer(how):
         if how == "raise":
             raise ValueError("out of data")
         time.sleep(600)
+    if how == "hang":
+        wait_at_most(2)
     finish(wrapped)
     wrapped.zero_grad()
     wrapped(1.0, True).backward()

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 from fsdp_models import batch, gathered_units, loss_of, network, on_cpu, transformer
-from small_models import error_of, share
+from small_models import error_of, share, wait_at_most
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -103,4 +103,6 @@ def lost_peer(how):
         if how == "raise":
             raise ValueError("out of data")
         time.sleep(600)
+    if how == "hang":
+        wait_at_most(2)
     loss_of(sharded, tokens, targets).backward()

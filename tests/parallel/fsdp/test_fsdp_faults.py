@@ -69,7 +69,7 @@ def test_rank_that_dies_in_a_step_is_the_error():
 
 def test_rank_that_hangs_in_a_step_is_named_with_the_weights_that_wait_for_it():
     with pytest.raises(RankError) as caught:
-        launch.run(fsdp_faults_ranks.lost_peer, "hang", world_size=2, backend="gloo", timeout_s=8)
+        launch.run(fsdp_faults_ranks.lost_peer, "hang", world_size=2, backend="gloo")
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert "in the all-gather of weights of token_embeddings" in heading

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 from optimizer_models import sharded
-from small_models import PartlyUsed, error_of
+from small_models import PartlyUsed, error_of, wait_at_most
 from torch import nn
 
 from cs336sys.parallel.ddp import NaiveDDP
@@ -106,6 +106,8 @@ def lost_peer(mode, how):
         if how == "raise":
             raise ValueError("out of data")
         time.sleep(600)
+    if how == "hang":
+        wait_at_most(2)
     if mode == "flat":
         model(1.0, True).backward()
     optimizer.step()
