@@ -12,6 +12,9 @@ import torch
 # The slowest tests start ranks two or three times, at 2 to 5 s each on two busy cores.
 TEST_LIMIT_S = 90
 
+# Run first: each compiles for a minute or two in one process, for which the other worker would wait in the end.
+LONGEST = {"test_attention_compile_gate.py", "test_attention_other_gpus.py"}
+
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,6 +28,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and count < 1:
