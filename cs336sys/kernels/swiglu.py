@@ -1,0 +1,282 @@
+"""SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import (
+    as_rows,
+    check_tensors,
+    define_gradient,
+    define_operator,
+    needs_operators,
+    result_dtype,
+)
+
+# Elements of a tile.
+TILE = 2048
+NUM_WARPS = 4
+
+
+@triton.jit
+def _tile_of_program(num_rows, num_columns, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr):
+    """Row and column indices, int64, of the tile that this program takes, and which of them there are."""
+    num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
+    tile = tl.program_id(0).to(tl.int64)
+    row = ((tile // num_column_tiles) * ROW_TILE + tl.arange(0, ROW_TILE))[:, None]
+    column = ((tile % num_column_tiles) * COLUMN_TILE + tl.arange(0, COLUMN_TILE))[None, :]
+    return row, column, (row < num_rows) & (column < num_columns)
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,
+    up_ptr,
+    product_ptr,
+    gate_row_stride,
+    gate_column_stride,
+    up_row_stride,
+    up_column_stride,
+    num_rows,
+    num_columns,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+):
+    row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
+    gate = tl.load(gate_ptr + row * gate_row_stride + column * gate_column_stride, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + column * up_column_stride, mask=mask).to(tl.float32)
+    tl.store(product_ptr + row * num_columns + column, gate * tl.sigmoid(gate) * up, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    gate_ptr,
+    up_ptr,
+    grad_ptr,
+    grad_gate_ptr,
+    grad_up_ptr,
+    product_ptr,
+    gate_row_stride,
+    gate_column_stride,
+    up_row_stride,
+    up_column_stride,
+    grad_row_stride,
+    grad_column_stride,
+    num_rows,
+    num_columns,
+    RECOMPUTES: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+):
+    """Both gradients in one pass and, if RECOMPUTES, the product once more."""
+    row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
+    gate = tl.load(gate_ptr + row * gate_row_stride + column * gate_column_stride, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + column * up_column_stride, mask=mask).to(tl.float32)
+    grad = tl.load(grad_ptr + row * grad_row_stride + column * grad_column_stride, mask=mask).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    offset = row * num_columns + column
+    # silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
+    tl.store(grad_gate_ptr + offset, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=mask)
+    tl.store(grad_up_ptr + offset, grad * silu, mask=mask)
+    if RECOMPUTES:
+        tl.store(product_ptr + offset, silu * up, mask=mask)
+
+
+def _as_matrices(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of equally shaped tensors as rows and columns: one row where all are contiguous."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(1, -1) for tensor in tensors)
+    return tuple(as_rows(tensor) for tensor in tensors)
+
+
+def _tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """Programs and constants of a launch over a matrix."""
+    num_rows, num_columns = matrix.shape
+    column_tile = min(triton.next_power_of_2(num_columns), TILE)
+    row_tile = TILE // column_tile if num_rows > 1 else 1
+    num_programs = triton.cdiv(num_rows, row_tile) * triton.cdiv(num_columns, column_tile)
+    return num_programs, {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "num_warps": NUM_WARPS}
+
+
+def _check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
+    if gate.dim() == 0 or gate.shape != up.shape:
+        raise ValueError(
+            f"gate and up must have the same shape (..., d), got {tuple(gate.shape)} and {tuple(up.shape)}"
+        )
+
+
+def _empty_product(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check_shapes(gate, up)
+    return torch.empty(gate.shape, dtype=dtype, device=gate.device)
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    product = _empty_product(gate, up, dtype)
+    check_tensors("swiglu", _forward_kernel, gate=gate, up=up)
+    if product.numel() == 0:
+        return product
+    gate, up = _as_matrices(gate, up)
+    num_programs, constants = _tiling(gate)
+    with torch.cuda.device_of(gate):
+        _forward_kernel[(num_programs,)](gate, up, product, *gate.stride(), *up.stride(), *gate.shape, **constants)
+    return product
+
+
+def _empty_grads(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, recomputes: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_gate, grad_up = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (gate, up))
+    return grad_gate, grad_up, torch.empty(gate.shape if recomputes else 0, dtype=grad.dtype, device=gate.device)
+
+
+def _backward(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, recomputes: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, and the product in the dtype of ``grad``, empty unless it was asked for."""
+    grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
+    if grad_gate.numel() == 0:
+        return grad_gate, grad_up, product
+    gate, up, grad = _as_matrices(gate, up, grad)
+    num_programs, constants = _tiling(gate)
+    with torch.cuda.device_of(gate):
+        _backward_kernel[(num_programs,)](
+            gate,
+            up,
+            grad,
+            grad_gate,
+            grad_up,
+            product,
+            *gate.stride(),
+            *up.stride(),
+            *grad.stride(),
+            *gate.shape,
+            RECOMPUTES=recomputes,
+            **constants,
+        )
+    return grad_gate, grad_up, product
+
+
+_forward_operator = define_operator(
+    "swiglu_forward(Tensor gate, Tensor up, ScalarType dtype) -> Tensor", _forward, _empty_product
+)
+_backward_operator = define_operator(
+    "swiglu_backward(Tensor gate, Tensor up, Tensor grad, bool recomputes) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _empty_grads,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple:
+    gate, up = ctx.saved_tensors
+    backward = _backward_operator if needs_operators(grad) else _backward
+    grad_gate, grad_up, _ = backward(gate, up, grad, False)
+    return grad_gate, grad_up, None
+
+
+define_gradient("swiglu_forward", _differentiate, _save_for_backward)
+
+
+class SwiGLU(torch.autograd.Function):
+    """``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return _differentiate(ctx, grad)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` (https://arxiv.org/abs/2002.05202, eq. 6), with silu(x) = x sigmoid(x).
+
+    Keeps its two inputs for the backward pass, which computes both gradients at once; arithmetic is in float32.
+    Differentiable once. ``torch.compile`` keeps it in one graph. Under ``torch.autocast`` the result has its dtype.
+
+    Args:
+        gate: (..., d), float32, float16 or bfloat16, of any strides, for example one half of a fused projection.
+        up: (..., d), of any of these dtypes.
+
+    Returns:
+        (..., d), contiguous, of the dtype to which the two promote.
+
+    Raises:
+        ValueError: the shapes differ, or the tensors are on different devices.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        RuntimeError: it is differentiated twice.
+    """
+    dtype = result_dtype(gate, up)
+    return _forward_operator(gate, up, dtype) if needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
+
+
+def _project(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if weight.dim() != 2 or weight.shape[1:] != gate.shape[-1:]:
+        raise ValueError(
+            f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(weight.shape)}"
+        )
+    product = _forward_operator if needs_operators(gate) else _forward
+    return torch.nn.functional.linear(product(gate, up, weight.dtype), weight)
+
+
+class SwiGLULinear(torch.autograd.Function):
+    """``SwiGLULinear.apply(gate, up, weight)``; see :func:`swiglu_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return _project(gate, up, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        gate, up, weight = ctx.saved_tensors
+        backward = _backward_operator if needs_operators(grad) else _backward
+        grad_gate, grad_up, product = backward(gate, up, grad @ weight, True)
+        return grad_gate, grad_up, as_rows(grad).mT @ as_rows(product)
+
+
+def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``swiglu(gate, up) @ weight.T``, the down projection, without keeping the product for the weight's gradient.
+
+    The backward pass computes the product again while it reads gate and up anyway: 2 bytes an element more to write in
+    half precision, and as much less to keep. Everything else is as in :func:`swiglu`.
+
+    Args:
+        gate: (..., d).
+        up: (..., d).
+        weight: (d_out, d); the product is rounded to its dtype. Under ``torch.autocast`` it is cast first.
+
+    Returns:
+        (..., d_out), of the weight's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit together, or the tensors are on different devices.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        RuntimeError: it is differentiated twice.
+    """
+    device_type = gate.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return SwiGLULinear.apply(gate, up, weight)
+    weight = weight.to(torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
+        return SwiGLULinear.apply(gate, up, weight)
+
+
+def reference_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The same as :func:`swiglu` in PyTorch, half precision in float32: the ground truth of the tests."""
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(dtype)

@@ -1,0 +1,233 @@
+"""rms_norm against float64, on the CPU through Triton's interpreter."""
+
+import functools
+
+import pytest
+import torch
+import triton
+from kernel_checks import (
+    DTYPES,
+    as_float64,
+    assert_equal_to_reference,
+    assert_matches_float64,
+    compiled,
+    dtype_id,
+    results,
+    shape_id,
+)
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels import rms_norm as module
+from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+matches = functools.partial(assert_matches_float64, rms_norm, reference_rms_norm)
+
+
+def problem(shape, device, dtype=torch.float32, *, residual=False, weight_dtype=None, residual_dtype=None):
+    """Inputs and the outputs' gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape, dtype=dtype):
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    inputs = {"x": random(shape), "weight": random(shape[-1:], weight_dtype or dtype)}
+    if not residual:
+        return inputs, [random(shape)]
+    total = torch.promote_types(dtype, residual_dtype or dtype)
+    return inputs | {"residual": random(shape, residual_dtype or dtype)}, [random(shape, total), random(shape, total)]
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (5,),  # no leading dimension
+        (1, 1),
+        (1, 33),  # one row, with a tail
+        (2, 3, 64),  # whole tiles, several leading dimensions
+        (230, 65),  # tiles of 16 rows: more than there are programs, and some rows more
+    ],
+    ids=shape_id,
+)
+def test_output_and_gradients(shape, dtype, residual, device):
+    inputs, grads = problem(shape, device, dtype, residual=residual)
+    matches(inputs, grads, scale=4)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+def test_rows_of_several_tiles(residual, device, monkeypatch):
+    monkeypatch.setattr(module, "FORWARD_TILE", 32)
+    monkeypatch.setattr(module, "BACKWARD_TILE", 16)
+    monkeypatch.setattr(module, "NARROW_TILE", 64)
+    inputs, grads = problem((17, 75), device, residual=residual)
+    matches(inputs, grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(4099, 4096), (1031, 1600), (70001, 96), (300, 11008), (129, 40001)], ids=shape_id)
+def test_large(shape, dtype, device):
+    inputs, grads = problem(shape, device, dtype, residual=True, weight_dtype=torch.float32)
+    # Sums over rows are of thousands of terms near 1.
+    matches(inputs, grads, scale=20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "residual_dtype"),
+    [
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_dtypes_may_differ(dtype, weight_dtype, residual_dtype, device):
+    inputs, grads = problem(
+        (7, 33), device, dtype, residual=True, weight_dtype=weight_dtype, residual_dtype=residual_dtype
+    )
+    matches(inputs, grads, scale=2)
+    y, total = rms_norm(**inputs)
+    assert y.dtype == total.dtype == torch.promote_types(dtype, residual_dtype)
+    assert rms_norm(inputs["x"], inputs["weight"]).dtype == dtype
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.flatten(0, 1).T.contiguous().T.unflatten(0, x.shape[:2]),
+    "transposed-in-batches": lambda x: x.mT.contiguous().mT,
+    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "rows-of-a-wider-tensor": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+    "expanded": lambda x: x[:1, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, device):
+    inputs, grads = problem((3, 7, 34), device, residual=True)
+    inputs = {name: value if name == "weight" else layout(value) for name, value in inputs.items()}
+    assert not inputs["x"].is_contiguous()
+    matches(inputs | {"weight": inputs["weight"].repeat_interleave(2)[::2]}, [layout(grad) for grad in grads])
+
+
+def test_gradient_of_one_output_alone(device):
+    inputs, grads = problem((5, 33), device, residual=True)
+
+    def of(number, function):
+        return lambda **inputs: function(**inputs)[number]
+
+    assert_matches_float64(of(0, rms_norm), of(0, reference_rms_norm), inputs, grads[:1])
+    inputs = {name: value.requires_grad_() for name, value in inputs.items()}
+    (grad,) = torch.autograd.grad(rms_norm(**inputs)[1], [inputs["residual"]], grads[1])
+    assert torch.equal(grad, grads[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (3, 0)], ids=shape_id)
+def test_empty(shape, device):
+    inputs, grads = problem(shape, device, residual=True)
+    matches(inputs, grads)
+
+
+def test_huge_values_nan_and_infinity_are_as_in_the_reference(device):
+    inputs, grads = problem((6, 33), device)
+    x = inputs["x"]
+    x[0] *= 1e18  # the square is still finite
+    x[1] *= 1e25  # and here infinite
+    x[2, 32] = torch.nan
+    x[3, 5] = torch.inf
+    x[4] = 0
+    assert_equal_to_reference(rms_norm, reference_rms_norm, inputs, grads)
+    assert rms_norm(**inputs).isnan().any(-1).tolist() == [False, False, True, True, False, False]
+
+
+def test_eps(device):
+    inputs, grads = problem((3, 8), device)
+    inputs["x"] *= 1e-3
+    assert_matches_float64(
+        functools.partial(rms_norm, eps=1e-2), functools.partial(reference_rms_norm, eps=1e-2), inputs, grads
+    )
+
+
+def test_equal_from_run_to_run(device):
+    inputs, grads = problem((230, 65), device, residual=True)
+    first, second = (results(rms_norm, inputs, grads) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_autocast_decides_the_dtype_of_the_output(device):
+    inputs, _ = problem((3, 8), device, residual=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        y, total = rms_norm(**inputs)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(y.float(), reference_rms_norm(**inputs)[0], rtol=8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+def test_compiled_in_one_graph(residual, device):
+    inputs, grads = problem((3, 5, 34), device, residual=residual)
+    eager, graph = (results(function, inputs, grads) for function in (rms_norm, compiled(rms_norm)))
+    for name, tensor in eager.items():
+        assert torch.equal(tensor, graph[name]), name
+
+
+@pytest.mark.parametrize("residual", [None, torch.float16], ids=["alone", "residual"])
+def test_operators_are_what_they_say(residual, device):
+    inputs, grads = problem((3, 34), device, residual=residual is not None, residual_dtype=residual)
+    arguments = inputs["x"], inputs["weight"], inputs.get("residual"), 1e-5, torch.float32
+    _, total, inverse_rms = module._forward(*arguments)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(module._forward_operator, arguments, test_utils=checks)
+    grad_total = None if residual is None else grads[1]
+    saved = inputs["x"] if residual is None else total
+    arguments = grads[0], grad_total, saved, inputs["weight"], inverse_rms, torch.float32, residual
+    torch.library.opcheck(module._backward_operator, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31_elements():
+    torch.manual_seed(0)
+    x = torch.zeros(2**31 + 64, dtype=torch.float16, device="cuda").as_strided((3, 64), (2**30, 1))
+    x.copy_(torch.randn(3, 64))
+    matches({"x": x, "weight": torch.randn(64, device="cuda")}, [torch.randn(3, 64, device="cuda").half()])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "residual", "error", "sentence"),
+    [
+        pytest.param((2, 3), (4,), None, ValueError, r"shape \(d,\), got \(2, 3\) and \(4,\)", id="length"),
+        pytest.param((), (1,), None, ValueError, r"got \(\) and \(1,\)", id="x-0d"),
+        pytest.param((2, 3), (3,), (3,), ValueError, r"same shape, got \(2, 3\) and \(3,\)", id="residual"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(x, weight, residual, error, sentence):
+    with pytest.raises(error, match=sentence):
+        rms_norm(torch.ones(x), torch.ones(weight), residual=None if residual is None else torch.ones(residual))
+
+
+def test_other_dtypes_and_devices_are_refused():
+    x, weight = torch.ones(2, 3), torch.ones(3)
+    with pytest.raises(
+        TypeError, match=r"weight of dtype torch.float64 is not supported: rms_norm takes torch.float32"
+    ):
+        rms_norm(x, weight.double())
+    with pytest.raises(ValueError, match="x on cpu, weight on meta"):
+        rms_norm(x, weight.to("meta"))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setattr(module, "_forward_kernel", triton.JITFunction(module._forward_kernel.fn))
+    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
+        rms_norm(torch.ones(2, 3), torch.ones(3))
+
+
+def test_second_derivative_is_refused(device):
+    x, weight = torch.ones(2, 3, device=device, requires_grad=True), torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="RMSNorm is differentiable once"):
+        torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
+
+
+def test_reference_is_torchs(device):
+    inputs, _ = problem((3, 8), device)
+    inputs = as_float64(inputs)
+    expected = torch.nn.functional.rms_norm(inputs["x"], (8,), inputs["weight"], 1e-5)
+    torch.testing.assert_close(reference_rms_norm(**inputs), expected)

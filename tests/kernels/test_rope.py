@@ -1,0 +1,252 @@
+"""rope and rope_qkv against float64, on the CPU through Triton's interpreter."""
+
+import functools
+
+import pytest
+import torch
+import triton
+from kernel_checks import (
+    DTYPES,
+    assert_equal_to_reference,
+    assert_matches_float64,
+    compiled,
+    dtype_id,
+    results,
+    shape_id,
+)
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels import rope as module
+from cs336sys.kernels.rope import reference_rope, rope, rope_qkv
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+matches = functools.partial(assert_matches_float64, rope, reference_rope)
+
+
+def random(device, *shapes, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
+
+def problem(shape, device, dtype=torch.float32):
+    x, grad = random(device, shape, shape, dtype=dtype)
+    return {"x": x}, [grad]
+
+
+def split_heads(projection, head_dim):
+    """(B, S, H D) as attention wants it, (B, H, S, D), without moving anything."""
+    return projection.unflatten(-1, (-1, head_dim)).transpose(-3, -2)
+
+
+def reference_rope_qkv(qkv, num_heads, num_key_value_heads, positions=None, theta=10_000.0):
+    heads = (num_heads, num_key_value_heads, num_key_value_heads)
+    head_dim = qkv.shape[-1] // sum(heads)
+    query, key, value = split_heads(qkv, head_dim).split(heads, dim=-3)
+    if positions is not None:
+        positions = positions.unsqueeze(-2)
+    return *(reference_rope(x, positions, theta=theta) for x in (query, key)), value
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 2),
+        (5, 6),  # no leading dimension, a masked tail of columns
+        (3, 1, 8),  # one token
+        (2, 9, 70, 40),  # two tiles of rows, two groups of heads, all ragged
+        (2, 1, 2, 3, 4),
+    ],
+    ids=shape_id,
+)
+def test_output_and_gradient(shape, dtype, device):
+    matches(*problem(shape, device, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(2, 33, 4099, 128), (4, 25, 513, 64), (1, 3, 777, 80)], ids=shape_id)
+def test_large(shape, dtype, device):
+    matches(*problem(shape, device, dtype))
+
+
+def test_angles_are_exact_far_from_the_start(device):
+    inputs, grads = problem((7, 8), device)
+    positions = torch.tensor([0, 1, 1000, 32767, 131071, 10**6, 2**31 - 1], device=device)
+    matches(inputs | {"positions": positions}, grads)
+    matches(inputs | {"positions": -positions}, grads)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 0.5])
+def test_theta(theta, device):
+    inputs, grads = problem((9, 8), device)
+    assert_matches_float64(
+        functools.partial(rope, theta=theta), functools.partial(reference_rope, theta=theta), inputs, grads
+    )
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(5, 10),
+        torch.tensor([[[3, 1, 4, 1, 5]], [[9, 2, 6, 5, 3]]]),  # for each sequence of the batch
+        torch.arange(30).view(2, 3, 5).int(),  # for each head
+        torch.tensor([7]),
+        torch.arange(10).view(5, 2)[:, 1],
+    ],
+    ids=["shared", "batch", "heads", "one", "strided"],
+)
+def test_positions(positions, device):
+    inputs, grads = problem((2, 3, 5, 6), device)
+    matches(inputs | {"positions": positions.to(device)}, grads)
+
+
+LAYOUTS = {
+    "projection": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "part-of-a-projection": lambda x: torch.cat([x, x], dim=1).transpose(1, 2).contiguous().transpose(1, 2)[:, 3:],
+    "expanded": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, device):
+    inputs, grads = problem((2, 3, 5, 6), device)
+    x = layout(inputs["x"])
+    assert not x.is_contiguous()
+    matches({"x": x}, grads)
+    matches(inputs, [layout(grads[0])])
+
+
+def test_no_copy_is_left_between_a_projection_and_attention(device):
+    (projection,) = random(device, (2, 5, 24))
+    heads = split_heads(projection, 8).requires_grad_()
+    # What attention reads is laid out as the projection, and so are its output and the gradient that it gives.
+    y = rope(heads)
+    assert y.stride() == heads.stride()
+    (contiguous,) = random(device, (2, 3, 5, 8))
+    for grad in (contiguous, contiguous.transpose(1, 2).contiguous().transpose(1, 2)):
+        (grad_x,) = torch.autograd.grad(y, heads, grad, retain_graph=True)
+        assert grad_x.stride() == heads.stride()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2), (2, 0, 4)], ids=shape_id)
+def test_empty(shape, device):
+    matches(*problem(shape, device))
+
+
+def test_huge_values_nan_and_infinity_are_as_in_the_reference(device):
+    inputs, grads = problem((6, 8), device)
+    inputs["x"][1] *= 1e38
+    inputs["x"][2, 3] = torch.nan
+    inputs["x"][3, 0] = torch.inf
+    inputs["x"][0, 5] = -torch.inf
+    assert_equal_to_reference(rope, reference_rope, inputs, grads)
+
+
+def test_second_derivative_is_there(device):
+    """The rotation is linear, so the derivative's derivative is the rotation."""
+    (x, direction), (grad,) = random(device, (4, 6), (4, 6)), random(device, (4, 6))
+    x, grad = x.requires_grad_(), grad.requires_grad_()
+    (grad_x,) = torch.autograd.grad(rope(x), x, grad, create_graph=True)
+    (back,) = torch.autograd.grad(grad_x, grad, direction)
+    torch.testing.assert_close(back, reference_rope(direction))
+
+
+def test_autocast_decides_the_dtype_of_the_output(device):
+    inputs, _ = problem((3, 8), device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert rope(**inputs).dtype == torch.bfloat16
+        assert {part.dtype for part in rope_qkv(torch.ones(3, 12, device=device), 1)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([[4, 2, 0, 1, 7]])], ids=["implied", "given"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_fused_projection(dtype, positions, device):
+    qkv, *grads = random(device, (2, 5, 7 * 6), (2, 3, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6), dtype=dtype)
+    inputs = {"qkv": qkv} | ({} if positions is None else {"positions": positions.to(device)})
+    heads = {"num_heads": 3, "num_key_value_heads": 2}
+    assert_matches_float64(
+        functools.partial(rope_qkv, **heads), functools.partial(reference_rope_qkv, **heads), inputs, grads
+    )
+
+
+def test_parts_of_a_fused_projection_are_laid_out_for_attention(device):
+    (qkv,) = random(device, (2, 5, 9 * 8))
+    qkv.requires_grad_()
+    parts = rope_qkv(qkv, 3)
+    for part in parts:
+        assert part.shape == (2, 3, 5, 8)
+        assert part.transpose(1, 2).is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes
+    assert torch.autograd.grad(sum(part.sum() for part in parts), qkv)[0].is_contiguous()
+
+
+@pytest.mark.parametrize("function", [rope, functools.partial(rope_qkv, num_heads=1)], ids=["rope", "rope_qkv"])
+def test_compiled_in_one_graph(function, device):
+    (x,) = random(device, (2, 5, 18))
+
+    def split_and_rotate(x, positions):
+        return function(split_heads(x, 6) if function is rope else x, positions=positions)
+
+    inputs = {"x": x, "positions": torch.arange(5, device=device)}
+    outputs = split_and_rotate(**inputs)
+    grads = [torch.randn_like(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
+    eager, graph = (results(one, inputs, grads) for one in (split_and_rotate, compiled(split_and_rotate)))
+    for name, tensor in eager.items():
+        assert torch.equal(tensor, graph[name]), name
+        assert tensor.stride() == graph[name].stride(), name
+
+
+def test_operators_are_what_they_say(device):
+    (x,) = random(device, (2, 5, 3, 8))
+    checks = ("test_schema", "test_faketensor")
+    for strides in (None, (120, 24, 8, 1)):
+        arguments = x.transpose(1, 2)[..., ::2] if strides is None else x, None, 1e4, False, strides, torch.float16
+        torch.library.opcheck(module._operator, arguments, test_utils=checks)
+    arguments = x.flatten(-2), torch.arange(5, device=device), 1, 1, 1e4, torch.float32
+    torch.library.opcheck(module._qkv_operator, arguments, test_utils=checks)
+    grads = module._compute_qkv(*arguments)
+    torch.library.opcheck(module._grad_qkv_operator, (*grads, None, 1e4, torch.float16), test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31_elements():
+    torch.manual_seed(0)
+    x = torch.zeros(2**31 + 64, dtype=torch.float16, device="cuda").as_strided((3, 64), (2**30, 1))
+    x.copy_(torch.randn(3, 64))
+    matches({"x": x}, [torch.randn(3, 64, device="cuda").half()])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda x: rope(x[..., 1:]), ValueError, r"D even, got x of shape \(2, 3, 5\)"),
+        (lambda x: rope(x[0, 0]), ValueError, r"got x of shape \(6,\)"),
+        (lambda x: rope(x, theta=0.0), ValueError, "theta 0.0: must be a positive number"),
+        (lambda x: rope(x, torch.arange(4)), ValueError, r"shape \(4,\) do not broadcast to \(2, 3\)"),
+        (lambda x: rope(x, torch.arange(3.0)), TypeError, "torch.int32 or torch.int64, not torch.float32"),
+        (lambda x: rope(x, torch.arange(3, device="meta")), ValueError, "on the device of what is rotated, cpu, not"),
+        (lambda x: rope(x.double()), TypeError, "x of dtype torch.float64 is not supported: rope takes torch.float32"),
+        (lambda x: rope_qkv(x, 2), ValueError, r"\(2 \+ 2 \* 2\) D\) needs an even D, got \(2, 3, 6\)"),
+        (lambda x: rope_qkv(x, 2, 0), ValueError, "num_key_value_heads 0: must be at least 1"),
+    ],
+    ids=["odd", "1d", "theta", "positions", "float", "devices", "float64", "heads", "no-heads"],
+)
+def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(torch.ones(2, 3, 6))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setattr(module, "_rotate_kernel", triton.JITFunction(module._rotate_kernel.fn))
+    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
+        rope(torch.ones(3, 4))
+
+
+def test_fused_projection_has_no_second_derivative():
+    qkv = torch.ones(2, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="RopeQKV is differentiable once"):
+        torch.autograd.grad(rope_qkv(qkv, 1)[0].sum(), qkv, create_graph=True)

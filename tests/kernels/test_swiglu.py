@@ -1,0 +1,181 @@
+"""swiglu and swiglu_linear against float64, on the CPU through Triton's interpreter. Tiles are of 2048 elements."""
+
+import functools
+
+import pytest
+import torch
+import triton
+from kernel_checks import (
+    DTYPES,
+    assert_equal_to_reference,
+    assert_matches_float64,
+    compiled,
+    dtype_id,
+    results,
+    shape_id,
+)
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels import swiglu as module
+from cs336sys.kernels.swiglu import reference_swiglu, swiglu, swiglu_linear
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+matches = functools.partial(assert_matches_float64, swiglu, reference_swiglu)
+
+
+def reference_swiglu_linear(gate, up, weight):
+    return torch.nn.functional.linear(reference_swiglu(gate, up), weight)
+
+
+def random(device, *shapes, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
+
+def problem(shape, device, dtype=torch.float32):
+    gate, up, grad = random(device, *[shape] * 3, dtype=dtype)
+    return {"gate": 3 * gate, "up": up}, [grad]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 5), (3, 1367)], ids=shape_id)
+def test_output_and_gradients(shape, dtype, device):
+    matches(*problem(shape, device, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(4099, 11008), (513, 6401), (3, 5, 7, 11)], ids=shape_id)
+def test_large(shape, dtype, device):
+    matches(*problem(shape, device, dtype))
+    inputs, grads = problem((*shape[:-1], 2 * shape[-1]), device, dtype)
+    gate, up = inputs["gate"].chunk(2, dim=-1)
+    matches({"gate": gate, "up": up}, [grads[0][..., ::2]])
+
+
+def test_dtypes_may_differ(device):
+    inputs, grads = problem((3, 7), device)
+    inputs["up"] = inputs["up"].half()
+    matches(inputs, grads)
+    assert swiglu(**inputs).dtype == torch.float32
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.flatten(0, 1).T.contiguous().T.unflatten(0, x.shape[:2]),
+    "transposed-in-batches": lambda x: x.mT.contiguous().mT,
+    "every-other-column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "half-of-a-projection": lambda x: torch.cat([x, x], dim=-1).chunk(2, dim=-1)[1],
+    "expanded": lambda x: x[:1, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, device):
+    inputs, grads = problem((3, 70, 34), device)
+    assert not layout(inputs["gate"]).is_contiguous()
+    matches({name: layout(value) for name, value in inputs.items()}, grads)
+    matches(inputs, [layout(grads[0])])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=shape_id)
+def test_empty(shape, device):
+    matches(*problem(shape, device))
+
+
+def test_huge_values_nan_and_infinity_are_as_in_the_reference(device):
+    values = [0.0, -0.0, 80.0, -80.0, 1e4, -1e4, 1e38, -1e38, torch.inf, -torch.inf, torch.nan]
+    gate, up = torch.meshgrid(*[torch.tensor(values, device=device)] * 2, indexing="ij")
+    assert_equal_to_reference(swiglu, reference_swiglu, {"gate": gate, "up": up}, [torch.ones_like(gate)])
+
+
+def test_autocast_decides_the_dtype_of_the_output(device):
+    inputs, _ = problem((3, 7), device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert swiglu(**inputs).dtype == torch.bfloat16
+
+
+def test_nothing_but_the_inputs_is_kept(device):
+    inputs, _ = problem((3, 7), device)
+    weight = torch.ones(2, 7, device=device, requires_grad=True)
+    inputs = {name: value.requires_grad_() for name, value in inputs.items()}
+    for function, held in ((swiglu, inputs), (swiglu_linear, inputs | {"weight": weight})):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor), lambda _: None):
+            function(**held)
+        assert {tensor.data_ptr() for tensor in kept} == {tensor.data_ptr() for tensor in held.values()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=dtype_id)
+def test_down_projection_recomputes_the_product(dtype, device):
+    gate, up, weight, grad = random(device, (2, 5, 33), (2, 5, 33), (9, 33), (2, 5, 9), dtype=dtype)
+    inputs = {"gate": gate, "up": up, "weight": weight}
+    assert_matches_float64(swiglu_linear, reference_swiglu_linear, inputs, [grad], scale=4)
+
+
+def test_down_projection_under_autocast(device):
+    gate, up, weight, grad = random(device, (5, 33), (5, 33), (9, 33), (5, 9))
+
+    def under_autocast(**inputs):
+        with torch.autocast(device.type, torch.bfloat16):
+            return swiglu_linear(**inputs)
+
+    inputs = {"gate": gate, "up": up, "weight": weight}
+    actual = results(under_autocast, inputs, [grad.bfloat16()])
+    expected = results(reference_swiglu_linear, inputs, [grad])
+    assert actual["output 0"].dtype == torch.bfloat16
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor.float(), expected[name], rtol=0.05, atol=0.1, msg=name)
+
+
+@pytest.mark.parametrize("function", [swiglu, swiglu_linear])
+def test_compiled_in_one_graph(function, device):
+    gate, up, weight, grad = random(device, (2, 5, 34), (2, 5, 34), (34, 34), (2, 5, 34))
+    inputs = {"gate": gate, "up": up} | ({"weight": weight} if function is swiglu_linear else {})
+    eager, graph = (results(one, inputs, [grad]) for one in (function, compiled(function)))
+    for name, tensor in eager.items():
+        assert torch.equal(tensor, graph[name]), name
+
+
+def test_operators_are_what_they_say(device):
+    gate, up, grad = random(device, (3, 10), (3, 10), (3, 10))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(module._forward_operator, (gate[:, ::2], up[:, ::2], torch.float16), test_utils=checks)
+    for recomputes in (False, True):
+        torch.library.opcheck(module._backward_operator, (gate, up.half(), grad, recomputes), test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31_elements():
+    torch.manual_seed(0)
+    gate = torch.zeros(2**31 + 64, dtype=torch.float16, device="cuda").as_strided((3, 64), (2**30, 1))
+    gate.copy_(torch.randn(3, 64))
+    up, grad = torch.randn(2, 3, 64, device="cuda").half()
+    matches({"gate": gate, "up": up}, [grad])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda x: swiglu(x, x[:1]), ValueError, r"same shape \(..., d\), got \(2, 3\) and \(1, 3\)"),
+        (lambda x: swiglu(x, x.double()), TypeError, "up of dtype torch.float64 is not supported: swiglu takes"),
+        (lambda x: swiglu(x, x.to("meta")), ValueError, "gate on cpu, up on meta"),
+        (lambda x: swiglu_linear(x, x, x.T), ValueError, r"weight of shape \(d_out, d\), got \(2, 3\) and \(3, 2\)"),
+    ],
+    ids=["shapes", "dtype", "devices", "weight"],
+)
+def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(torch.ones(2, 3))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setattr(module, "_forward_kernel", triton.JITFunction(module._forward_kernel.fn))
+    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
+        swiglu(torch.ones(3), torch.ones(3))
+
+
+def test_second_derivative_is_refused(device):
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="SwiGLU is differentiable once"):
+        torch.autograd.grad(swiglu(x, x).sum(), x, create_graph=True)
