@@ -25,24 +25,33 @@ NARROW_TILE = 2048
 
 
 class Settings(NamedTuple):
-    """How a kernel is launched: rows and columns of a tile, warps of a program and, backward, programs on an SM."""
+    """How a kernel is launched: rows and columns of a tile, warps of a program, and programs on a multiprocessor."""
 
     row_tile: int
     column_tile: int
     num_warps: int
-    programs: int = 0
+    programs: int
+    stages: int = 1
+
+
+def _tile(width: int, most: int) -> tuple[int, int]:
+    column_tile = min(triton.next_power_of_2(width), most)
+    return max(1, NARROW_TILE // column_tile), column_tile
 
 
 def forward_settings(width: int) -> Settings:
-    column_tile = min(triton.next_power_of_2(max(width, 1)), FORWARD_TILE)
-    row_tile = max(1, NARROW_TILE // column_tile)
-    return Settings(row_tile, column_tile, num_warps=min(16, max(4, column_tile // 1024)))
+    row_tile, column_tile = _tile(width, FORWARD_TILE)
+    return Settings(row_tile, column_tile, num_warps=min(16, max(4, column_tile // 1024)), programs=8)
 
 
 def backward_settings(width: int) -> Settings:
-    column_tile = min(triton.next_power_of_2(max(width, 1)), BACKWARD_TILE)
-    row_tile = max(1, NARROW_TILE // column_tile)
+    row_tile, column_tile = _tile(width, BACKWARD_TILE)
     return Settings(row_tile, column_tile, num_warps=min(16, max(4, column_tile // 512)), programs=2)
+
+
+def _num_programs(rows: torch.Tensor, settings: Settings) -> int:
+    num_tiles = triton.cdiv(len(rows), settings.row_tile)
+    return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
 
 
 @triton.jit
@@ -94,43 +103,49 @@ def _forward_kernel(
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Each program takes a tile of rows: y = total * inverse_rms * weight, with total = x or x + residual."""
-    # Offsets are int64, for tensors of more than 2**31 elements.
-    row = (tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE))[:, None]
-    row_mask = row < num_rows
+    """Each program walks along its share of the tiles of rows: y = total * inverse_rms * weight.
+
+    ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
+    """
+    num_tiles = tl.cdiv(num_rows, ROW_TILE)
     if ONE_TILE:
         column = tl.arange(0, COLUMN_TILE)[None, :]
-        mask = row_mask & (column < width)
-        total = _load_total(
-            x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-            residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, True,
-        )  # fmt: skip
-        sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
-    else:
-        sum_of_squares = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
-        for start in range(0, width, COLUMN_TILE):
-            column = start + tl.arange(0, COLUMN_TILE)[None, :]
-            total = _load_total(
-                x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-                residual_row_stride, residual_column_stride, row_mask & (column < width), HAS_RESIDUAL, True,
-            )  # fmt: skip
-            sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
-    inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
-    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
-    if ONE_TILE:
         weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
-    else:
-        for start in range(0, width, COLUMN_TILE):
-            column = start + tl.arange(0, COLUMN_TILE)[None, :]
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        # Offsets are int64, for tensors of more than 2**31 elements.
+        row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
+        row_mask = row < num_rows
+        if ONE_TILE:
             mask = row_mask & (column < width)
             total = _load_total(
                 x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-                residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, False,
+                residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, True,
             )  # fmt: skip
-            weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
+            sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
+            inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
             tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
+        else:
+            sum_of_squares = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
+            for start in range(0, width, COLUMN_TILE):
+                column = start + tl.arange(0, COLUMN_TILE)[None, :]
+                total = _load_total(
+                    x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+                    residual_row_stride, residual_column_stride, row_mask & (column < width), HAS_RESIDUAL, True,
+                )  # fmt: skip
+                sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
+            inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+            for start in range(0, width, COLUMN_TILE):
+                column = start + tl.arange(0, COLUMN_TILE)[None, :]
+                mask = row_mask & (column < width)
+                total = _load_total(
+                    x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+                    residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, False,
+                )  # fmt: skip
+                weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
+                tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
+        tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
 
 
 @triton.jit
@@ -200,6 +215,7 @@ def _backward_kernel(
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Each program walks along its share of the tiles of rows and keeps one partial sum of the weight's gradient.
 
@@ -213,7 +229,7 @@ def _backward_kernel(
         column_mask = column < width
         weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
         grad_weight = tl.zeros((ROW_TILE, COLUMN_TILE), dtype=tl.float32)
-        for tile in range(program, num_tiles, tl.num_programs(0)):
+        for tile in tl.range(program, num_tiles, tl.num_programs(0), num_stages=STAGES):
             row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
             row_mask = row < num_rows
             mask = row_mask & column_mask
@@ -298,7 +314,7 @@ def _forward(
     width = x.shape[-1]
     settings = forward_settings(width)
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
+        _forward_kernel[(_num_programs(rows, settings),)](
             rows,
             residual_rows,
             weight,
@@ -315,6 +331,7 @@ def _forward(
             ROW_TILE=settings.row_tile,
             COLUMN_TILE=settings.column_tile,
             ONE_TILE=width <= settings.column_tile,
+            STAGES=settings.stages,
             num_warps=settings.num_warps,
         )
     return y, total, inverse_rms
@@ -357,8 +374,7 @@ def _backward(
     width = total.shape[-1]
     settings = backward_settings(width)
     is_one_tile = width <= settings.column_tile
-    num_tiles = triton.cdiv(len(rows), settings.row_tile)
-    num_programs = min(num_tiles, settings.programs * num_multiprocessors(total.device))
+    num_programs = _num_programs(rows, settings)
     allocate = torch.empty if is_one_tile else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
     with torch.cuda.device_of(total):
@@ -382,6 +398,7 @@ def _backward(
             ROW_TILE=settings.row_tile,
             COLUMN_TILE=settings.column_tile,
             ONE_TILE=is_one_tile,
+            STAGES=settings.stages,
             num_warps=settings.num_warps,
         )
     return grad_x, grad_residual, partial_grad_weight.sum(dim=0).to(weight.dtype)

@@ -1,0 +1,114 @@
+"""Compiles the fused kernels for sm_90 on any machine, as an H200 would get them; prints what came out as JSON.
+
+Run without TRITON_INTERPRET and with an empty TRITON_CACHE_DIR. Launchers choose settings and constants themselves;
+only the driver below them is exchanged for one that compiles and does not launch.
+"""
+
+import contextlib
+import io
+import json
+import re
+import sys
+
+import torch
+import triton
+from attention.compile_for_hopper import CompileOnlyDriver, disassemble
+
+from cs336sys.kernels import rms_norm, rope, swiglu
+
+BF16 = torch.bfloat16
+# Sizes decide nothing but what they are divisible by.
+ROWS = 64
+
+
+class Recorder:
+    """A kernel in its module's place, which describes what each launch compiles."""
+
+    def __init__(self, kernel, report):
+        self._kernel = kernel
+        self._report = report
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):
+                compiled = self._kernel[grid](*args, **kwargs)
+            self._report.append(describe(compiled, log.getvalue()))
+
+        return launch
+
+
+def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
+    """What ptxas says of a kernel, and the bits that its instructions read and write memory by."""
+    sass = disassemble(compiled.asm["cubin"])
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
+        "num_warps": compiled.metadata.num_warps,
+        "shared_bytes": compiled.metadata.shared,
+        **{name: bits_of(instruction, sass) for name, instruction in (("load_bits", "LDG"), ("store_bits", "STG"))},
+    }
+
+
+def bits_of(instruction: str, sass: str) -> dict[int, int]:
+    """How often ``instruction`` is there by the bits that a thread moves with it."""
+    counts: dict[int, int] = {}
+    for suffixes in re.findall(rf"\b{instruction}\b((?:\.\w+)*)", sass):
+        bits = next((int(size) for size in re.findall(r"\.[US]?(8|16|64|128)\b", suffixes)), 32)
+        counts[bits] = counts.get(bits, 0) + 1
+    return counts
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def norm(width: int, dtype: torch.dtype = BF16, residual: bool = False) -> None:
+    x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=torch.float32)
+    _, total, inverse_rms = rms_norm._forward(x, weight, x if residual else None, 1e-5, dtype)
+    saved, residual_dtype = (total, dtype) if residual else (x, None)
+    rms_norm._backward(x, x if residual else None, saved, weight, inverse_rms, dtype, residual_dtype)
+
+
+def rotate(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    x = empty(1, ROWS, heads, head_dim, dtype=dtype).transpose(1, 2)
+    rope._compute(x, None, 10_000.0, False, None, dtype)
+
+
+def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> None:
+    gate, up, grad = (empty(ROWS, width, dtype=dtype) for _ in range(3))
+    swiglu._forward(gate, up, dtype)
+    swiglu._backward(gate, up, grad, recomputes)
+
+
+CONFIGURATIONS = {
+    "rms_norm 4096": lambda: norm(4096),
+    "rms_norm 4096 residual": lambda: norm(4096, residual=True),
+    "rms_norm 1600": lambda: norm(1600),
+    "rms_norm 1024 float32": lambda: norm(1024, torch.float32),
+    "rope 32x128": lambda: rotate(32, 128),
+    "rope 25x64 float32": lambda: rotate(25, 64, torch.float32),
+    "swiglu 11008": lambda: gated(11008, recomputes=True),
+    "swiglu 11008 float32": lambda: gated(11008, torch.float32),
+}
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(CompileOnlyDriver())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    launches: list[dict] = []
+    for module in (rms_norm, rope, swiglu):
+        module.check_tensors = lambda *_, **__: None
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
+                setattr(module, name, Recorder(value, launches))
+    reports = {}
+    for name in sys.argv[1:] or CONFIGURATIONS:
+        launches.clear()
+        CONFIGURATIONS[name]()
+        reports[name] = list(launches)
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
