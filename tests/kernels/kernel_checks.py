@@ -73,8 +73,3 @@ def assert_equal_to_reference(function, reference, inputs, grad_outputs):
         torch.testing.assert_close(
             tensor, expected[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def compiled(function):
-    """Compiled as a whole and without code for this machine: what is tested is the graph."""
-    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -10,7 +10,6 @@ from kernel_checks import (
     as_float64,
     assert_equal_to_reference,
     assert_matches_float64,
-    compiled,
     dtype_id,
     results,
     shape_id,
@@ -160,14 +159,6 @@ def test_autocast_decides_the_dtype_of_the_output(device):
         y, total = rms_norm(**inputs)
     assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(y.float(), reference_rms_norm(**inputs)[0], rtol=8e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-def test_compiled_in_one_graph(residual, device):
-    inputs, grads = problem((3, 5, 34), device, residual=residual)
-    eager, graph = (results(function, inputs, grads) for function in (rms_norm, compiled(rms_norm)))
-    for name, tensor in eager.items():
-        assert torch.equal(tensor, graph[name]), name
 
 
 @pytest.mark.parametrize("residual", [None, torch.float16], ids=["alone", "residual"])

@@ -9,9 +9,7 @@ from kernel_checks import (
     DTYPES,
     assert_equal_to_reference,
     assert_matches_float64,
-    compiled,
     dtype_id,
-    results,
     shape_id,
 )
 
@@ -182,22 +180,6 @@ def test_parts_of_a_fused_projection_are_laid_out_for_attention(device):
         assert part.transpose(1, 2).is_contiguous()
         assert part.untyped_storage().nbytes() == part.nbytes
     assert torch.autograd.grad(sum(part.sum() for part in parts), qkv)[0].is_contiguous()
-
-
-@pytest.mark.parametrize("function", [rope, functools.partial(rope_qkv, num_heads=1)], ids=["rope", "rope_qkv"])
-def test_compiled_in_one_graph(function, device):
-    (x,) = random(device, (2, 5, 18))
-
-    def split_and_rotate(x, positions):
-        return function(split_heads(x, 6) if function is rope else x, positions=positions)
-
-    inputs = {"x": x, "positions": torch.arange(5, device=device)}
-    outputs = split_and_rotate(**inputs)
-    grads = [torch.randn_like(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
-    eager, graph = (results(one, inputs, grads) for one in (split_and_rotate, compiled(split_and_rotate)))
-    for name, tensor in eager.items():
-        assert torch.equal(tensor, graph[name]), name
-        assert tensor.stride() == graph[name].stride(), name
 
 
 def test_operators_are_what_they_say(device):

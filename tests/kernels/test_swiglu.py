@@ -9,7 +9,6 @@ from kernel_checks import (
     DTYPES,
     assert_equal_to_reference,
     assert_matches_float64,
-    compiled,
     dtype_id,
     results,
     shape_id,
@@ -126,15 +125,6 @@ def test_down_projection_under_autocast(device):
     assert actual["output 0"].dtype == torch.bfloat16
     for name, tensor in actual.items():
         torch.testing.assert_close(tensor.float(), expected[name], rtol=0.05, atol=0.1, msg=name)
-
-
-@pytest.mark.parametrize("function", [swiglu, swiglu_linear])
-def test_compiled_in_one_graph(function, device):
-    gate, up, weight, grad = random(device, (2, 5, 34), (2, 5, 34), (34, 34), (2, 5, 34))
-    inputs = {"gate": gate, "up": up} | ({"weight": weight} if function is swiglu_linear else {})
-    eager, graph = (results(one, inputs, [grad]) for one in (function, compiled(function)))
-    for name, tensor in eager.items():
-        assert torch.equal(tensor, graph[name]), name
 
 
 def test_operators_are_what_they_say(device):
