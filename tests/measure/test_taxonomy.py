@@ -36,6 +36,30 @@ KERNELS = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0": None,
         "compute_dot_do_o_specialized": None,
         "triton_tem_fused_flex_attention_0": None,
+        # FlashAttention 3. The forward kernel's name is from profiles, cut short; those of the others are put together
+        # from the types that hopper/flash_bwd_launch_template.h and its neighbours launch, and were not seen in one.
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwd"
+        "Sm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, 128, cutlass::bfloat16_t> > > >(T1::Params)": (
+            "FlashAttnFwdSm90"
+        ),
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<(int)"
+        "2>>>>(T1::Params)": "FlashAttnBwdSm90",
+        "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<X, cutlass::bfloat16_t> >(T1::Params)": (
+            "FlashAttnBwdPreprocess"
+        ),
+        "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<X>>(T1::Params)": (
+            "FlashAttnBwdPostprocessConvertdQ"
+        ),
+        "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*)": "prepare_varlen_num_blocks",
+        # FlashAttention 4, from profiles, cut short at the tensors; the second as a pull request proposes to call it.
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213": (
+            "FlashAttentionForwardSm90"
+        ),
+        "flash_bwd_sm100_bf16_head_dim128_kernel_cutlass_kernel_flash_attncuteflash_bwd_sm100FlashAttentionBackwardSm100"
+        "_object_at__tensor0000o11101213_0": "FlashAttentionBackwardSm100",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensor0": (
+            "FlashAttentionBackwardPreprocess"
+        ),
         "void at::native::<unnamed>::cunn_SoftMaxForward<(int)4, float, float, float, X>(T4 *, const T2 *, int)": (
             "cunn_SoftMaxForward"
         ),
@@ -72,6 +96,7 @@ KERNELS = {
     },
     "normalization": {
         "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3": None,
+        "kernel_cutlass_kernel_flashinfernormkernelsrmsnormRMSNormKernel_object_at__tensorptrbf16gmem": "RMSNormKernel",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int)": (
             "vectorized_layer_norm"
         ),

@@ -37,12 +37,15 @@ _PATTERNS = (
         ATTENTION_SOFTMAX,
         r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
     ),
+    # FlashAttention 3, all of it in the namespace flash; 4, which CuTe DSL calls by module and class run together.
+    (ATTENTION_SOFTMAX, r"\bflash::|flash_?att(n|ention)"),
     # This project's kernels, by the names of their functions.
     (ATTENTION_SOFTMAX, r"^(forward|backward|reducer_backward|prepare|convert_grad_query|combine)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
     (ATTENTION_SOFTMAX, r"softmax"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
-    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
+    # CuTe DSL calls all kernels kernel_cutlass_..., normalizations too.
+    (MATMUL, r"nvjet|gemm|gemv|(?<!kernel_)cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
     (MATMUL, r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_scaled_mm|_addmm_activation)$|mkl(dnn)?_linear"),
     # Optimizers over lists of tensors: torch's foreach and fused ones, inductor's foreach.
     (OPTIMIZER, r"multi_tensor|foreach|triton_for_|adam|_fused_sgd"),
@@ -84,6 +87,10 @@ def category_of(kernel: str) -> str:
 _DTYPES = {"float": "fp32", "double": "fp64", "BFloat16": "bf16", "Half": "fp16", "long": "int64", "int": "int32"}
 _DTYPE = re.compile(rf"\b({'|'.join([*_DTYPES, 'bool'])})\b")
 _ANONYMOUS = re.compile(r"(\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
+# How FlashAttention 3 keeps code for one architecture out of builds for others.
+_ARCHITECTURE_WRAPPER = re.compile(r"^\s*(\w+::)*enable_sm\w+<")
+# CuTe DSL's names: kernel_cutlass_kernel_, the module without its dots, the class, its address, the arguments.
+_CUTE_CLASS = re.compile(r"kernel_cutlass_kernel_[a-z0-9_]*?([A-Z]\w*?)_object_at_")
 # What torch's generic kernels were made for: exp_kernel_cuda, MulFunctor, sum_functor, MeanOps, GeluCUDAKernelImpl.
 _OPERATION = re.compile(r"\b(\w+?)(_kernel_cuda|_kernel_impl|CUDAKernelImpl|_functor|Functor(?:_\w+)?|Ops)\b")
 _WRAPPERS = ("Binary", "BUnary", "AUnary", "Unary", "Compare")
@@ -96,6 +103,9 @@ def short_name(kernel: str) -> str:
     The same for the names of nsys and of torch.profiler, which spell templates and lambdas differently. Different
     kernels can have the same short name.
     """
+    cute = _CUTE_CLASS.search(kernel)
+    if cute:
+        return cute[1]
     text = _ANONYMOUS.sub("", kernel.removeprefix("void "))
     base, bracket, arguments = _split(text)
     if not bracket:
@@ -103,6 +113,7 @@ def short_name(kernel: str) -> str:
     base = base.rpartition("::")[2].strip()
     if base in ("Kernel", "Kernel2", "device_kernel"):
         # cutlass has one kernel, and its first argument says what it does.
+        arguments = _ARCHITECTURE_WRAPPER.sub("", arguments)
         return _split(arguments)[0].rpartition("::")[2].rstrip(">")
     base = base.removesuffix("_kernel")
     operations = [match for match in _OPERATION.finditer(arguments) if match[1] not in _WRAPPERS]
