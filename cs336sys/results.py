@@ -2,12 +2,14 @@
 
 A results file holds one JSON object a line. A ``run`` line describes one invocation (arguments, machine, versions); the
 ``cell`` lines after it name that run by its id. A cell is written and flushed the moment it is done, so an interrupted
-sweep loses nothing that was measured, and files can be concatenated.
+sweep loses nothing that was measured, and files can be concatenated. Numbers that JSON lacks are the strings ``NaN``,
+``Infinity`` and ``-Infinity``; bare ones, which earlier versions wrote, are read too.
 """
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,13 @@ from cs336sys.errors import UsageError
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
+
+# How a results file spells what JSON has no number for.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# Of a run's environment, what is known of the code, and what no timing depends on.
+_OF_THE_CODE = ("cs336sys", "git_commit", "git_dirty", "source_digest")
+_OF_NO_CONSEQUENCE = ("seed",)
 
 
 @dataclass(frozen=True)
@@ -91,10 +100,83 @@ class Run:
     machine: dict[str, Any]
     environment: dict[str, Any]
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """All but the code that a timing depends on: the machine, threads, matmul precision, variables.
+
+        Readings of the GPUs' clocks and temperatures (``gpu0_...``) are momentary and no part of it.
+        """
+        apart = (*_OF_THE_CODE, *_OF_NO_CONSEQUENCE)
+        settings = {name: value for name, value in self.environment.items() if name not in apart}
+        return self.machine | {name: value for name, value in settings.items() if not name.startswith("gpu")}
+
+
+def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:
+    """The :attr:`Run.conditions` in which two runs differ, with both values; a run that is not recorded has none."""
+    if first is second:
+        return {}
+    of_first, of_second = ({"machine": "not recorded"} if run is None else run.conditions for run in (first, second))
+    return {
+        name: (of_first.get(name), of_second.get(name))
+        for name in of_first | of_second
+        if of_first.get(name) != of_second.get(name)
+    }
+
+
+def same_code(first: Run | None, second: Run | None) -> bool | None:
+    """Whether two runs were of the same code; None where that is not known.
+
+    The digest of the sources decides. Without it, equal commits do unless files were edited.
+    """
+    if first is None or second is None:
+        return None
+    of_first, of_second = first.environment, second.environment
+    digests = of_first.get("source_digest"), of_second.get("source_digest")
+    commits = of_first.get("git_commit"), of_second.get("git_commit")
+    if first is second or (None not in digests and digests[0] == digests[1]):
+        return True
+    if None not in digests or (None not in commits and commits[0] != commits[1]):
+        return False
+    edited = of_first.get("git_dirty") or of_second.get("git_dirty")
+    return True if None not in commits and not edited else None
+
+
+def code_name(run: Run | None) -> str:
+    """How a run names its code: commit and digest of the sources, as far as they are recorded."""
+    environment = {} if run is None else run.environment
+    digest, commit = environment.get("source_digest"), environment.get("git_commit")
+    words = ([f"commit {commit[:9]}"] if commit else []) + ([f"sources {digest[:9]}"] if digest else [])
+    return " ".join(words) or "not recorded"
+
+
+def json_text(value: Any, **settings: Any) -> str:
+    """A line of JSON, in which NaN and infinities are strings that :func:`read_results` reads as numbers."""
+    try:
+        return json.dumps(value, allow_nan=False, **settings)
+    except ValueError:
+        return json.dumps(_without_bare_names(value), allow_nan=False, **settings)
+
+
+def _without_bare_names(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(name for name, number in _NOT_FINITE.items() if str(number) == str(value))
+    if isinstance(value, Mapping):
+        return {name: _without_bare_names(item) for name, item in value.items()}
+    return [_without_bare_names(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _with_numbers(value: Any) -> Any:
+    """The inverse of :func:`_without_bare_names`."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: _with_numbers(item) for name, item in value.items()}
+    return [_with_numbers(item) for item in value] if isinstance(value, list) else value
+
 
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """Canonical text of a configuration: equal for equal settings, whatever their order."""
-    return json.dumps({name: value for name, value in configuration.items() if name not in ignore}, sort_keys=True)
+    return json_text({name: value for name, value in configuration.items() if name not in ignore}, sort_keys=True)
 
 
 class ResultsFile:
@@ -122,7 +204,7 @@ class ResultsFile:
 
     def append(self, record: Run | Cell) -> None:
         line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
-        self._stream.write(json.dumps(line).encode() + b"\n")
+        self._stream.write(json_text(line).encode() + b"\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -136,12 +218,17 @@ class Results:
     runs: dict[str, Run]
     cells: tuple[Cell, ...]
 
-    def measured_on(self, machine: Mapping[str, Any]) -> Iterator[Cell]:
-        """The cells that were measured on an equal machine."""
-        for cell in self.cells:
-            run = self.runs.get(cell.run_id)
-            if run is not None and run.machine == machine:
-                yield cell
+
+def read_several(paths: str) -> Results:
+    """What several files hold, given as ``a.jsonl,b.jsonl``; a file that has commas in its name is one.
+
+    Raises:
+        UsageError: as :func:`read_results`, or there is none.
+    """
+    names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
+    files = [read_results(Path(name)) for name in names or [paths]]
+    runs = {run_id: run for file in files for run_id, run in file.runs.items()}
+    return Results(runs, tuple(cell for file in files for cell in file.cells))
 
 
 def read_results(path: Path) -> Results:
@@ -159,6 +246,8 @@ def read_results(path: Path) -> Results:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            if b'NaN"' in line or b'Infinity"' in line:
+                record = _with_numbers(record)
             version, kind = record.pop("schema_version"), record.pop("kind")
         except (ValueError, TypeError, KeyError, AttributeError):
             continue

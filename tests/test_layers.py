@@ -31,7 +31,7 @@ RESERVED = {
 
 # Rooms whose modules and folders do not import each other, but for what they share.
 SHARED_AMONG_SIBLINGS = {
-    "commands": {f"commands.{name}" for name in ("lazy", "options", "ranks", "sweep", "training_options")},
+    "commands": {f"commands.{name}" for name in ("lazy", "options", "ranks", "resuming", "sweep", "training_options")},
     "experiments": {"experiments.training"},
 }
 

@@ -1,10 +1,26 @@
+import ast
 import json
+import math
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import cs336sys
 from cs336sys.errors import UsageError
-from cs336sys.results import Cell, ResultsFile, Run, Samples, configuration_key, read_results
+from cs336sys.results import (
+    Cell,
+    ResultsFile,
+    Run,
+    Samples,
+    code_name,
+    configuration_key,
+    differing_conditions,
+    read_results,
+    read_several,
+    same_code,
+)
 
 RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"device": "NVIDIA H200"}, {"seed": 0})
 CELL = Cell(
@@ -59,7 +75,88 @@ def test_files_can_be_concatenated(tmp_path):
     both.write_bytes(first.read_bytes() + second.read_bytes())
     results = read_results(both)
     assert set(results.runs) == {"r1", "r2"}
-    assert [cell.configuration["size"] for cell in results.measured_on({"device": "cpu"})] == ["small"]
+    assert [results.runs[cell.run_id].machine for cell in results.cells] == [
+        {"device": "NVIDIA H200"},
+        {"device": "cpu"},
+    ]
+    assert read_several(f"{first},{second}") == results
+    both.rename(tmp_path / "a,b.jsonl")
+    assert read_several(str(tmp_path / "a,b.jsonl")) == results
+    with pytest.raises(UsageError, match="cannot read results from"):
+        read_several(f"{first},{both}")
+
+
+def no_bare_name(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_file_is_json_whatever_was_measured_and_reads_back(tmp_path):
+    path = tmp_path / "r.jsonl"
+    not_finite = Samples("ms", "cpu clock", (1.0, math.nan, math.inf), warmup=(-math.inf,))
+    cell = replace(CELL, samples={"step": not_finite}, derived={"tokens_per_s": math.inf, "table": [{"x": math.nan}]})
+    write(path, RUN, cell, CELL)
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=no_bare_name)
+    assert '"measured": [1.0, "NaN", "Infinity"], "warmup": ["-Infinity"]' in path.read_text()
+    first, second = read_results(path).cells
+    assert repr(first) == repr(cell)
+    assert second == CELL
+
+
+def test_bare_names_of_earlier_versions_are_read(tmp_path):
+    path = tmp_path / "r.jsonl"
+    write(path, RUN, CELL)
+    path.write_text(path.read_text().replace("[1.0, 2.5]", "[1.0, NaN, -Infinity]"))
+    assert repr(read_results(path).cells[0].samples["step"].measured) == "(1.0, nan, -inf)"
+
+
+def test_nothing_writes_json_that_is_none():
+    """Every call of json.dump and json.dumps in the package says allow_nan=False."""
+    calls = [
+        (path.name, node.lineno, {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
+        for path in Path(cs336sys.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump")
+    ]
+    assert len(calls) > 5
+    assert [call for call in calls if call[2].get("allow_nan") != "False"] == []
+
+
+def with_environment(**environment):
+    return replace(RUN, environment=environment)
+
+
+def test_conditions_are_the_machine_and_what_was_set():
+    then = with_environment(OMP_NUM_THREADS="4", seed=1, git_commit="a", source_digest="1", gpu0_temperature_c=40.0)
+    now = with_environment(torch_threads=1, seed=2, git_commit="b", source_digest="2", gpu0_temperature_c=60.0)
+    assert then.conditions == {"device": "NVIDIA H200", "OMP_NUM_THREADS": "4"}
+    assert differing_conditions(then, now) == {"OMP_NUM_THREADS": ("4", None), "torch_threads": (None, 1)}
+    assert differing_conditions(then, replace(then, run_id="r2")) == {}
+    assert differing_conditions(None, now)["machine"] == ("not recorded", None)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        ({"source_digest": "1", "git_commit": "a"}, {"source_digest": "1", "git_commit": "b"}, True),
+        ({"source_digest": "1", "git_commit": "a"}, {"source_digest": "2", "git_commit": "a"}, False),
+        ({"git_commit": "a"}, {"source_digest": "2", "git_commit": "a", "git_dirty": False}, True),
+        ({"git_commit": "a"}, {"source_digest": "2", "git_commit": "a", "git_dirty": True}, None),
+        ({"git_commit": "a"}, {"source_digest": "2", "git_commit": "b"}, False),
+        ({"git_commit": None}, {"source_digest": "2"}, None),
+    ],
+)
+def test_code_is_known_by_its_sources_or_else_by_its_commit(then, now, same):
+    assert same_code(with_environment(**then), with_environment(**now)) is same
+    assert same_code(with_environment(**now), with_environment(**then)) is same
+    assert same_code(None, with_environment(**now)) is None
+
+
+def test_code_has_a_name():
+    assert code_name(with_environment(git_commit="15ad9114a32c", source_digest="0123456789abcdef")) == (
+        "commit 15ad9114a sources 012345678"
+    )
+    assert code_name(with_environment(git_commit=None)) == code_name(None) == "not recorded"
 
 
 def test_schema_version_is_in_every_line(tmp_path):

@@ -20,7 +20,8 @@ from cs336sys.commands.options import (
     split_list,
 )
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
@@ -54,7 +55,7 @@ def allreduce(
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their tensors and run nothing.")
     ] = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, AttentionWorkload
@@ -26,7 +27,7 @@ def attn(
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

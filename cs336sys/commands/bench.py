@@ -15,7 +15,8 @@ from cs336sys.commands.options import (
     check_choice,
     split_list,
 )
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
@@ -40,7 +41,7 @@ def bench(
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

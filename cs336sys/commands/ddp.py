@@ -19,7 +19,8 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
@@ -56,7 +57,7 @@ def ddp(
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
     ] = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

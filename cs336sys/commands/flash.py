@@ -17,7 +17,8 @@ from cs336sys.commands.options import (
     one_of,
     split_list,
 )
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
@@ -57,7 +58,7 @@ def flash(
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

@@ -8,7 +8,8 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
 
@@ -43,7 +44,7 @@ def memprof(
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,
@@ -86,7 +87,7 @@ def memprof(
         f"cs336sys.experiments.memory.{measure}",
         [workload.configuration() for workload in workloads],
         save=None if dry_run else save,
-        resume=resume and not dry_run,
+        resume=ResumeOptions() if dry_run else resume,
         cell_timeout=cell_timeout,
     )
     if dry_run:

@@ -9,7 +9,8 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, one_of, split_list
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
@@ -23,6 +24,7 @@ _NOT_UNDER_NSYS = (
     "full_names",
     "save",
     "resume",
+    "resume_any",
     "cell_timeout",
     "format",
     "output",
@@ -58,7 +60,7 @@ def nsys(
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
     dry_run: options.DryRunOption = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

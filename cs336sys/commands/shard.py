@@ -18,7 +18,8 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
 
 
@@ -50,7 +51,7 @@ def shard(
         bool, typer.Option("--dry-run", help="Print the cells with the predicted memory of a rank and run nothing.")
     ] = False,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,

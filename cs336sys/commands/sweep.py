@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cs336sys.commands.ranks import JoinedWorker
+from cs336sys.commands.resuming import ResumeOptions, known_cells, shown_run
 from cs336sys.errors import INTERRUPTED, CapabilityError, UsageError
 from cs336sys.processes import started_outside
 from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
@@ -19,16 +20,9 @@ if TYPE_CHECKING:
 
     from cs336sys.measure.cells import Outcome
 
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Skip the cells that the --save file holds for the same machine already.")
-]
 CellTimeoutOption = Annotated[
     float | None, typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False)
 ]
-
-
-# A resumed sweep measures these again; every other status would come out the same.
-_WORTH_RETRYING = ("error", "timeout")
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,8 @@ class Sweep:
 
     Attributes:
         cells: one for each configuration, in their order; fewer when it was interrupted.
-        run: the machine they were measured on; None when it was interrupted before that was known.
+        run: the machine they were measured on; None when it was interrupted before that was known, or with
+            ``--resume-any`` where there were several.
         ranks: where this process is one of the ranks that torchrun or Slurm started.
         stopped: those ranks could not go on after the last cell.
     """
@@ -77,7 +72,7 @@ def run_sweep(
     configurations: Sequence[dict[str, Any]],
     *,
     save: Path | None = None,
-    resume: bool = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: float | None = None,
     fresh_worker: bool = False,
     across_ranks: bool = False,
@@ -104,7 +99,7 @@ def run_sweep(
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
     ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
     if ranks is not None and not ranks.is_first:
-        save, resume = None, False
+        save, resume = None, ResumeOptions()
     results = read_results(save) if resume and save and save.exists() and save.stat().st_size else None
     file = ResultsFile(save) if save else None
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
@@ -113,13 +108,12 @@ def run_sweep(
     interrupted = stopped = False
     try:
         run = worker.run
-        known = {}
+        known: dict[str, Cell] = {}
         if results is not None:
-            known = {
-                configuration_key(cell.configuration): cell
-                for cell in results.measured_on(run.machine)
-                if cell.command == command and cell.status not in _WORTH_RETRYING
-            }
+            found = known_cells(results, command, configurations, run, take_any=resume.resume_any)
+            known = found.cells
+            for note in found.notes:
+                print(note, file=sys.stderr)
         if ranks is not None:
             known = ranks.from_first_rank(known)
         run_is_saved = False
@@ -158,6 +152,8 @@ def run_sweep(
         worker.close()
         if file is not None:
             file.close()
+    if results is not None and run is not None:
+        run = shown_run(cells, results, run)
     return Sweep(tuple(cells), run, interrupted, ranks, stopped)
 
 

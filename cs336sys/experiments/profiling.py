@@ -189,7 +189,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     """
     progress(f"running under nsys {nsys.version}")
     outcome_file = folder / "outcome.json"
-    configuration = json.dumps(workload.training.configuration())
+    configuration = json.dumps(workload.training.configuration(), allow_nan=False)
     command = [sys.executable, "-m", "cs336sys.experiments.profiling", configuration, str(outcome_file)]
     with _raising_outcome(outcome_file):
         report = nsight_systems.profile(nsys, command, folder)
@@ -228,7 +228,7 @@ def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:
 
 def _main(configuration: str, outcome_file: str) -> None:
     outcome = guarded(run_for_nsys, json.loads(configuration), lambda stage: None)
-    Path(outcome_file).write_text(json.dumps({"status": outcome.status, "reason": outcome.reason}))
+    Path(outcome_file).write_text(json.dumps({"status": outcome.status, "reason": outcome.reason}, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Describes the machine and the settings that a measurement was taken with."""
 
 import contextlib
+import hashlib
+import importlib.util
 import os
 import platform
 import uuid
@@ -69,8 +71,8 @@ def describe_machine() -> dict[str, Any]:
 def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
     """Everything else worth knowing later, as JSON scalars; None for what cannot be found out.
 
-    The source revision, matmul precision and TF32, threads, the seed, every variable of :data:`RELEVANT_VARIABLES` that
-    is set, and the state of each visible GPU at this moment (``gpu0_sm_clock_mhz``, ...).
+    The source revision and digest, matmul precision and TF32, threads, the seed, every variable of
+    :data:`RELEVANT_VARIABLES` that is set, and the state of each visible GPU at this moment (``gpu0_sm_clock_mhz``).
     """
     commit, dirty = source_revision()
     precision = None
@@ -81,6 +83,7 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
         "cs336sys": cs336sys.__version__,
         "git_commit": commit,
         "git_dirty": dirty,
+        "source_digest": source_digest(),
         "seed": seed,
         "float32_matmul_precision": precision,
         "tf32_matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -105,6 +108,21 @@ def source_revision() -> tuple[str | None, bool | None]:
         return None, None
     commit, _, dirty = revision.partition("-")
     return commit, bool(dirty)
+
+
+def source_digest() -> str:
+    """The sources of cs336sys and of the model as 16 hexadecimal digits, which change with any file's name or content.
+
+    Known where there is no git, and another after an edit that is not committed.
+    """
+    digest = hashlib.sha256()
+    # By name alone: importing the model is for those who build it.
+    for package in ("cs336sys", "cs336_basics"):
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for path in sorted(path for path in Path(folder).rglob("*") if path.suffix in (".py", ".cpp")):
+                digest.update(f"{package}/{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def nccl_version() -> str | None:

@@ -21,7 +21,7 @@ def run_name(configuration: dict[str, Any]) -> str:
 
     JSON with single quotes, because torch.profiler does not escape the double ones of a name.
     """
-    return _RUN + json.dumps(configuration).replace('"', "'")
+    return _RUN + json.dumps(configuration, allow_nan=False).replace('"', "'")
 
 
 def run_configuration(name: str) -> dict[str, Any] | None:

@@ -161,9 +161,6 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
         if baseline is cell or baseline.status != "ok":
             continue
-        if interleaved and baseline.run_id != cell.run_id:
-            # Measured alone by a resumed sweep: these steps were not taken in turn.
-            continue
         row = dict(cell.configuration) | {"over": ", ".join(str(baseline.configuration[name]) for name in axes)}
         for name in series:
             if name in cell.samples and name in baseline.samples:

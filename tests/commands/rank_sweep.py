@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome
@@ -42,7 +43,12 @@ def main():
     actions, save = sys.argv[1].split(","), Path(sys.argv[2]) if sys.argv[2] else None
     configurations = [{"action": action, "world_size": 2} for action in actions]
     sweep = run_sweep(
-        "bench", "rank_sweep:measure", configurations, save=save, resume=save is not None, across_ranks=True
+        "bench",
+        "rank_sweep:measure",
+        configurations,
+        save=save,
+        resume=ResumeOptions(save is not None),
+        across_ranks=True,
     )
     if sweep.is_reported_here:
         print([cell.status for cell in sweep.cells], [cell.samples["sum"].mean for cell in sweep.cells if cell.samples])

@@ -5,11 +5,13 @@ import json
 import pytest
 import typer
 
+from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results import Cell, read_results
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
+RESUME = ResumeOptions(resume=True)
 STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
 
 
@@ -37,25 +39,31 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
 def test_resume_measures_only_what_is_missing_or_may_succeed_now(tmp_path):
     path = tmp_path / "r.jsonl"
     first = sweep(("measure", "out of memory", "raise", "unsupported"), save=path)
-    second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=True)
+    second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=RESUME)
     assert [cell.status for cell in second.cells] == ["ok", "oom", "error", "unsupported", "ok"]
     assert second.cells[:2] == first.cells[:2]
     measured_again = read_results(path).cells[len(first.cells) :]
     assert [cell.configuration["action"] for cell in measured_again] == ["raise", "print"]
 
 
-def test_resume_does_not_trust_another_machine(tmp_path):
+def test_resume_measures_again_what_was_measured_under_other_conditions(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["machine"]["torch"] = "1.0"
+    now = lines[0]["environment"].get("OMP_NUM_THREADS")
+    lines[0]["environment"]["OMP_NUM_THREADS"] = "77"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sweep(("measure",), save=path, resume=True)
+    taken = sweep(("measure",), save=path, resume=ResumeOptions(resume_any=True))
+    assert len(read_results(path).cells) == 1
+    assert taken.run == read_results(path).runs[taken.cells[0].run_id], "titles name the machine of the cells"
+    assert capsys.readouterr().err.startswith("--resume-any takes 1 cell that the file holds from other conditions: ")
+    sweep(("measure",), save=path, resume=RESUME)
     assert len(read_results(path).cells) == 2
+    assert f"OMP_NUM_THREADS (77 then, {now} now)" in capsys.readouterr().err
 
 
 def test_resume_on_a_file_that_is_not_there_yet_starts_it(tmp_path):
-    assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=True).cells[0].status == "ok"
+    assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=RESUME).cells[0].status == "ok"
 
 
 def test_fresh_worker_measures_every_cell_in_a_process_of_its_own():
@@ -69,7 +77,7 @@ def test_bad_settings_are_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(UsageError, match="--cell-timeout 0: must be more than 0 seconds"):
         sweep(("measure",), cell_timeout=0)
     with pytest.raises(UsageError, match="--resume needs --save"):
-        sweep(("measure",), resume=True)
+        sweep(("measure",), resume=RESUME)
 
 
 def cells(*statuses):

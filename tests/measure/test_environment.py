@@ -15,7 +15,7 @@ import torch
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
 
 import cs336sys
-from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_revision
+from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
 from cs336sys.results import ResultsFile, read_results
 
 
@@ -152,3 +152,25 @@ def test_a_repository_around_an_installed_package_is_not_its_source(checkout, mo
 def test_no_revision_without_git(checkout, monkeypatch):
     monkeypatch.setenv("PATH", str(Path("nowhere")))
     assert source_revision() == (None, None)
+
+
+def test_source_digest_changes_with_any_source_and_with_nothing_else(tmp_path, monkeypatch):
+    package = tmp_path / "cs336_basics"
+    (package / "part").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "part" / "model.py").write_text("layers = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = [source_digest()]
+    (package / "notes.txt").write_text("no source")
+    assert source_digest() == digests[0]
+    for change in (
+        lambda: (package / "part" / "model.py").write_text("layers = 2"),
+        lambda: (package / "part" / "model.py").rename(package / "model.py"),
+        lambda: (package / "kernel.cpp").write_text("int main;"),
+        lambda: (package / "__init__.py").rename(package / "other.py"),
+    ):
+        change()
+        digests.append(source_digest())
+    assert len(set(digests)) == len(digests)
+    assert {len(digest) for digest in digests} == {16}
+    assert describe_environment()["source_digest"] == digests[-1]

@@ -27,4 +27,4 @@ def found_and_fix() -> tuple[str, str | None]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict(zip(("found", "fix"), found_and_fix(), strict=True))))
+    print(json.dumps(dict(zip(("found", "fix"), found_and_fix(), strict=True)), allow_nan=False))

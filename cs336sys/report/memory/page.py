@@ -99,7 +99,7 @@ def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
         legend=legend,
         tables="\n".join(map(_html_table, tables)),
         # "</" would end the script element inside of a string.
-        data=json.dumps(data).replace("</", "<\\/"),
+        data=json.dumps(data, allow_nan=False).replace("</", "<\\/"),
         script=_SCRIPT,
     )
 
