@@ -134,6 +134,7 @@ class TrainStep:
     Args:
         model, optimizer: what takes the place of the workload's own, for example a wrapper around its model.
         share: which sequences of the workload's batch to train on.
+        scaler: scales the loss; None scales it where autocast computes in fp16.
 
     Attributes:
         phases: the phases of the workload's mode in order; calling them all is one step.
@@ -149,6 +150,7 @@ class TrainStep:
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         share: slice = slice(None),
+        scaler: torch.amp.GradScaler | None = None,
     ):
         if workload.precision == "fp16" and device.type == "cpu":
             _check_fp16_on_cpu()
@@ -160,7 +162,9 @@ class TrainStep:
         if optimizer is None and workload.mode == "train":
             self.optimizer = build_optimizer(workload.optimizer, self.model)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
-        self.scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+        if scaler is None:
+            scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+        self.scaler = scaler
         self._loss_function = cross_entropy
         if workload.compile != "off":
             self._loss_function = torch.compile(cross_entropy, dynamic=False)

@@ -311,6 +311,12 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def max_over_ranks(tensor: Tensor) -> Tensor:
+    """Replace a tensor with its maximum over all ranks, element by element and in place."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor
+
+
 def gather_numbers(number: Tensor) -> Tensor:
     """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
     own = number.detach().view(1).to(group_device())

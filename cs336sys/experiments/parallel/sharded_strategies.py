@@ -18,6 +18,7 @@ from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, R
 from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer, keeping_input
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.gradient_scaler import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.workload import ParallelWorkload
 
@@ -56,17 +57,19 @@ def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice:
 
 def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """A rank updates a slice of every parameter, and gets the mean gradient of that slice alone."""
-    _require_unscaled_loss(workload)
     model = build_plain_model(workload, device)
     optimizer = ShardedOptimizer(model.parameters(), choice.optimizer_class, flat=True, module=model, **choice.settings)
     return Replica(
-        model, optimizer, optimizer.finish_gradient_synchronization, functools.partial(_arrived, model, optimizer)
+        model,
+        optimizer,
+        optimizer.finish_gradient_synchronization,
+        functools.partial(_arrived, model, optimizer),
+        scaler_class=ShardedGradScaler,
     )
 
 
 def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model."""
-    _require_unscaled_loss(workload)
     _require_blocks(workload)
     assert workload.prefetch is not None
     plain = build_plain_model(workload, _META)
@@ -83,6 +86,7 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
         optimizer(model.parameters()),
         model.finish_gradient_synchronization,
         model.gather_full_params,
+        scaler_class=ShardedGradScaler,
         watched_gathers=model.watched_gathers,
     )
 
@@ -100,7 +104,6 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
 
 def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as ours is."""
-    _require_unscaled_loss(workload)
     _require_blocks(workload)
     training = workload.training
     mesh = init_device_mesh(device.type, (workload.world_size,))
@@ -137,13 +140,6 @@ def _full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
         assert isinstance(shard, DTensor)
         full[name] = shard.full_tensor()
     return full
-
-
-def _require_unscaled_loss(workload: ParallelWorkload) -> None:
-    if workload.training.precision == "fp16":
-        raise CapabilityError(
-            f"strategy '{workload.strategy}': scaling the loss for fp16 needs all gradients on every rank; choose bf16"
-        )
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:

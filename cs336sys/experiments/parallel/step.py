@@ -44,6 +44,7 @@ class ParallelStep(TrainStep):
             model=replica.model,
             optimizer=replica.optimizer,
             share=slice(first, first + workload.share),
+            scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
         )
         self.replica = replica
         if replica.synchronize is not None:

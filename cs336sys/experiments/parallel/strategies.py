@@ -38,6 +38,7 @@ class Replica:
         whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
             ranks call it together. The tensors may be the model's own.
         launched: what launches collectives during a step, in order.
+        scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
     """
 
@@ -46,6 +47,7 @@ class Replica:
     synchronize: Callable[[], None] | None
     whole_parameters: Callable[[], Mapping[str, Tensor]]
     launched: Sequence[Launched] = ()
+    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager[GatherWatch]] | None = None
 
 

@@ -112,10 +112,12 @@ def _trained_alone(workload: Workload, device: torch.device, uses_autocast: bool
     model: nn.Module = plain
     if not uses_autocast and workload.precision in AUTOCAST_DTYPES:
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision])
+    scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+    if model is not plain:
         workload = replace(workload, precision="fp32")
     optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
     optimizer = optimizer_class(model.parameters(), **{**settings, **OPTIMIZER_SETTINGS})
-    step = TrainStep(workload, device, model=model, optimizer=optimizer)
+    step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     for _ in range(STEPS):
         step()
     return {name: parameter.detach() for name, parameter in plain.named_parameters()}

@@ -15,6 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
 from cs336sys.parallel.gradient_memory import owns_memory, require_dense
+from cs336sys.parallel.gradient_scaler import mark_slice
 
 
 class ShardedParameter:
@@ -43,6 +44,7 @@ class ShardedParameter:
         ]
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
+        mark_slice(self.shard)
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
         # Where modules hold it. A module with its own __setattr__ is assigned to, others' dictionaries are written to.
         self._dictionaries: list[tuple[dict[str, nn.Parameter | None], str]] = []

@@ -55,6 +55,7 @@ class FSDP(nn.Module):
       wrapping: gathering stays outside the compiled code.
     - Several backward passes may run before :meth:`finish_gradient_synchronization`: their gradients add up. Under
       :meth:`no_sync` they add up without communication, but then every rank holds whole gradients.
+    - Scale the loss for fp16 by a :class:`~cs336sys.parallel.gradient_scaler.ShardedGradScaler`; others are refused.
     - If a step raises on all ranks alike, the next forward pass discards it; drop the gradients that it has added.
 
     Attributes:

@@ -18,6 +18,7 @@ from cs336sys.accounting.sharding.step import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
+from cs336sys.parallel.gradient_scaler import refuse_other_scalers
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
@@ -67,7 +68,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     In addition, with ``flat=True``:
 
     - Backward passes consume the gradients: ``grad`` of a parameter is None afterwards. Clip with
-      :meth:`clip_grad_norm_`. ``torch.amp.GradScaler`` cannot be used.
+      :meth:`clip_grad_norm_`. Scale the loss by a :class:`~cs336sys.parallel.gradient_scaler.ShardedGradScaler`;
+      others are refused.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
     """
 
@@ -119,6 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lines += [] if module is None else describe_module(module)
         # With flat=True this is the partition: unlike the other one it also has gradients and master copies.
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
+        if flat:
+            refuse_other_scalers()
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
@@ -208,6 +212,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Their ``grad`` holds this rank's averaged gradients once these are complete.
         """
         return self._local.tensors
+
+    @property
+    def updates_slices(self) -> bool:
+        """Whether it updates slices of parameters, as with ``flat=True``, and ranks have different gradients."""
+        return self._slices is not None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients so that the norm of all of them together is at most ``max_norm``.
@@ -308,13 +317,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise UsageError("a sharded optimizer cannot be copied or pickled: choose consolidated_state_dict()")
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks for this before it steps.
-        if self._slices is not None:
-            raise UsageError("GradScaler cannot see the gradients of flat=True: choose bf16, or flat=False")
-        return False
 
     @property
     def _parameters(self) -> list[nn.Parameter]:

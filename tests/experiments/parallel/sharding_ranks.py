@@ -18,6 +18,12 @@ def verify_all(workloads):
     return [verify_on_rank(workload) for workload in workloads]
 
 
+def scalers(workloads):
+    """For each, the class of what scales the loss, if it does."""
+    steps = [ParallelStep(workload, torch.device("cpu")) for workload in workloads]
+    return [type(step.scaler).__name__ for step in steps if step.scaler.is_enabled()]
+
+
 def observe_all(workloads):
     """For each, the memory at four moments and the bytes that a step sends."""
     observed, device = [], torch.device("cpu")

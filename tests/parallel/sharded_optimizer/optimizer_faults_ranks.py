@@ -83,10 +83,6 @@ def misuse(mode):
         group = {"params": [("late", nn.Parameter(torch.ones(2)))]}
         errors["under way"] = error_of(optimizer.add_param_group, group)
         optimizer.zero_grad()
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(1.0, True)).backward()
-        errors["scaler"] = error_of(scaler.step, optimizer)
-        optimizer.zero_grad()
         both = PartlyUsed()
         wrapper = NaiveDDP(both)
         errors["wrapped"] = error_of(ShardedOptimizer, wrapper.module.named_parameters(), torch.optim.SGD, flat=True)
