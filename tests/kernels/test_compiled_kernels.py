@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_checks import results
 
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
 from cs336sys.kernels.swiglu import swiglu, swiglu_linear
@@ -17,6 +18,11 @@ def split_and_rotate(x):
     return rope_qkv(x, num_heads=1)
 
 
+def predict_first_tokens(hidden, weight):
+    targets = torch.arange(hidden.shape[0] * hidden.shape[1], device=hidden.device).view(hidden.shape[:-1])
+    return linear_cross_entropy(hidden, weight, targets, label_smoothing=0.1, z_loss=0.01)
+
+
 # The function and the shapes of its arguments.
 CASES = {
     "rms_norm": (rms_norm, {"x": (2, 5, 18), "weight": (18,)}),
@@ -25,6 +31,7 @@ CASES = {
     "rope_qkv": (split_and_rotate, {"x": (2, 5, 18)}),
     "swiglu": (swiglu, {"gate": (2, 5, 18), "up": (2, 5, 18)}),
     "swiglu_linear": (swiglu_linear, {"gate": (2, 5, 18), "up": (2, 5, 18), "weight": (7, 18)}),
+    "linear_cross_entropy": (predict_first_tokens, {"hidden": (2, 5, 18), "weight": (11, 18)}),
 }
 
 

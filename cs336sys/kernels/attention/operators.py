@@ -20,6 +20,7 @@ from cs336sys.kernels.attention.triton.forward import forward_kernel
 from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
 from cs336sys.kernels.attention.validation import check_attention_inputs
 from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import needs_operators
 
 FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
 # Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
@@ -170,7 +171,7 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
 
 def _backward_of_node(*arguments: *BackwardArguments) -> Sequence[torch.Tensor]:
     """What a node of the C++ calls where it knows no plan, or where something else has to see the kernels."""
-    backward = _backward_operator if _needs_operators(arguments[5]) else _backward
+    backward = _backward_operator if needs_operators(arguments[5]) else _backward
     return backward(*arguments)
 
 
@@ -364,15 +365,6 @@ def backward_flops(
     return forward_flops(query_shape, key_shape, value_shape, is_causal) * 5 // 2
 
 
-def _needs_operators(query: torch.Tensor) -> bool:
-    """Whether something other than the plain call wants to see the kernels: a compiler, a dispatch mode, a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or type(query) not in (torch.Tensor, torch.nn.Parameter)
-    )
-
-
 class FlashAttentionTriton(torch.autograd.Function):
     """``FlashAttentionTriton.apply(query, key, value, is_causal=False)``: FlashAttention-2 by Triton kernels.
 
@@ -415,7 +407,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         kernels: str = "triton",
     ) -> torch.Tensor:
         ctx.options = is_causal, float32_precision, deterministic, kernels
-        forward = _forward_operator if _needs_operators(query) else _forward
+        forward = _forward_operator if needs_operators(query) else _forward
         out, logsumexp = forward(query, key, value, *ctx.options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         return out
@@ -423,7 +415,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        backward = _backward_operator if _needs_operators(grad_out) else _backward
+        backward = _backward_operator if needs_operators(grad_out) else _backward
         query, key, value, out, logsumexp = ctx.saved_tensors
         grads = backward(query, key, value, out, logsumexp, grad_out, *ctx.options)
         return *grads, None, None, None, None

@@ -1,0 +1,323 @@
+"""The kernels of AdamW. They find the tensors through a table of addresses, so that one launch updates them all."""
+
+import triton
+import triton.language as tl
+
+# Rows of the table, or sums of squares, that the preparing program takes at once.
+PREPARE_TILE = 512
+
+# Columns of the table of tensors, int64. OTHER: low bits of a split weight, or a copy of the weight; NUMBER: the
+# parameter's place in the optimizer; ALIGNED: 1 if all addresses are multiples of 16.
+COLUMNS = ("WEIGHT", "GRADIENT", "EXP_AVG", "EXP_AVG_SQ", "OTHER", "STEP", "NUM_ELEMENTS", "NUMBER", "GROUP", "ALIGNED")
+NUM_COLUMNS = tl.constexpr(len(COLUMNS))
+WEIGHT, GRADIENT, EXP_AVG, EXP_AVG_SQ, OTHER, STEP, NUM_ELEMENTS, NUMBER, GROUP, ALIGNED = map(
+    tl.constexpr, range(len(COLUMNS))
+)
+
+# Columns of the table of groups, float64.
+SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+NUM_SETTINGS = tl.constexpr(len(SETTINGS))
+
+# Factors of a tensor in this step, float32: 1 - lr * weight_decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), eps,
+# 1 - beta1, beta2, 1 - beta2.
+NUM_FACTORS = tl.constexpr(7)
+
+# How weights are kept: in float32, of which a copy in 16 bits may be written; in bfloat16, rounded stochastically; as
+# bfloat16 and what a float32 weight has beyond it.
+FLOAT32, BFLOAT16, SPLIT = map(tl.constexpr, range(3))
+
+
+@triton.jit
+def _pointers(address, offset, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if VECTORS:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + offset
+
+
+@triton.jit
+def _round_stochastically(x, random_bits):
+    """To bfloat16; up with a probability of what is cut off. ``random_bits``: uint32, of which 16 count."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = ((bits + (random_bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x).to(tl.bfloat16)
+
+
+@triton.jit
+def _load_moment(address, offset, mask, IN_BFLOAT16: tl.constexpr, VECTORS: tl.constexpr):
+    dtype: tl.constexpr = tl.bfloat16 if IN_BFLOAT16 else tl.float32
+    return tl.load(_pointers(address, offset, dtype, VECTORS), mask=mask).to(tl.float32)
+
+
+@triton.jit
+def _store_moment(address, offset, mask, moment, random_bits, IN_BFLOAT16: tl.constexpr, VECTORS: tl.constexpr):
+    if IN_BFLOAT16:
+        rounded = _round_stochastically(moment, random_bits)
+        tl.store(_pointers(address, offset, tl.bfloat16, VECTORS), rounded, mask=mask)
+    else:
+        tl.store(_pointers(address, offset, tl.float32, VECTORS), moment, mask=mask)
+
+
+@triton.jit
+def _update(
+    addresses,
+    factors,
+    clip,
+    offset,
+    mask,
+    moment_bits,
+    weight_bits,
+    GRADIENT_DTYPE: tl.constexpr,
+    BFLOAT16_MOMENTS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    weight_address, gradient_address, exp_avg_address, exp_avg_sq_address, other_address = addresses
+    keep, step_size, root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
+
+    gradient = tl.load(_pointers(gradient_address, offset, GRADIENT_DTYPE, VECTORS), mask=mask).to(tl.float32) * clip
+    exp_avg = _load_moment(exp_avg_address, offset, mask, BFLOAT16_MOMENTS, VECTORS)
+    exp_avg_sq = _load_moment(exp_avg_sq_address, offset, mask, BFLOAT16_MOMENTS, VECTORS)
+    if WEIGHTS == SPLIT:
+        high_pointers = _pointers(weight_address, offset, tl.int16, VECTORS)
+        low_pointers = _pointers(other_address, offset, tl.int16, VECTORS)
+        high = tl.load(high_pointers, mask=mask).to(tl.int32)
+        low = tl.load(low_pointers, mask=mask).to(tl.int32)
+        weight = ((high << 16) + low).to(tl.float32, bitcast=True)
+    elif WEIGHTS == BFLOAT16:
+        weight_pointers = _pointers(weight_address, offset, tl.bfloat16, VECTORS)
+        weight = tl.load(weight_pointers, mask=mask).to(tl.float32)
+    else:
+        weight_pointers = _pointers(weight_address, offset, tl.float32, VECTORS)
+        weight = tl.load(weight_pointers, mask=mask)
+
+    exp_avg += exp_avg_share * (gradient - exp_avg)
+    exp_avg_sq = exp_avg_sq_decay * exp_avg_sq + exp_avg_sq_share * gradient * gradient
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root) + eps
+    weight = keep * weight - tl.div_rn(step_size * exp_avg, denominator)
+
+    _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)
+    _store_moment(exp_avg_sq_address, offset, mask, exp_avg_sq, moment_bits >> 16, BFLOAT16_MOMENTS, VECTORS)
+    if WEIGHTS == SPLIT:
+        bits = weight.to(tl.int32, bitcast=True)
+        # To the nearest, ties away from zero; what is left over fits in 16 bits with a sign.
+        high = (bits + 0x8000) >> 16
+        low = bits - (high << 16)
+        is_nan = weight != weight
+        tl.store(high_pointers, tl.where(is_nan, 0x7FC0, high).to(tl.int16), mask=mask)
+        tl.store(low_pointers, tl.where(is_nan, 0, low).to(tl.int16), mask=mask)
+    elif WEIGHTS == BFLOAT16:
+        tl.store(weight_pointers, _round_stochastically(weight, weight_bits), mask=mask)
+    else:
+        tl.store(weight_pointers, weight, mask=mask)
+        if COPY_DTYPE is not None:
+            tl.store(_pointers(other_address, offset, COPY_DTYPE, VECTORS), weight.to(COPY_DTYPE), mask=mask)
+
+
+@triton.jit
+def _update_chunk(
+    row_ptr,
+    factor_ptr,
+    clip,
+    start,
+    GRADIENT_DTYPE: tl.constexpr,
+    BFLOAT16_MOMENTS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    # Before the loop, whose stores might be to these tables for all that the compiler knows.
+    addresses = (
+        tl.load(row_ptr + WEIGHT),
+        tl.load(row_ptr + GRADIENT),
+        tl.load(row_ptr + EXP_AVG),
+        tl.load(row_ptr + EXP_AVG_SQ),
+        tl.load(row_ptr + OTHER),
+    )
+    factors = (
+        tl.load(factor_ptr),
+        tl.load(factor_ptr + 1),
+        tl.load(factor_ptr + 2),
+        tl.load(factor_ptr + 3),
+        tl.load(factor_ptr + 4),
+        tl.load(factor_ptr + 5),
+        tl.load(factor_ptr + 6),
+    )
+    num_elements = tl.load(row_ptr + NUM_ELEMENTS)
+    if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
+        seed = tl.load(tl.load(row_ptr + STEP).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        number = tl.load(row_ptr + NUMBER).to(tl.uint32)
+    for tile in range(0, CHUNK, 2 * HALF_TILE):
+        first = start + tile + tl.arange(0, HALF_TILE)
+        random_bits = 0, 0, 0, 0
+        if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
+            # Other bits for every element of every parameter in every step, and the same in every run.
+            low, high = (first & 0xFFFFFFFF).to(tl.uint32), (first >> 32).to(tl.uint32)
+            random_bits = tl.philox(seed, low, high, low * 0 + number, low * 0)
+        for half in tl.static_range(2):
+            offset = first + half * HALF_TILE
+            _update(
+                addresses,
+                factors,
+                clip,
+                offset,
+                None if VECTORS else offset < num_elements,
+                random_bits[2 * half],
+                random_bits[2 * half + 1],
+                GRADIENT_DTYPE,
+                BFLOAT16_MOMENTS,
+                WEIGHTS,
+                COPY_DTYPE,
+                VECTORS,
+            )
+
+
+@triton.jit
+def update_kernel(
+    rows_ptr,
+    chunks_ptr,
+    factors_ptr,
+    clip_ptr,
+    first_chunk,
+    GRADIENT_DTYPE: tl.constexpr,
+    BFLOAT16_MOMENTS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Each program updates one chunk of one parameter."""
+    chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))
+    row = tl.load(chunk_ptr)
+    start = tl.load(chunk_ptr + 1).to(tl.int64) * CHUNK
+    row_ptr = rows_ptr + row * NUM_COLUMNS
+    factor_ptr = factors_ptr + row * NUM_FACTORS
+    clip = 1.0
+    if CLIPPED:
+        clip = tl.load(clip_ptr + 1)
+    # Compiled twice: with 128-bit accesses for whole, aligned chunks, and with masks for the others.
+    if (start + CHUNK <= tl.load(row_ptr + NUM_ELEMENTS)) & (tl.load(row_ptr + ALIGNED) == 1):
+        _update_chunk(
+            row_ptr,
+            factor_ptr,
+            clip,
+            start,
+            GRADIENT_DTYPE,
+            BFLOAT16_MOMENTS,
+            WEIGHTS,
+            COPY_DTYPE,
+            True,
+            CHUNK,
+            HALF_TILE,
+        )
+    else:
+        _update_chunk(
+            row_ptr,
+            factor_ptr,
+            clip,
+            start,
+            GRADIENT_DTYPE,
+            BFLOAT16_MOMENTS,
+            WEIGHTS,
+            COPY_DTYPE,
+            False,
+            CHUNK,
+            HALF_TILE,
+        )
+
+
+@triton.jit
+def _sum_of_squares(
+    gradient_address, start, num_elements, DTYPE: tl.constexpr, VECTORS: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    sums = tl.zeros((TILE,), tl.float32)
+    for tile in range(0, CHUNK, TILE):
+        offset = start + tile + tl.arange(0, TILE)
+        if VECTORS:
+            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, True))
+        else:
+            gradient = tl.load(_pointers(gradient_address, offset, DTYPE, False), mask=offset < num_elements, other=0.0)
+        gradient = gradient.to(tl.float32)
+        sums += gradient * gradient
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def norm_kernel(
+    rows_ptr,
+    chunks_ptr,
+    sums_ptr,
+    first_chunk,
+    GRADIENT_DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Each program sums the squares of one chunk of one gradient."""
+    chunk = first_chunk + tl.program_id(0)
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    row_ptr = rows_ptr + tl.load(chunks_ptr + 2 * chunk) * NUM_COLUMNS
+    address = tl.load(row_ptr + GRADIENT)
+    num_elements = tl.load(row_ptr + NUM_ELEMENTS)
+    if (start + CHUNK <= num_elements) & (tl.load(row_ptr + ALIGNED) == 1):
+        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, True, CHUNK, TILE)
+    else:
+        total = _sum_of_squares(address, start, num_elements, GRADIENT_DTYPE, False, CHUNK, TILE)
+    tl.store(sums_ptr + chunk, total)
+
+
+@triton.jit
+def prepare_kernel(
+    rows_ptr,
+    groups_ptr,
+    factors_ptr,
+    sums_ptr,
+    clip_ptr,
+    num_rows,
+    num_sums,
+    max_norm,
+    CLIPPED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program counts the step of every parameter, and computes its factors and that of clipping."""
+    if CLIPPED:
+        sums = tl.zeros((TILE,), tl.float64)
+        for start in range(0, num_sums, TILE):
+            place = start + tl.arange(0, TILE)
+            sums += tl.load(sums_ptr + place, mask=place < num_sums, other=0.0).to(tl.float64)
+        norm = tl.sqrt(tl.sum(sums, axis=0)).to(tl.float32)
+        clip = max_norm / (norm + 1e-6)
+        tl.store(clip_ptr, norm)
+        # A norm of NaN makes all gradients NaN, as torch.nn.utils.clip_grad_norm_ does.
+        tl.store(clip_ptr + 1, tl.where(clip > 1.0, 1.0, clip))
+    for start in range(0, num_rows, TILE):
+        row = start + tl.arange(0, TILE)
+        mask = row < num_rows
+        row_ptr = rows_ptr + row * NUM_COLUMNS
+        step_ptr = tl.load(row_ptr + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+        step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
+        tl.store(step_ptr, step, mask=mask)
+        # In float64: float32 would be off by 6e-5 of 1 - beta2^t in the first step.
+        group_ptr = groups_ptr + tl.load(row_ptr + GROUP, mask=mask, other=0) * NUM_SETTINGS
+        lr = tl.load(group_ptr)
+        beta1 = tl.load(group_ptr + 1)
+        beta2 = tl.load(group_ptr + 2)
+        count = step.to(tl.float64)
+        factor_ptr = factors_ptr + row * NUM_FACTORS
+        tl.store(factor_ptr, 1.0 - lr * tl.load(group_ptr + 4), mask=mask)
+        tl.store(factor_ptr + 1, lr / (1.0 - tl.exp(count * tl.log(beta1))), mask=mask)
+        tl.store(factor_ptr + 2, tl.sqrt(1.0 - tl.exp(count * tl.log(beta2))), mask=mask)
+        tl.store(factor_ptr + 3, tl.load(group_ptr + 3), mask=mask)
+        tl.store(factor_ptr + 4, 1.0 - beta1, mask=mask)
+        tl.store(factor_ptr + 5, beta2, mask=mask)
+        tl.store(factor_ptr + 6, 1.0 - beta2, mask=mask)
+
+
+# Elements of a program, which walks through them in tiles of two halves. The interpreter takes as long for few elements
+# as for many.
+CHUNK, HALF_TILE = (16384, 1024) if isinstance(update_kernel, triton.JITFunction) else (65536, 32768)
+NUM_WARPS = 4

@@ -1,0 +1,324 @@
+"""The AdamW optimizer whose step is a few launches."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from cs336sys.kernels.adamw import kernels
+from cs336sys.kernels.adamw.tables import TRITON_DTYPES, Tables, Update, Variant, is_capturing
+from cs336sys.kernels.operators import check_tensors
+
+STATE_DTYPES = ("fp32", "bf16", "split")
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2), as ``torch.optim.AdamW``.
+
+    All parameters are updated in three launches for each combination of dtypes, whatever their number, and one more
+    with clipping. Arithmetic is in float32, bias corrections in float64. Step counts are tensors on the device, and a
+    learning rate may be one, so a step can be captured in a CUDA graph once one has been taken; the host never waits.
+    Results are equal from run to run. ``grad_norm`` is the norm of the last step's gradients with ``max_grad_norm``.
+
+    What a step reads and writes, besides the gradient, which may be in float32, float16 or bfloat16:
+
+    ============  =========  =============================================================  ================
+    state_dtype   parameter  weight                                                         moments
+    ============  =========  =============================================================  ================
+    any           float32    the parameter, and its copy if one is attached                 as below
+    any           float16    float32 in the state, "master"; the parameter is its copy      as below
+    fp32          bfloat16   float32 in the state, "master"; the parameter is its copy      float32
+    bf16          bfloat16   the parameter, rounded stochastically                          bfloat16, likewise
+    split         bfloat16   float32: the parameter and 16 bits in the state, "low_bits"    float32
+    ============  =========  =============================================================  ================
+
+    Stochastic rounding takes its bits from Philox by step, parameter and element. A split weight is exactly the float32
+    one, and its parameter that weight rounded to the nearest (ties away from zero).
+
+    A model that computes in bfloat16 with float32 parameters reads copies: make a tensor of the parameter's shape, and
+    every step after ``attach_copy(parameter, copy)`` writes it in the same pass. A parameter that something else has
+    written since needs ``refresh_copies()``. Masters and low bits are made in the first step, out of the parameter.
+
+    ``torch.optim.AdamW`` reads the state dict, and this its; "master" and "low_bits" are then left out and made anew.
+
+    Args:
+        params: float32, float16 or bfloat16 parameters on one device, dense in memory, or dicts with ``params`` and
+            their own ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        lr: learning rate, a number or a tensor of one element, at least 0.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment, at least 0.
+        weight_decay: decoupled, at least 0.
+        max_grad_norm: scales the gradients of a step so that their joint L2 norm is at most this, as
+            ``torch.nn.utils.clip_grad_norm_`` does, without writing them. The norm is of this process's gradients.
+        state_dtype: "fp32", "bf16" or "split".
+
+    Raises:
+        ValueError: a setting is out of range, or parameters are not dense or on several devices.
+        TypeError: a parameter's dtype is not supported.
+        CapabilityError: the parameters are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        max_grad_norm: float | None = None,
+        state_dtype: str = "fp32",
+    ):
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"AdamW: state_dtype {state_dtype!r} does not exist: choose one of {', '.join(STATE_DTYPES)}"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"AdamW: max_grad_norm is {max_grad_norm}, but must be above 0")
+        self.max_grad_norm = max_grad_norm
+        self.state_dtype = state_dtype
+        self._forget()
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _forget(self) -> None:
+        self._tables: Tables | None = None
+        self._described: list | None = None
+        self._clip: torch.Tensor | None = None
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "state_dtype": self.state_dtype}
+
+    def __setstate__(self, state: dict) -> None:
+        if "state_dtype" in state:
+            self._forget()
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict) -> None:
+        settings = {**self.defaults, **param_group}
+        for name in ("lr", "eps", "weight_decay"):
+            value = settings[name]
+            if isinstance(value, torch.Tensor):
+                if name != "lr" or value.numel() != 1:
+                    raise ValueError(f"AdamW: {name} is a tensor of shape {tuple(value.shape)}, but must be a number")
+            elif not value >= 0:
+                raise ValueError(f"AdamW: {name} is {value}, but must be at least 0")
+        if not all(0 <= beta < 1 for beta in settings["betas"]):
+            raise ValueError(f"AdamW: betas are {settings['betas']}, but each must be at least 0 and below 1")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            try:
+                self._check_parameter(parameter)
+            except (TypeError, ValueError):
+                self.param_groups.pop()
+                raise
+
+    def _check_parameter(self, parameter: torch.Tensor) -> None:
+        if parameter.dtype not in TRITON_DTYPES:
+            raise TypeError(
+                f"AdamW: dtype {parameter.dtype} is not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
+            )
+        device = self.param_groups[0]["params"][0].device
+        if parameter.device != device:
+            raise ValueError(f"AdamW: parameters must be on one device, got {device} and {parameter.device}")
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            raise ValueError(
+                "AdamW: parameters must be dense in memory, got one of shape "
+                f"{tuple(parameter.shape)} with strides {parameter.stride()}"
+            )
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The L2 norm of all gradients of the last step before clipping, a float32 scalar on the device.
+
+        Raises:
+            RuntimeError: there is no ``max_grad_norm``, or no step was taken.
+        """
+        if self.max_grad_norm is None or self._clip is None:
+            raise RuntimeError("AdamW: the norm of the gradients is known after a step with max_grad_norm")
+        return self._clip[0]
+
+    def attach_copy(self, parameter: torch.Tensor, copy: torch.Tensor) -> None:
+        """Writes ``copy`` now and in every step: the float32 ``parameter`` in float16 or bfloat16.
+
+        Raises:
+            ValueError: the parameter is not one of this optimizer's, or the copy has another shape, device or strides.
+            TypeError: the parameter is not float32, or the copy not float16 or bfloat16.
+        """
+        if not any(parameter is one for group in self.param_groups for one in group["params"]):
+            raise ValueError(f"AdamW: a parameter of shape {tuple(parameter.shape)} is not one of this optimizer's")
+        if parameter.dtype != torch.float32 or copy.dtype not in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                "AdamW: copies are of torch.float32 parameters, in torch.float16 or torch.bfloat16, "
+                f"got {parameter.dtype} and {copy.dtype}"
+            )
+        if (copy.shape, copy.stride(), copy.device) != (parameter.shape, parameter.stride(), parameter.device):
+            raise ValueError(
+                "AdamW: a copy needs the parameter's shape, strides and device, got "
+                f"{tuple(copy.shape)}, {copy.stride()}, {copy.device} "
+                f"for {tuple(parameter.shape)}, {parameter.stride()}, {parameter.device}"
+            )
+        self._copies[parameter] = copy
+        self._described = None
+        copy.detach().copy_(parameter.detach())
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """Writes all attached copies anew, for parameters that something else than :meth:`step` has changed."""
+        for parameter, copy in self._copies.items():
+            copy.copy_(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients anew; its result is returned, a tensor or a number.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or a CUDA graph is captured before a step was taken outside of one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        signature = self._signature()
+        if signature == []:
+            return loss
+        updates = None
+        if signature is None or signature != self._described:
+            # Kept until the launch: copies of gradients are held by nothing else.
+            updates = self._describe()
+            # What a graph that is being captured copies to the device is not there before it runs.
+            self._described = None if is_capturing(self._device) else signature
+        assert self._tables is not None
+        self._clip = self._tables.step([_settings(group) for group in self.param_groups], self.max_grad_norm)
+        del updates
+        return loss
+
+    @property
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
+
+    def _signature(self) -> list | None:
+        """Equal to that of the last step if all tensors are where they were; None where that cannot be said."""
+        signature: list[tuple | None] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    signature.append(None)
+                    continue
+                state = self.state.get(parameter)
+                if not state or gradient.layout != torch.strided or gradient.stride() != parameter.stride():
+                    return None
+                signature.append(
+                    (
+                        parameter.data_ptr(), gradient.data_ptr(), gradient.dtype, parameter.numel(),
+                        *[tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)],
+                    )
+                )  # fmt: skip
+        return signature if any(signature) else []
+
+    def _describe(self) -> list[Update]:
+        numbers = itertools.count()
+        updates = [
+            self._update(parameter, number, group)
+            for group, settings in enumerate(self.param_groups)
+            for parameter, number in zip(settings["params"], numbers, strict=False)
+            if parameter.grad is not None
+        ]
+        if self._tables is None:
+            check_tensors("AdamW", kernels.update_kernel, parameters=updates[0].weight)
+            self._tables = Tables(self._device)
+        self._tables.describe(updates)
+        return updates
+
+    def _update(self, parameter: torch.Tensor, number: int, group: int) -> Update:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise RuntimeError("AdamW takes no sparse gradients: make them dense or use torch.optim.SparseAdam")
+        if gradient.dtype not in TRITON_DTYPES:
+            raise TypeError(
+                f"AdamW: gradients of {gradient.dtype} are not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
+            )
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        state = self.state[parameter]
+        if not state:
+            if is_capturing(parameter.device):
+                raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
+            state.update(self._initial_state(parameter))
+        weight, weights, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
+        kept = self._kept_beside(parameter)
+        if kept == "master":
+            weight, other = state["master"], parameter
+        elif kept == "low_bits":
+            weights, other = kernels.SPLIT, state["low_bits"]
+        elif parameter.dtype != torch.float32:
+            weights = kernels.BFLOAT16
+        copy_dtype = other.dtype if other is not None and weights == kernels.FLOAT32 else None
+        variant = Variant(gradient.dtype, self.state_dtype == "bf16", weights.value, copy_dtype)
+        return Update(
+            variant, weight, gradient, state["exp_avg"], state["exp_avg_sq"], other, state["step"], number, group
+        )
+
+    @property
+    def _moment_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.state_dtype == "bf16" else torch.float32
+
+    def _kept_beside(self, parameter: torch.Tensor) -> str | None:
+        """What the state keeps of a weight that its parameter cannot hold."""
+        if parameter.dtype == torch.float32:
+            return None
+        if parameter.dtype == torch.float16 or self.state_dtype == "fp32":
+            return "master"
+        return "low_bits" if self.state_dtype == "split" else None
+
+    def _initial_state(self, parameter: torch.Tensor, saved: dict | None = None) -> dict:
+        """Of a first step, or as ``saved``, whose dtypes and devices may be others."""
+        saved = saved or {}
+        state = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=self._moment_dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=self._moment_dtype),
+        }
+        kept = self._kept_beside(parameter)
+        if kept == "master":
+            state["master"] = parameter.detach().float()
+        elif kept == "low_bits":
+            state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16)
+        for name, tensor in state.items():
+            if name in saved:
+                tensor.copy_(torch.as_tensor(saved[name]))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes over a state of this class or of ``torch.optim.AdamW``.
+
+        Raises:
+            ValueError: it was made with ``amsgrad`` or ``maximize``, or its groups are others than this optimizer's.
+        """
+        for group in state_dict["param_groups"]:
+            for name in ("amsgrad", "maximize"):
+                if group.get(name):
+                    raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
+        super().load_state_dict(state_dict)
+        # torch has cast the moments, and whatever else a state has, to the dtype of the parameter.
+        ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(ids, parameters, strict=True):
+            if saved_id in state_dict["state"]:
+                self.state[parameter] = self._initial_state(parameter, state_dict["state"][saved_id])
+
+
+def _settings(group: dict) -> list[float | torch.Tensor]:
+    """As ``kernels.SETTINGS``; a learning rate on the device stays there."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and not lr.is_cuda:
+        lr = lr.item()
+    return [lr, *group["betas"], group["eps"], group["weight_decay"]]

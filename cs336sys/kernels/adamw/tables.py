@@ -1,0 +1,214 @@
+"""What the AdamW kernels are told of the tensors: tables on the device, made anew only where tensors have changed."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cs336sys.kernels.adamw import kernels
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class Variant(NamedTuple):
+    """What parameters of one launch have in common: the constants of ``kernels.update_kernel``."""
+
+    gradient_dtype: torch.dtype
+    bfloat16_moments: bool
+    weights: int
+    copy_dtype: torch.dtype | None
+
+    def constants(self) -> dict:
+        return {
+            "GRADIENT_DTYPE": TRITON_DTYPES[self.gradient_dtype],
+            "BFLOAT16_MOMENTS": self.bfloat16_moments,
+            "WEIGHTS": self.weights,
+            "COPY_DTYPE": None if self.copy_dtype is None else TRITON_DTYPES[self.copy_dtype],
+        }
+
+
+class Update(NamedTuple):
+    """One parameter's tensors, all dense with the same strides, its place in the optimizer, and its group's."""
+
+    variant: Variant
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    other: torch.Tensor | None
+    step: torch.Tensor
+    number: int
+    group: int
+
+    def row(self) -> list[int]:
+        """As ``kernels.COLUMNS``."""
+        other = 0 if self.other is None else self.other.data_ptr()
+        addresses = [tensor.data_ptr() for tensor in (self.weight, self.gradient, self.exp_avg, self.exp_avg_sq)]
+        addresses.append(other)
+        aligned = int(all(address % 16 == 0 for address in addresses))
+        return [*addresses, self.step.data_ptr(), self.weight.numel(), self.number, self.group, aligned]
+
+
+class Launch(NamedTuple):
+    variant: Variant
+    first_chunk: int
+    num_chunks: int
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Uploader:
+    """Copies tables to the device without making the host wait, also as part of a CUDA graph.
+
+    A graph copies from the same host memory at every replay, so what it was given stays as it is. Host memory cannot be
+    pinned while a graph is captured: a spare piece is kept of every size that was uploaded before.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._spares: dict[int, torch.Tensor] = {}
+        self._captured: list[torch.Tensor] = []
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return values
+        num_bytes = values.nbytes
+        if not is_capturing(self._device):
+            if num_bytes not in self._spares:
+                self._spares[num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return values.pin_memory().to(self._device, non_blocking=True)
+        if num_bytes not in self._spares:
+            raise RuntimeError(
+                "AdamW: parameters or settings have changed since the last step outside of a CUDA graph: take a step "
+                "before the graph is captured, and between two captures"
+            )
+        pinned = self._spares.pop(num_bytes).view(values.dtype).view(values.shape)
+        pinned.copy_(values)
+        self._captured.append(pinned)
+        return pinned.to(self._device, non_blocking=True)
+
+
+class Chunks:
+    """How the elements of given parameters are shared out to programs, and what the kernels leave for each other."""
+
+    def __init__(self, sizes: Sequence[tuple[Variant, int]], upload: Uploader, device: torch.device):
+        """``sizes``: variant and number of elements of each parameter, in the order of the launches."""
+        counts = [triton.cdiv(num_elements, kernels.CHUNK) for _, num_elements in sizes]
+        num_chunks = torch.tensor(counts)
+        rows = torch.arange(len(sizes)).repeat_interleave(num_chunks)
+        firsts = num_chunks.cumsum(0) - num_chunks
+        total = sum(counts)
+        self.table = upload(torch.stack([rows, torch.arange(total) - firsts[rows]], dim=1).int())
+        self.launches: list[Launch] = []
+        for (variant, _), first, count in zip(sizes, firsts.tolist(), counts, strict=True):
+            if self.launches and self.launches[-1].variant == variant:
+                variant, first, count_before = self.launches.pop()
+                count += count_before
+            self.launches.append(Launch(variant, first, count))
+        self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
+        self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
+        # The norm of the gradients, and what they are multiplied by.
+        self.clip = torch.empty(2, dtype=torch.float32, device=device)
+
+
+class Tables:
+    """All tables of an optimizer on one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._upload = Uploader(device)
+        self._sizes: list[tuple[Variant, int]] = []
+        self._chunks: Chunks | None = None
+        self._rows = torch.empty(0)
+        self._settings: list[list[float]] = []
+        self._setting_table = torch.empty(0)
+        self._captured: list = []
+
+    def describe(self, updates: list[Update]) -> None:
+        """Tells the kernels of the tensors of the next steps."""
+        by_variant: dict[Variant, list[Update]] = {}
+        for update in updates:
+            by_variant.setdefault(update.variant, []).append(update)
+        updates = list(itertools.chain.from_iterable(by_variant.values()))
+        sizes = [(update.variant, update.weight.numel()) for update in updates]
+        if self._chunks is None or sizes != self._sizes:
+            self._chunks, self._sizes = Chunks(sizes, self._upload, self._device), sizes
+        self._rows = self._upload(torch.tensor([update.row() for update in updates]))
+
+    def step(self, settings: list[list[float | torch.Tensor]], max_norm: float | None) -> torch.Tensor:
+        """Updates all parameters.
+
+        Args:
+            settings: ``kernels.SETTINGS`` of each group, of which learning rates may be tensors on the device.
+            max_norm: of all gradients together.
+
+        Returns:
+            Two float32: the norm of the gradients and what they were multiplied by, if there is a ``max_norm``.
+        """
+        assert self._chunks is not None
+        groups = self._groups_of(settings)
+        with torch.cuda.device_of(groups):
+            _launch(self._chunks, self._rows, groups, max_norm)
+        if is_capturing(self._device):
+            # The graph goes on using these.
+            self._captured.append((self._chunks, self._rows, groups))
+        return self._chunks.clip
+
+    def _groups_of(self, settings: list[list[float | torch.Tensor]]) -> torch.Tensor:
+        numbers = [[0.0 if isinstance(value, torch.Tensor) else float(value) for value in group] for group in settings]
+        if numbers != self._settings:
+            self._setting_table = self._upload(torch.tensor(numbers, dtype=torch.float64))
+            self._settings = numbers
+        for group, values in enumerate(settings):
+            for place, value in enumerate(values):
+                if isinstance(value, torch.Tensor):
+                    self._setting_table[group, place].copy_(value.squeeze())
+        return self._setting_table
+
+
+def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: float | None) -> None:
+    if max_norm is not None:
+        for variant, first, count in chunks.launches:
+            if count:
+                kernels.norm_kernel[(count,)](
+                    rows,
+                    chunks.table,
+                    chunks.sums_of_squares,
+                    first,
+                    GRADIENT_DTYPE=TRITON_DTYPES[variant.gradient_dtype],
+                    CHUNK=kernels.CHUNK,
+                    TILE=2 * kernels.HALF_TILE,
+                    num_warps=kernels.NUM_WARPS,
+                )
+    kernels.prepare_kernel[(1,)](
+        rows,
+        groups,
+        chunks.factors,
+        chunks.sums_of_squares,
+        chunks.clip,
+        len(rows),
+        len(chunks.sums_of_squares),
+        0.0 if max_norm is None else max_norm,
+        CLIPPED=max_norm is not None,
+        TILE=kernels.PREPARE_TILE,
+    )
+    for variant, first, count in chunks.launches:
+        if count:
+            kernels.update_kernel[(count,)](
+                rows,
+                chunks.table,
+                chunks.factors,
+                chunks.clip,
+                first,
+                CLIPPED=max_norm is not None,
+                CHUNK=kernels.CHUNK,
+                HALF_TILE=kernels.HALF_TILE,
+                num_warps=kernels.NUM_WARPS,
+                **variant.constants(),
+            )

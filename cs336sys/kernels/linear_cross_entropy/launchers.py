@@ -1,0 +1,199 @@
+"""Loss and gradients of linear_cross_entropy, a chunk of tokens at a time."""
+
+import math
+
+import torch
+import triton
+
+from cs336sys.kernels.linear_cross_entropy.kernels import forward_kernel, scale_kernel
+from cs336sys.kernels.operators import as_rows, check_tensors
+
+# Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits, eight chunks of 32768 tokens.
+CHUNK_BYTES = 1_250_000_000
+# A chunk is this many tokens or a multiple: the rows of a tile of cuBLAS.
+CHUNK_ALIGNMENT = 128
+# Rows of a chunk begin at multiples of this many logits, so that every row is read 128 bits at a time.
+ROW_ALIGNMENT = 64
+# Sums over chunks are kept in float32 beside a bfloat16 gradient if that leaves room for this many tokens.
+MIN_CHUNK_TOKENS = 1024
+
+MAX_COLUMN_TILE = 8192
+# 16 logits a thread.
+COLUMNS_OF_A_WARP = 512
+
+SCALE_TILE = 8192
+MAX_SCALE_PROGRAMS = 1024
+
+
+def check_arguments(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+) -> None:
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
+        raise ValueError(
+            "hidden (..., d) needs a weight of shape (V, d) with at least one row, "
+            f"got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs targets of shape {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(targets.shape)}"
+        )
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be torch.int64, got {targets.dtype}")
+    if hidden.dtype != dtype or weight.dtype not in (dtype, torch.float32):
+        raise TypeError(f"hidden and weight must have the same dtype, got {hidden.dtype} and {weight.dtype}")
+    if targets.device != hidden.device:
+        raise ValueError(f"targets must be where hidden is, on {hidden.device}, got {targets.device}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}, but must be between 0 and 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss is {z_loss}, but must be finite and at least 0")
+
+
+def _check_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
+    """As in torch's cross-entropy: an IndexError on the CPU, a device-side assertion on a GPU, where no host waits."""
+    allowed = (targets >= 0) & (targets < vocab_size) | (targets == ignore_index)
+    if targets.is_cuda:
+        torch._assert_async(allowed.all(), f"linear_cross_entropy: a target is not in [0, {vocab_size})")
+    elif not allowed.all():
+        raise IndexError(
+            f"target {targets[~allowed][0].item()} is not in the vocabulary: it must be in [0, {vocab_size}) "
+            f"or ignore_index ({ignore_index})"
+        )
+
+
+def _sums_dtype(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int, logits_bytes: int) -> torch.dtype:
+    """The dtype in which the weight's gradient is summed over chunks, and kept for backward if the weight has it."""
+    if dtype != torch.bfloat16 or weight.dtype == torch.float32:
+        # float16 sums that are not yet divided by the number of tokens would overflow.
+        return torch.float32
+    token_bytes = logits_bytes_of_a_token(len(weight), dtype)
+    fits = chunk_bytes - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
+    return torch.float32 if fits and logits_bytes > chunk_bytes else torch.bfloat16
+
+
+def logits_bytes_of_a_token(vocab_size: int, dtype: torch.dtype) -> int:
+    return triton.cdiv(vocab_size, ROW_ALIGNMENT) * ROW_ALIGNMENT * dtype.itemsize
+
+
+def chunk_tokens(num_tokens: int, chunk_bytes: int, token_bytes: int) -> int:
+    """Tokens of a chunk of at most ``chunk_bytes`` of logits; chunks are of about the same size. At least one token."""
+    at_most = max(CHUNK_ALIGNMENT, chunk_bytes // token_bytes // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT)
+    num_chunks = triton.cdiv(num_tokens, at_most)
+    return triton.cdiv(triton.cdiv(num_tokens, num_chunks), CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+
+
+def _add_product(total: torch.Tensor, grad_logits: torch.Tensor, rows: torch.Tensor, is_first: bool) -> None:
+    """total (V, d) (+)= grad_logits (N, V)^T rows (N, d), added up in the dtype of ``total``."""
+    beta = 0 if is_first else 1
+    if total.dtype == rows.dtype:
+        torch.addmm(total, grad_logits.mT, rows, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, grad_logits.mT, rows, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        # torch has no product of half types with a float32 result on the CPU.
+        torch.addmm(total, grad_logits.mT.to(total.dtype), rows.to(total.dtype), beta=beta, out=total)
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    needs_grad_hidden: bool,
+    needs_grad_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
+
+    The factor is 1 over the number of tokens for float16, which could not hold gradients that small, and otherwise 1.
+    """
+    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype)
+    check_tensors("linear_cross_entropy", forward_kernel, hidden=hidden, weight=weight)
+    vocab_size, width = weight.shape
+    targets = targets.flatten()
+    num_tokens = len(targets)
+    _check_targets(targets, vocab_size, ignore_index)
+    count = (targets != ignore_index).sum()
+    rows = as_rows(hidden)
+    compute_weight = weight.to(dtype)
+
+    losses, logsumexp = (torch.empty(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    grad_hidden = torch.empty((num_tokens, width) if needs_grad_hidden else 0, dtype=dtype, device=hidden.device)
+    token_bytes, chunk_bytes = logits_bytes_of_a_token(vocab_size, dtype), CHUNK_BYTES
+    grad_weight = hidden.new_empty(0)
+    if needs_grad_weight:
+        sums_dtype = _sums_dtype(weight, dtype, chunk_bytes, num_tokens * token_bytes)
+        if weight.dtype == torch.bfloat16 and sums_dtype == torch.float32:
+            chunk_bytes -= 4 * weight.numel()
+        grad_weight = torch.empty(weight.shape, dtype=sums_dtype, device=hidden.device)
+        if num_tokens == 0:
+            grad_weight.zero_()
+
+    step = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
+    row_stride = token_bytes // dtype.itemsize
+    buffer = torch.empty((min(step, num_tokens), row_stride), dtype=dtype, device=hidden.device)
+    column_tile = min(MAX_COLUMN_TILE, max(COLUMNS_OF_A_WARP, triton.next_power_of_2(vocab_size)))
+    for start in range(0, num_tokens, step):
+        chunk = slice(start, min(start + step, num_tokens))
+        logits = buffer[: chunk.stop - start, :vocab_size]
+        torch.mm(rows[chunk], compute_weight.mT, out=logits)
+        with torch.cuda.device_of(hidden):
+            forward_kernel[(len(logits),)](
+                logits,
+                targets[chunk],
+                count,
+                losses[chunk],
+                logsumexp[chunk],
+                row_stride,
+                vocab_size,
+                ignore_index,
+                label_smoothing,
+                z_loss,
+                SMOOTHED=label_smoothing > 0,
+                WITH_GRADIENT=needs_grad_hidden or needs_grad_weight,
+                AVERAGED=dtype != torch.float16,
+                COLUMN_TILE=column_tile,
+                num_warps=column_tile // COLUMNS_OF_A_WARP,
+            )
+        if needs_grad_hidden:
+            torch.mm(logits, compute_weight, out=grad_hidden[chunk])
+        if needs_grad_weight:
+            _add_product(grad_weight, logits, rows[chunk], is_first=start == 0)
+    del buffer
+
+    if weight.dtype == torch.bfloat16:
+        grad_weight = grad_weight.to(weight.dtype)
+    if dtype == torch.float16:
+        # Without a token to be counted all gradients are zero, and stay so.
+        factor = count.clamp(min=1).to(torch.float32).reciprocal()
+    else:
+        factor = torch.ones((), dtype=torch.float32, device=hidden.device)
+    return losses.sum() / count, logsumexp.view(hidden.shape[:-1]), grad_hidden, grad_weight, factor
+
+
+def scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, overwrite: bool) -> torch.Tensor:
+    """``factor`` times the gradient in ``dtype``, in its own memory where that is allowed and possible."""
+    overwrite = overwrite and gradient.dtype == dtype
+    output = gradient if overwrite else torch.empty_like(gradient, dtype=dtype)
+    num_programs = min(MAX_SCALE_PROGRAMS, triton.cdiv(gradient.numel(), SCALE_TILE))
+    if num_programs:
+        with torch.cuda.device_of(gradient):
+            scale_kernel[(num_programs,)](
+                gradient,
+                output,
+                factor,
+                gradient.numel(),
+                num_programs,
+                SAME_MEMORY=overwrite,
+                TILE=SCALE_TILE,
+                num_warps=8,
+            )
+    return output

@@ -1,0 +1,494 @@
+"""AdamW's kernels against torch.optim.AdamW and float64, on the CPU through Triton's interpreter."""
+
+import copy
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels.adamw import AdamW, kernels, reference_adamw, tables
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+ON_GPU = torch.cuda.is_available()
+SHAPES = [(3, 5), (), (7, 1, 9), (0, 4), (1000,)] + ([(3, 100_003), (4096, 257)] if ON_GPU else [])
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+
+
+def make_tensors(shapes=SHAPES, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def parameters_of(tensors):
+    return [torch.nn.Parameter(tensor.clone()) for tensor in tensors]
+
+
+def give_gradients(parameters, seed, scale=1.0):
+    gradients = make_tensors([parameter.shape for parameter in parameters], seed=100 + seed)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = (scale * gradient).to(parameter.device, parameter.dtype)
+
+
+def assert_states_match(optimizer, expected_optimizer, rtol=2e-6, atol=1e-7):
+    """Parameters and moments by name; both optimizers' parameters are in the same order."""
+    ours, theirs = (
+        [parameter for group in one.param_groups for parameter in group["params"]]
+        for one in (optimizer, expected_optimizer)
+    )
+    for number, (parameter, expected) in enumerate(zip(ours, theirs, strict=True)):
+        pairs = {"parameter": (parameter.detach(), expected.detach())}
+        state, expected_state = optimizer.state[parameter], expected_optimizer.state[expected]
+        assert bool(state) == bool(expected_state)
+        pairs |= {name: (state[name], expected_state[name]) for name in ("step", "exp_avg", "exp_avg_sq") if state}
+        for name, (tensor, expected_tensor) in pairs.items():
+            torch.testing.assert_close(
+                tensor.double().cpu(), expected_tensor.double().cpu(), rtol=rtol, atol=atol, equal_nan=True,
+                msg=lambda text, what=f"{name} of {number}": f"{what}: {text}",
+            )  # fmt: skip
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Whole chunks, which are read 128 bits at a time, and the rest of each tensor with masks."""
+    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr(kernels, "HALF_TILE", 64)
+
+
+def test_reference_is_torchs():
+    settings = SETTINGS
+    (parameter,) = parameters_of(make_tensors([(3, 5)], torch.float64))
+    optimizer = torch.optim.AdamW([parameter], **settings)
+    actual = parameter.detach().clone(), torch.zeros(3, 5).double(), torch.zeros(3, 5).double()
+    for step in range(1, 5):
+        give_gradients([parameter], step)
+        optimizer.step()
+        actual = reference_adamw(actual[0], parameter.grad, *actual[1:], step, **settings)
+    state = optimizer.state[parameter]
+    for tensor, expected in zip(actual, (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_steps_of_two_groups_with_gradients_missing_now_and_then(device, small_chunks):
+    ours, theirs = (parameters_of(make_tensors(device=device)) for _ in range(2))
+    double = [torch.nn.Parameter(parameter.detach().double()) for parameter in theirs]
+    optimizer, expected = (
+        make([{"params": parameters[:2]}, {"params": parameters[2:], **SETTINGS}])
+        for make, parameters in ((AdamW, ours), (torch.optim.AdamW, double))
+    )
+    for step in range(4):
+        give_gradients(ours, step)
+        give_gradients(double, step)
+        if step != 2:
+            ours[2].grad = double[2].grad = None
+        ours[0].grad = double[0].grad = None
+        optimizer.step()
+        expected.step()
+    assert_states_match(optimizer, expected)
+    assert optimizer.state[ours[2]]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_of_parameters_and_gradients(dtype, grad_dtype, device):
+    """Weights of half types are computed in float32, and the parameter is their copy."""
+    (ours,) = parameters_of(make_tensors([(300,)], dtype, device))
+    (theirs,) = parameters_of([ours.detach().double()])
+    optimizer, expected = AdamW([ours], **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)
+    if grad_dtype != dtype:
+        ours.grad_dtype = grad_dtype
+    for step in range(3):
+        give_gradients([theirs], step)
+        ours.grad = theirs.grad.to(grad_dtype)
+        theirs.grad = ours.grad.double()
+        optimizer.step()
+        expected.step()
+    weight = ours.detach() if dtype == torch.float32 else optimizer.state[ours]["master"]
+    assert weight.dtype == torch.float32
+    torch.testing.assert_close(weight.double(), theirs.detach(), rtol=2e-6, atol=1e-7)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[ours][name].dtype == torch.float32
+        torch.testing.assert_close(
+            optimizer.state[ours][name].double(), expected.state[theirs][name], rtol=2e-6, atol=1e-7
+        )
+    # The interpreter cuts bfloat16 off.
+    error = (ours.detach().double() - weight.double()).abs() / weight.double().abs()
+    assert error.max() <= {torch.float32: 0, torch.float16: 2**-11, torch.bfloat16: 2**-9 if ON_GPU else 2**-7}[dtype]
+
+
+def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, monkeypatch):
+    parameters = parameters_of(make_tensors([(7,)] * 8, device=device))
+    described = []
+    describe = tables.Tables.describe
+    monkeypatch.setattr(tables.Tables, "describe", lambda self, updates: described.append(1) or describe(self, updates))
+    optimizer = AdamW(parameters)
+    give_gradients(parameters, 0)
+    for _ in range(4):
+        optimizer.step()
+    assert len(optimizer._tables._chunks.launches) == 1
+    # The first step makes the states.
+    assert len(described) == 2
+    give_gradients(parameters, 1)
+    optimizer.step()
+    parameters[3].grad = None
+    optimizer.step()
+    assert len(described) == 4
+
+
+@pytest.mark.parametrize("scale", [1e-3, 10.0])
+def test_clipping_is_torchs(scale, device, small_chunks):
+    ours, theirs = (parameters_of(make_tensors(device=device)) for _ in range(2))
+    optimizer, expected = AdamW(ours, max_grad_norm=0.5), torch.optim.AdamW(theirs)
+    for step in range(2):
+        give_gradients(ours, step, scale)
+        give_gradients(theirs, step, scale)
+        before = [parameter.grad.clone() for parameter in ours]
+        optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        expected.step()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(ours, before, strict=True))
+    assert_states_match(optimizer, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e15, 1e30, 1e-30])
+def test_nan_infinity_and_huge_gradients_as_torch(value, max_grad_norm, device):
+    ours, theirs = (parameters_of(make_tensors([(6,), (4,)], device=device)) for _ in range(2))
+    optimizer, expected = AdamW(ours, max_grad_norm=max_grad_norm), torch.optim.AdamW(theirs)
+    for parameters in (ours, theirs):
+        give_gradients(parameters, 0)
+        parameters[0].grad[2] = value
+    optimizer.step()
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(theirs, max_grad_norm)
+    expected.step()
+    assert_states_match(optimizer, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attached_copy_is_the_parameter_rounded(dtype, device, small_chunks):
+    parameters = parameters_of(make_tensors([(700,), (5,)], device=device))
+    optimizer = AdamW(parameters, lr=0.1)
+    given = torch.empty(700, dtype=dtype, device=device)
+    optimizer.attach_copy(parameters[0], given)
+    assert torch.equal(given, parameters[0].to(dtype))
+    for step in range(2):
+        give_gradients(parameters, step)
+        optimizer.step()
+    error = (given.double() - parameters[0].detach().double()).abs() / parameters[0].detach().double().abs()
+    assert error.max() <= (2**-11 if dtype == torch.float16 else 2**-9 if ON_GPU else 2**-7)
+    with torch.no_grad():
+        parameters[0].zero_()
+    optimizer.refresh_copies()
+    assert not given.any()
+
+
+def split_weight(parameter, low_bits):
+    return ((parameter.detach().view(torch.int16).int() << 16) + low_bits.int()).view(torch.float32)
+
+
+def test_split_weight_is_exactly_the_float32_one(device, small_chunks):
+    starts = make_tensors([(900,), (3, 5)], torch.bfloat16, device)
+    split, whole = parameters_of(starts), parameters_of([start.float() for start in starts])
+    optimizer, expected = AdamW(split, state_dtype="split", **SETTINGS), AdamW(whole, **SETTINGS)
+    for step in range(3):
+        give_gradients(split, step)
+        for parameter, other in zip(split, whole, strict=True):
+            other.grad = parameter.grad.float()
+        optimizer.step()
+        expected.step()
+        for parameter, other in zip(split, whole, strict=True):
+            weight = split_weight(parameter, optimizer.state[parameter]["low_bits"])
+            assert torch.equal(weight, other)
+            distance = (parameter.detach().double() - weight.double()).abs()
+            spacing = 2.0 ** (weight.double().abs().log2().floor() - 7)
+            assert (distance <= spacing / 2).all()
+
+
+def test_split_weight_of_nan_is_nan(device):
+    (parameter,) = parameters_of(make_tensors([(4,)], torch.bfloat16, device))
+    optimizer = AdamW([parameter], state_dtype="split")
+    parameter.grad = torch.tensor([0.0, math.nan, 1.0, 2.0], device=device, dtype=torch.bfloat16)
+    optimizer.step()
+    assert parameter.isnan().tolist() == [False, True, False, False]
+    assert split_weight(parameter, optimizer.state[parameter]["low_bits"]).isnan().tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def rounded_steps(num_steps, device, dtype=torch.bfloat16, length=4096):
+    """All elements are alike, and so differ by how they were rounded only."""
+    parameter = torch.nn.Parameter(torch.full((length,), 1.0, dtype=dtype, device=device))
+    optimizer = AdamW([parameter], state_dtype="bf16", lr=1e-3, weight_decay=0.0)
+    for _ in range(num_steps):
+        parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+    return parameter.detach(), optimizer.state[parameter]
+
+
+def test_stochastic_rounding_has_no_bias(device):
+    parameter, state = rounded_steps(1, device)
+    gradient = torch.tensor(0.3, dtype=torch.bfloat16).item()
+    # After the first step the update is the learning rate: 1 - 0.001 lies between 0.99609375 and 1.
+    for tensor, exact in (
+        (parameter, 1 - 1e-3),
+        (state["exp_avg"], 0.1 * gradient),
+        (state["exp_avg_sq"], 1e-3 * gradient**2),
+    ):
+        assert tensor.dtype == torch.bfloat16
+        low, high = tensor.double().unique().tolist()
+        assert low < exact < high
+        share = (exact - low) / (high - low)
+        deviation = math.sqrt(share * (1 - share) / tensor.numel())
+        assert abs((tensor.double() == high).double().mean().item() - share) < 4 * deviation
+    # Each is rounded by bits of its own.
+    ups = [(tensor.double() == tensor.double().max()).double() for tensor in (parameter, *list(state.values())[1:3])]
+    for one, other in itertools.combinations(ups, 2):
+        assert torch.corrcoef(torch.stack([one, other]))[0, 1].abs() < 4 / math.sqrt(len(one))
+
+
+def test_stochastic_rounding_is_repeatable_and_new_in_every_step(device):
+    (first, first_state), (second, second_state) = (rounded_steps(3, device, length=512) for _ in range(2))
+    assert torch.equal(first, second)
+    assert all(torch.equal(first_state[name], second_state[name]) for name in first_state)
+    # With the same bits in every step all elements would have taken one of two ways, or few more.
+    assert len(torch.stack([first, first_state["exp_avg"], first_state["exp_avg_sq"]]).unique(dim=1).T) > 16
+
+
+def test_bfloat16_states_of_a_float32_parameter_do_not_round_it(device):
+    parameter, state = rounded_steps(1, device, torch.float32, 64)
+    assert state["exp_avg"].dtype == torch.bfloat16
+    torch.testing.assert_close(parameter, torch.full_like(parameter, 1 - 1e-3), rtol=1e-6, atol=0)
+
+
+LAYOUTS = {
+    "transposed parameter": lambda x: x.T.contiguous().T,
+    "not 16-byte aligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, device, small_chunks):
+    ours, theirs = (torch.nn.Parameter(layout(make_tensors([(30, 20)], device=device)[0])) for _ in range(2))
+    optimizer, expected = AdamW([ours]), torch.optim.AdamW([theirs])
+    for step in range(2):
+        # Contiguous first, as the transposed parameter is not, and then of no memory of its own.
+        give_gradients([ours], step)
+        if step == 1:
+            ours.grad = ours.grad[:1].expand(30, 20)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        expected.step()
+    assert_states_match(optimizer, expected)
+
+
+def trained(make, tensors, num_steps=2):
+    parameters = parameters_of(tensors)
+    optimizer = make([{"params": parameters[:1], "lr": 3e-3}, {"params": parameters[1:]}])
+    for step in range(num_steps):
+        give_gradients(parameters, step)
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_state_dict_goes_to_torch_and_back(state_dtype, device):
+    tensors = make_tensors([(3, 5), (40,)], device=device)
+
+    def make(groups):
+        return AdamW(groups, state_dtype=state_dtype)
+
+    for source, target in ((make, torch.optim.AdamW), (torch.optim.AdamW, make)):
+        parameters, optimizer = trained(source, tensors)
+        others, other = trained(target, [parameter.detach() for parameter in parameters], 0)
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        other.load_state_dict(torch.load(saved))
+        assert other.param_groups[0]["lr"] == 3e-3
+        give_gradients(parameters, 7)
+        give_gradients(others, 7)
+        optimizer.step()
+        other.step()
+        rounding = 2**-6 if state_dtype == "bf16" else 0
+        assert_states_match(other, optimizer, rtol=2e-6 + rounding, atol=1e-7 + 0.1 * rounding)
+        assert all(other.state[parameter]["step"] == 3 for parameter in others)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
+def test_resumed_training_is_bitwise_the_same(state_dtype, device):
+    parameters, optimizer = trained(
+        lambda groups: AdamW(groups, state_dtype=state_dtype), make_tensors([(3, 5), (40,)], torch.bfloat16, device)
+    )
+    others, other = trained(
+        lambda groups: AdamW(groups, state_dtype=state_dtype), [parameter.detach() for parameter in parameters], 0
+    )
+    other.load_state_dict(optimizer.state_dict())
+    copied_parameters, copied = copy.deepcopy((parameters, optimizer))
+    for one, its_parameters in ((optimizer, parameters), (other, others), (copied, copied_parameters)):
+        give_gradients(its_parameters, 7)
+        one.step()
+    for resumed, its_parameters in ((other, others), (copied, copied_parameters)):
+        for parameter, expected in zip(its_parameters, parameters, strict=True):
+            assert torch.equal(parameter, expected)
+            for name, tensor in optimizer.state[expected].items():
+                loaded = resumed.state[parameter][name]
+                assert loaded.dtype == tensor.dtype, name
+                assert torch.equal(loaded, tensor), name
+
+
+def test_learning_rate_changes_between_steps(device):
+    ours, theirs = (parameters_of(make_tensors([(30,)], device=device)) for _ in range(2))
+    rate = torch.tensor(1e-3, device=device)
+    optimizer, expected = AdamW(ours, lr=rate), torch.optim.AdamW(theirs)
+    for step, lr in enumerate((1e-3, 1e-2, 1e-1, 1e-3)):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        expected.param_groups[0]["lr"] = lr
+        if step < 3:
+            rate.fill_(lr)
+        else:
+            optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        expected.step()
+    assert_states_match(optimizer, expected)
+
+
+def test_closure_and_steps_without_gradients(device):
+    (parameter,) = parameters_of(make_tensors([(3,)], device=device))
+    optimizer = AdamW([parameter])
+    assert optimizer.step() is None
+    assert not optimizer.state
+
+    def closure():
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert optimizer.state[parameter]["step"] == 1
+
+
+ONE = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "settings", "error", "sentence"),
+    [
+        ([ONE], {"lr": -1.0}, ValueError, "lr is -1.0, but must be at least 0"),
+        ([ONE], {"lr": torch.ones(2)}, ValueError, r"lr is a tensor of shape \(2,\)"),
+        ([ONE], {"betas": (0.9, 1.0)}, ValueError, r"betas are \(0.9, 1.0\)"),
+        ([ONE], {"eps": -1.0}, ValueError, "eps is -1.0"),
+        ([ONE], {"weight_decay": -1.0}, ValueError, "weight_decay is -1.0"),
+        ([ONE], {"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0, but must be above 0"),
+        ([ONE], {"state_dtype": "int8"}, ValueError, "'int8' does not exist: choose one of fp32, bf16, split"),
+        ([ONE.double().detach()], {}, TypeError, "torch.float64 is not supported: it takes torch.float32"),
+        ([ONE, ONE.to("meta").detach()], {}, ValueError, "on one device, got cpu and meta"),
+        (
+            [torch.ones(4, 4)[:, ::2]],
+            {},
+            ValueError,
+            r"dense in memory, got one of shape \(4, 2\) with strides \(4, 2\)",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(parameters, settings, error, sentence):
+    with pytest.raises(error, match=sentence):
+        AdamW(parameters, **settings)
+
+
+def test_bad_uses_are_refused_in_one_sentence(device):
+    (parameter,) = parameters_of(make_tensors([(4,)], device=device))
+    optimizer = AdamW([parameter])
+    with pytest.raises(ValueError, match=r"shape \(2,\) is not one of this optimizer's"):
+        optimizer.attach_copy(torch.ones(2), torch.ones(2))
+    with pytest.raises(TypeError, match=r"torch.float32 and torch.float32"):
+        optimizer.attach_copy(parameter, torch.ones(4))
+    with pytest.raises(ValueError, match=r"got \(3,\)"):
+        optimizer.attach_copy(parameter, torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="known after a step with max_grad_norm"):
+        optimizer.grad_norm  # noqa: B018  # read for what it raises
+    with pytest.raises(ValueError, match="the state was made with amsgrad=True"):
+        optimizer.load_state_dict(torch.optim.AdamW([parameter], amsgrad=True).state_dict())
+    parameter.grad = torch.ones(4, device=device).to_sparse()
+    with pytest.raises(RuntimeError, match="takes no sparse gradients"):
+        optimizer.step()
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setattr(kernels, "update_kernel", triton.JITFunction(kernels.update_kernel.fn))
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
+        AdamW([parameter]).step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
+def test_in_a_cuda_graph(state_dtype):
+    """Gradients are made inside the graph, where they have other addresses than before."""
+    dtype = torch.float32 if state_dtype == "fp32" else torch.bfloat16
+    tensors = make_tensors([(300, 20), (70,)], dtype, "cuda")
+    inputs = make_tensors([(20, 300)] * 6, dtype, "cuda", seed=1)
+
+    def make():
+        parameters = parameters_of(tensors)
+        rate = torch.tensor(1e-2, device="cuda")
+        return parameters, rate, AdamW(parameters, lr=rate, max_grad_norm=0.3, state_dtype=state_dtype)
+
+    def train(parameters, optimizer, x):
+        optimizer.zero_grad()
+        ((x @ parameters[0]).square().mean() + parameters[1].square().sum()).backward()
+        optimizer.step()
+
+    eager_parameters, eager_rate, eager = make()
+    parameters, rate, optimizer = make()
+    x = inputs[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(parameters, optimizer, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train(parameters, optimizer, x)
+    for step, values in enumerate(inputs):
+        for one in (rate, eager_rate):
+            one.fill_(1e-2 / (step + 1))
+        train(eager_parameters, eager, values)
+        if step == 0:
+            continue  # taken before the capture
+        x.copy_(values)
+        # The fourth is taken outside of the graph.
+        train(parameters, optimizer, x) if step == 3 else graph.replay()
+        for parameter, expected in zip(parameters, eager_parameters, strict=True):
+            assert torch.equal(parameter, expected), step
+    torch.testing.assert_close(optimizer.grad_norm, eager.grad_norm)
+
+
+@pytest.mark.gpu
+def test_first_step_cannot_be_captured():
+    parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    parameter.grad = torch.ones(4, device="cuda")
+    with (
+        pytest.raises(RuntimeError, match="take a step before one is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        AdamW([parameter]).step()
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    parameter = torch.nn.Parameter(torch.zeros(2**31 + 100, dtype=torch.bfloat16, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    AdamW([parameter], lr=0.5, weight_decay=0.0, state_dtype="bf16").step()
+    for part in parameter.detach().split(2**28):
+        assert (part == -0.5).all()

@@ -1,0 +1,406 @@
+"""linear_cross_entropy against float64, on the CPU through Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336sys.errors import CapabilityError
+from cs336sys.kernels.linear_cross_entropy import (
+    LinearCrossEntropy,
+    launchers,
+    linear_cross_entropy,
+    operators,
+    reference_linear_cross_entropy,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+ON_GPU = torch.cuda.is_available()
+# Largest error, relative to the largest element or 1 if that is smaller, as logits are of the order of 1 and rounded to
+# the dtype, as is their gradient before the products.
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
+OPTIONS = {
+    "plain": {},
+    "ignored": {"ignore_index": 0},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01},
+    "all": {"ignore_index": 0, "label_smoothing": 0.3, "z_loss": 0.1},
+}
+
+
+def make_inputs(leading, width, vocab_size, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*leading, width, generator=generator)
+    weight = torch.randn(vocab_size, width, generator=generator) / math.sqrt(width)
+    targets = torch.randint(vocab_size, leading, generator=generator)
+    return hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
+
+
+def run(function, hidden, weight, targets, grad_loss=1.0, **options):
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss, logsumexp = function(hidden, weight, targets, return_logsumexp=True, **options)
+    grad_hidden, grad_weight = torch.autograd.grad(loss * grad_loss, (hidden, weight))
+    return {"loss": loss.detach(), "logsumexp": logsumexp, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+
+def assert_matches_float64(hidden, weight, targets, grad_loss=1.0, **options):
+    actual = run(linear_cross_entropy, hidden, weight, targets, grad_loss, **options)
+    expected = run(reference_linear_cross_entropy, hidden.double(), weight.double(), targets, grad_loss, **options)
+    dtypes = {"grad_hidden": hidden.dtype, "grad_weight": weight.dtype}
+    for name, tensor in actual.items():
+        assert tensor.dtype == dtypes.get(name, torch.float32), name
+        assert tensor.shape == expected[name].shape, name
+        # Of a mean over N tokens the gradients are 1 / N of their sum's.
+        scale = expected[name].abs().max().clamp(min=1 / max(1, targets.numel()) if name in dtypes else 1.0)
+        tolerance = TOLERANCES[hidden.dtype] * scale.item()
+        torch.testing.assert_close(
+            tensor.double(), expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+SHAPES = [((), 1, 1), ((1,), 5, 2), ((2, 3), 16, 300), ((3, 1, 2), 7, 1023)]
+if ON_GPU:
+    SHAPES += [((4, 512), 768, 10_000), ((129,), 64, 50_257), ((3, 50), 100, 151_936)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("leading", "width", "vocab_size"), SHAPES)
+def test_loss_and_gradients(leading, width, vocab_size, dtype, device):
+    assert_matches_float64(*make_inputs(leading, width, vocab_size, dtype, device))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Rows of several tiles and tokens of several chunks, in the interpreter's time."""
+    monkeypatch.setattr(launchers, "MAX_COLUMN_TILE", 512)
+    monkeypatch.setattr(launchers, "CHUNK_ALIGNMENT", 2)
+    monkeypatch.setattr(launchers, "CHUNK_BYTES", 2 * 4 * 1344)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("vocab_size", [1024, 1301])
+@pytest.mark.usefixtures("small_tiles")
+def test_several_tiles_and_chunks(vocab_size, options, device):
+    hidden, weight, targets = make_inputs((5,), 9, vocab_size, device=device)
+    targets[1] = 0
+    targets[2] = vocab_size - 1
+    assert_matches_float64(hidden, weight, targets, grad_loss=-2.5, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens"),
+    [(1, 128), (128, 128), (129, 256), (4096, 4096), (32768, 4096), (32769, 3712), (100_000, 4096)],
+)
+def test_chunks_are_of_about_one_size_and_never_larger_than_asked(num_tokens, tokens):
+    token_bytes = launchers.logits_bytes_of_a_token(151_936, torch.bfloat16)
+    assert token_bytes == 151_936 * 2
+    assert launchers.chunk_tokens(num_tokens, launchers.CHUNK_BYTES, token_bytes) == tokens
+    assert tokens * token_bytes <= launchers.CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("weight_dtype", "dtype", "shape", "chunks", "sums"),
+    [
+        ("float32", "float32", (10_000, 768), 3, "float32"),
+        ("float32", "bfloat16", (151_936, 4096), 3, "float32"),
+        ("float16", "float16", (151_936, 4096), 1, "float32"),
+        ("bfloat16", "bfloat16", (151_936, 4096), 1, "bfloat16"),  # of one product, nothing is summed
+        ("bfloat16", "bfloat16", (50_257, 1024), 3, "float32"),  # beside it 10,000 tokens fit
+        ("bfloat16", "bfloat16", (151_936, 4096), 3, "bfloat16"),  # 2.5 GB would not fit
+    ],
+)
+def test_dtype_of_sums_over_chunks(weight_dtype, dtype, shape, chunks, sums):
+    weight = torch.empty(shape, dtype=getattr(torch, weight_dtype), device="meta")
+    logits_bytes = (chunks - 1) * launchers.CHUNK_BYTES + 1
+    chosen = launchers._sums_dtype(weight, getattr(torch, dtype), launchers.CHUNK_BYTES, logits_bytes)
+    assert chosen == getattr(torch, sums)
+
+
+@pytest.mark.parametrize("sums_fit", [False, True])
+def test_bfloat16_weight_in_several_chunks(sums_fit, monkeypatch, device):
+    monkeypatch.setattr(launchers, "CHUNK_ALIGNMENT", 2)
+    monkeypatch.setattr(launchers, "MIN_CHUNK_TOKENS", 2)
+    token_bytes = launchers.logits_bytes_of_a_token(100, torch.bfloat16)
+    monkeypatch.setattr(launchers, "CHUNK_BYTES", 2 * token_bytes + (4 * 100 * 8 if sums_fit else 0))
+    assert_matches_float64(*make_inputs((6,), 8, 100, torch.bfloat16, device))
+
+
+def test_nothing_is_computed_for_gradients_that_nobody_needs(monkeypatch, device):
+    hidden, weight, targets = make_inputs((4,), 8, 50, device=device)
+    products = []
+    for name in ("mm", "addmm"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, n=name, f=product, **k: products.append(n) or f(*a, **k))
+    expected = {"neither": ["mm"], "hidden": ["mm", "mm"], "weight": ["mm", "addmm"], "no_grad": ["mm"]}
+    reference = run(reference_linear_cross_entropy, hidden, weight, targets)
+    for needed, names in expected.items():
+        products.clear()
+        inputs = {
+            "hidden": hidden.detach().requires_grad_(needed in ("hidden", "no_grad")),
+            "weight": weight.detach().requires_grad_(needed in ("weight", "no_grad")),
+        }
+        with torch.set_grad_enabled(needed != "no_grad"):
+            loss = linear_cross_entropy(**inputs, targets=targets)
+        assert products == names, needed
+        torch.testing.assert_close(loss.detach(), reference["loss"])
+        if needed in inputs:
+            loss.backward()
+            torch.testing.assert_close(inputs[needed].grad, reference[f"grad_{needed}"])
+
+
+def test_a_gradient_of_one_is_no_further_pass(device):
+    hidden, weight, targets = make_inputs((4,), 8, 50, device=device)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets)
+    made = [tensor.data_ptr() for tensor in loss.grad_fn.saved_tensors[:2]]
+    loss.backward()
+    assert [hidden.grad.data_ptr(), weight.grad.data_ptr()] == made
+
+
+def test_backward_twice(device):
+    inputs = make_inputs((4,), 8, 50, device=device)
+    expected = run(linear_cross_entropy, *inputs)
+    hidden, weight = (tensor.requires_grad_() for tensor in inputs[:2])
+    loss = linear_cross_entropy(hidden, weight, inputs[2])
+    first = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
+    for gradient in first:
+        gradient.zero_()
+    for name, gradient in zip(("grad_hidden", "grad_weight"), torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_results_are_equal_from_run_to_run(device):
+    inputs = make_inputs((700,) if ON_GPU else (7,), 64, 1000, torch.float16, device)
+    first, second = (run(linear_cross_entropy, *inputs) for _ in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_float16_gradients_do_not_vanish_before_they_are_scaled(device):
+    """A probability of 1e-4 over 32 tokens is 3e-6, which float16 holds to 2 % only."""
+    num_tokens, scale = 32, 2.0**16
+    weight = torch.tensor([[0.0], [-9.2]], dtype=torch.float16, device=device)
+    hidden = torch.ones(num_tokens, 1, dtype=torch.float16, device=device)
+    targets = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    actual = run(linear_cross_entropy, hidden, weight, targets, grad_loss=scale)
+    expected = run(reference_linear_cross_entropy, hidden.double(), weight.double(), targets, grad_loss=scale)
+    for name in ("grad_hidden", "grad_weight"):
+        torch.testing.assert_close(actual[name].double(), expected[name], rtol=5e-3, atol=0)
+
+
+LAYOUTS = {
+    "hidden transposed": lambda h, w, t: (h.mT.contiguous().mT, w, t),
+    "hidden is rows of a wider tensor": lambda h, w, t: (torch.cat([h, h], -1)[..., : h.shape[-1]], w, t),
+    "weight transposed": lambda h, w, t: (h, w.T.contiguous().T, t),
+    "every other row of a weight": lambda h, w, t: (h, w.repeat_interleave(2, 0)[::2], t),
+    "targets transposed": lambda h, w, t: (h, w, t.T.contiguous().T),
+    "hidden and targets expanded": lambda h, w, t: (h[:1].expand_as(h), w, t[:1].expand_as(t)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_strides(layout, device):
+    inputs = layout(*make_inputs((2, 3), 10, 70, device=device))
+    assert not all(tensor.is_contiguous() for tensor in inputs)
+    assert_matches_float64(*inputs)
+
+
+def test_huge_logits(device):
+    hidden, weight, targets = make_inputs((6,), 8, 600, device=device)
+    hidden *= 1e4
+    assert_matches_float64(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.usefixtures("small_tiles")
+def test_nan_and_infinity_as_in_the_reference(value, device):
+    """A logit of token 1 is not finite, in the last tile, and none of the others is."""
+    hidden, weight, targets = make_inputs((3,), 2, 1100, device=device)
+    hidden[:, 0] = torch.tensor([0.0, 1.0, 0.0])
+    weight[:, 0] = 0.0
+    weight[1090, 0] = value
+    # 0 times infinity would be NaN everywhere.
+    keep = torch.tensor([1], device=device)
+    for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 0.1}):
+        actual = run(linear_cross_entropy, hidden[keep], weight, targets[keep], **options)
+        expected = run(reference_linear_cross_entropy, hidden[keep], weight, targets[keep], **options)
+        for name, tensor in actual.items():
+            torch.testing.assert_close(tensor, expected[name], equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_row_of_nothing_but_minus_infinity(device):
+    hidden, weight = torch.ones(1, 1, device=device), torch.full((5, 1), -math.inf, device=device)
+    targets = torch.zeros(1, dtype=torch.int64, device=device)
+    loss, logsumexp = linear_cross_entropy(hidden, weight, targets, return_logsumexp=True)
+    assert loss.isnan()
+    assert logsumexp.tolist() == [-math.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_without_a_counted_target_the_loss_is_nan_and_gradients_are_zero(dtype, device):
+    hidden, weight, _ = make_inputs((3,), 8, 40, dtype, device)
+    actual = run(linear_cross_entropy, hidden, weight, torch.full((3,), -100, device=device))
+    assert actual["loss"].isnan()
+    assert not actual["grad_hidden"].any()
+    assert not actual["grad_weight"].any()
+
+
+def test_no_tokens(device):
+    hidden, weight, targets = make_inputs((2, 0), 8, 40, device=device)
+    actual = run(linear_cross_entropy, hidden, weight, targets)
+    assert actual["loss"].isnan()
+    assert actual["grad_hidden"].shape == (2, 0, 8)
+    assert not actual["grad_weight"].any()
+
+
+def test_no_gradient_flows_through_logsumexp(device):
+    hidden, weight, targets = make_inputs((3,), 8, 40, device=device)
+    _, logsumexp = linear_cross_entropy(hidden.requires_grad_(), weight, targets, return_logsumexp=True)
+    assert not logsumexp.requires_grad
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_gives_a_float32_weight_a_float32_gradient(hidden_dtype, device):
+    hidden, weight, targets = make_inputs((6,), 32, 200, device=device)
+    hidden = hidden.to(hidden_dtype)
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = run(linear_cross_entropy, hidden, weight, targets, label_smoothing=0.1)
+    rounded = [tensor.bfloat16().double() for tensor in (hidden, weight)]
+    expected = run(reference_linear_cross_entropy, *rounded, targets, label_smoothing=0.1)
+    dtypes = {"grad_hidden": hidden_dtype}
+    for name, tensor in actual.items():
+        assert tensor.dtype == dtypes.get(name, torch.float32), name
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=2e-2, atol=5e-3, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_operator_is_what_compilers_are_told(dtype, needed, device):
+    hidden, weight, targets = make_inputs((2, 3), 8, 40, dtype, device)
+    hidden.requires_grad_(needed[0])
+    weight.requires_grad_(needed[1])
+    torch.library.opcheck(
+        operators._operator,
+        (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        hidden, weight, targets = torch.empty(4, 512, 64), torch.empty(900, 64), torch.empty(4, 512).long()
+        results = run(linear_cross_entropy, hidden, weight, targets)
+    assert {name: tuple(tensor.shape) for name, tensor in results.items()} == {
+        "loss": (),
+        "logsumexp": (4, 512),
+        "grad_hidden": (4, 512, 64),
+        "grad_weight": (900, 64),
+    }
+
+
+def test_flops(device):
+    hidden, weight, targets = make_inputs((6,), 8, 40, device=device)
+    for needs_gradients, products in ((False, 1), (True, 3)):
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(hidden, weight.requires_grad_(needs_gradients), targets)
+            if needs_gradients:
+                linear_cross_entropy(hidden.requires_grad_(), weight, targets).backward()
+        assert counter.get_total_flops() == 2 * 6 * 8 * 40 * (products + 2 if needs_gradients else 1)
+
+
+HIDDEN, WEIGHT, TARGETS = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "sentence"),
+    [
+        pytest.param((HIDDEN, torch.ones(5, 4), TARGETS), {}, ValueError, r"got \(2, 3\) and \(5, 4\)", id="width"),
+        pytest.param((HIDDEN, torch.ones(3), TARGETS), {}, ValueError, r"got \(2, 3\) and \(3,\)", id="weight-1d"),
+        pytest.param((HIDDEN, torch.ones(0, 3), TARGETS), {}, ValueError, "at least one row", id="no-vocabulary"),
+        pytest.param((HIDDEN, WEIGHT, TARGETS[:1]), {}, ValueError, r"shape \(2,\), got \(1,\)", id="targets"),
+        pytest.param((HIDDEN, WEIGHT, TARGETS.int()), {}, TypeError, "torch.int64, got torch.int32", id="int32"),
+        pytest.param((HIDDEN, WEIGHT.half(), TARGETS), {}, TypeError, "float32 and torch.float16", id="dtypes"),
+        pytest.param((HIDDEN.double(), WEIGHT.double(), TARGETS), {}, TypeError, "hidden of dtype", id="float64"),
+        pytest.param((HIDDEN, WEIGHT.to("meta"), TARGETS), {}, ValueError, "weight on meta", id="devices"),
+        pytest.param((HIDDEN, WEIGHT, TARGETS), {"label_smoothing": 1.5}, ValueError, "is 1.5, but", id="smoothing"),
+        pytest.param((HIDDEN, WEIGHT, TARGETS), {"z_loss": -1.0}, ValueError, "is -1.0, but must be", id="z-loss"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_sentence(arguments, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        linear_cross_entropy(*arguments, **options)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU it is a device-side assertion, after which the process has no GPU")
+@pytest.mark.parametrize("target", [5, -1])
+def test_target_outside_the_vocabulary(target):
+    with pytest.raises(IndexError, match=rf"target {target} is not in the vocabulary: it must be in \[0, 5\)"):
+        linear_cross_entropy(HIDDEN, WEIGHT, torch.tensor([0, target]))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    compiled_kernel = triton.JITFunction(launchers.forward_kernel.fn)
+    monkeypatch.setattr(launchers, "forward_kernel", compiled_kernel)
+    with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
+        linear_cross_entropy(HIDDEN, WEIGHT, TARGETS)
+
+
+def test_second_derivative_is_refused(device):
+    hidden, weight, targets = make_inputs((3,), 8, 40, device=device)
+    loss, _ = LinearCrossEntropy.apply(
+        hidden.requires_grad_(), weight, targets, -100, 0.0, 0.0, torch.float32, True, False
+    )
+    with pytest.raises(RuntimeError, match="LinearCrossEntropy is differentiable once"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_memory_is_one_chunk_of_logits(weight_dtype):
+    hidden, weight, targets = make_inputs((16384,), 1024, 151_936, torch.bfloat16, "cuda")
+    weight = weight.to(weight_dtype).requires_grad_()
+    hidden.requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16, enabled=weight_dtype == torch.float32):
+        linear_cross_entropy(hidden, weight, targets).backward()
+    beyond = torch.cuda.max_memory_allocated() - before - hidden.grad.nbytes - weight.grad.nbytes
+    rounded_weight = 0 if weight_dtype == torch.bfloat16 else 2 * weight.numel()
+    # cuBLAS keeps a workspace of 32 MiB.
+    assert beyond - rounded_weight <= launchers.CHUNK_BYTES + 2**26
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """Without waiting for the GPU, also for the number of targets that count."""
+    hidden, weight, targets = make_inputs((256,), 64, 1000, torch.bfloat16, "cuda")
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def step():
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, targets)
+        loss.backward()
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():
+        targets[:100] = -100
+        hidden.mul_(0.5)
+    graph.replay()
+    replayed = [loss.clone(), hidden.grad.clone(), weight.grad.clone()]
+    for tensor, expected in zip(replayed, [step(), hidden.grad, weight.grad], strict=True):
+        assert torch.equal(tensor, expected)
