@@ -15,6 +15,7 @@ COMMANDS = (
     "memprof",
     "attn",
     "flash",
+    "kernels",
     "allreduce",
     "ddp",
     "shard",

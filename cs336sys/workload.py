@@ -375,3 +375,54 @@ class AttentionWorkload(Configured):
         both = attention_flops(*shape, causal=self.causal, backward=True)
         flops = {"forward": forward, "backward": both - forward, "end_to_end": both}
         return {f"{part}_tflops": count / samples[part].median / 1e9 for part, count in flops.items()}
+
+
+# The ops of ``kernels``, and which implementations there are of each.
+KERNELS = {
+    "rms-norm": ("ours", "eager", "compiled", "quack", "liger"),
+    "add-rms-norm": ("ours", "eager", "compiled", "quack"),
+    "rope": ("ours", "eager", "compiled"),
+    "swiglu": ("ours", "eager", "compiled", "liger"),
+    "weighted-sum": ("ours", "eager", "compiled"),
+}
+KERNEL_IMPLEMENTATIONS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
+
+
+@dataclass(frozen=True)
+class KernelWorkload(Configured):
+    """One call of one implementation of an op on random tensors of tokens x width elements.
+
+    Attributes:
+        op: one of :data:`KERNELS`.
+        implementation: ``ours``, ``eager`` PyTorch, the same ``compiled``, or that of a package.
+        head_dim: of the heads into which ``rope`` splits the width; None for the others.
+        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+    """
+
+    op: str
+    implementation: str
+    tokens: int
+    width: int
+    dtype: str = "bf16"
+    head_dim: int | None = None
+    device: str = "auto"
+    seed: int = 0
+    warmup_ms: float = 25.0
+    repetition_ms: float = 100.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self, {"op": KERNELS, "dtype": PRECISIONS, "device": DEVICES})
+        _check_choices(self, {"implementation": KERNELS[self.op]})
+        if (self.head_dim is not None) != (self.op == "rope"):
+            raise UsageError(f"head dim {self.head_dim}: op 'rope' needs one, and others have none")
+        if self.head_dim is not None and (self.head_dim % 2 or self.width % self.head_dim):
+            raise UsageError(f"--head-dim {self.head_dim}: must be even and divide the width, {self.width}")
+
+    @property
+    def elements(self) -> int:
+        return self.tokens * self.width
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of a tensor of tokens x width elements."""
+        return self.elements * ELEMENT_BYTES[self.dtype]

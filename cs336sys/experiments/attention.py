@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-import torch.utils.benchmark
-import triton.testing
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,7 +20,7 @@ from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
-from cs336sys.measure.timing import time_phases
+from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import AttentionWorkload
 
@@ -221,23 +219,12 @@ def _time(
     def end_to_end() -> None:
         torch.autograd.grad(forward(), inputs.differentiable, inputs.grad_out)
 
-    samples = {"forward": _repeat(forward, workload, device)}
+    def time(call: Callable[[], Any]) -> Samples:
+        return time_calls(call, device, workload.warmup_ms, workload.repetition_ms)
+
+    samples = {"forward": time(forward)}
     out = forward()
-    samples["backward"] = _repeat(backward, workload, device)
-    samples["end_to_end"] = _repeat(end_to_end, workload, device)
-    return samples
-
-
-def _repeat(call: Callable[[], Any], workload: AttentionWorkload, device: torch.device) -> Samples:
-    """Times of one call, each with a cold L2 cache on a GPU."""
-    if device.type == "cuda":
-        times_ms = triton.testing.do_bench(
-            call, warmup=workload.warmup_ms, rep=workload.repetition_ms, return_mode="all"
-        )
-        return Samples("ms", "triton do_bench", tuple(times_ms))
-    timer = torch.utils.benchmark.Timer("call()", globals={"call": call})
-    measurement = timer.blocked_autorange(min_run_time=workload.repetition_ms / 1e3)
-    return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
+    return samples | {"backward": time(backward), "end_to_end": time(end_to_end)}
 
 
 def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:

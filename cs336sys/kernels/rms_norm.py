@@ -17,20 +17,25 @@ from cs336sys.kernels.operators import (
     result_dtype,
 )
 
-# Elements of a tile. Rows of more are walked along twice, in several tiles.
-FORWARD_TILE = 16384
-BACKWARD_TILE = 8192
 # Narrow rows share a tile of so many elements.
 NARROW_TILE = 2048
+# Most elements of a row in a tile; a longer row is walked along twice, in several tiles.
+FORWARD_TILE = 8192
+BACKWARD_TILE = 16384
 
 
 class Settings(NamedTuple):
-    """How a kernel is launched: rows and columns of a tile, warps of a program, and programs on a multiprocessor."""
+    """How a kernel is launched.
+
+    Attributes:
+        programs: of the backward pass on one multiprocessor, among which the rows are shared out.
+        stages: tiles that these load ahead through shared memory, and the one they compute; 1 loads none ahead.
+    """
 
     row_tile: int
     column_tile: int
     num_warps: int
-    programs: int
+    programs: int = 1
     stages: int = 1
 
 
@@ -41,12 +46,16 @@ def _tile(width: int, most: int) -> tuple[int, int]:
 
 def forward_settings(width: int) -> Settings:
     row_tile, column_tile = _tile(width, FORWARD_TILE)
-    return Settings(row_tile, column_tile, num_warps=min(16, max(4, column_tile // 1024)), programs=8)
+    return Settings(row_tile, column_tile, num_warps=16 if column_tile > 4096 else 4)
 
 
 def backward_settings(width: int) -> Settings:
     row_tile, column_tile = _tile(width, BACKWARD_TILE)
-    return Settings(row_tile, column_tile, num_warps=min(16, max(4, column_tile // 512)), programs=2)
+    if column_tile > 4096:
+        return Settings(row_tile, column_tile, num_warps=16)
+    if column_tile > 2048:
+        return Settings(row_tile, column_tile, num_warps=8, programs=3)
+    return Settings(row_tile, column_tile, num_warps=4, programs=3, stages=3)
 
 
 def _num_programs(rows: torch.Tensor, settings: Settings) -> int:
@@ -103,49 +112,45 @@ def _forward_kernel(
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Each program walks along its share of the tiles of rows: y = total * inverse_rms * weight.
+    """Each program takes a tile of rows: y = total * inverse_rms * weight.
 
     ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
     """
-    num_tiles = tl.cdiv(num_rows, ROW_TILE)
+    # Offsets are int64, for tensors of more than 2**31 elements.
+    row = (tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE))[:, None]
+    row_mask = row < num_rows
     if ONE_TILE:
         column = tl.arange(0, COLUMN_TILE)[None, :]
+        mask = row_mask & (column < width)
         weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
-        # Offsets are int64, for tensors of more than 2**31 elements.
-        row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
-        row_mask = row < num_rows
-        if ONE_TILE:
+        total = _load_total(
+            x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+            residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, True,
+        )  # fmt: skip
+        sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
+        inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+        tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
+    else:
+        sum_of_squares = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
+        for start in range(0, width, COLUMN_TILE):
+            column = start + tl.arange(0, COLUMN_TILE)[None, :]
+            total = _load_total(
+                x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+                residual_row_stride, residual_column_stride, row_mask & (column < width), HAS_RESIDUAL, True,
+            )  # fmt: skip
+            sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
+        inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+        for start in range(0, width, COLUMN_TILE):
+            column = start + tl.arange(0, COLUMN_TILE)[None, :]
             mask = row_mask & (column < width)
             total = _load_total(
                 x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-                residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, True,
+                residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, False,
             )  # fmt: skip
-            sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
-            inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+            weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
             tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
-        else:
-            sum_of_squares = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
-            for start in range(0, width, COLUMN_TILE):
-                column = start + tl.arange(0, COLUMN_TILE)[None, :]
-                total = _load_total(
-                    x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-                    residual_row_stride, residual_column_stride, row_mask & (column < width), HAS_RESIDUAL, True,
-                )  # fmt: skip
-                sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
-            inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
-            for start in range(0, width, COLUMN_TILE):
-                column = start + tl.arange(0, COLUMN_TILE)[None, :]
-                mask = row_mask & (column < width)
-                total = _load_total(
-                    x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
-                    residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, False,
-                )  # fmt: skip
-                weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
-                tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
-        tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
+    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
 
 
 @triton.jit
@@ -314,7 +319,7 @@ def _forward(
     width = x.shape[-1]
     settings = forward_settings(width)
     with torch.cuda.device_of(x):
-        _forward_kernel[(_num_programs(rows, settings),)](
+        _forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
             rows,
             residual_rows,
             weight,
@@ -331,7 +336,6 @@ def _forward(
             ROW_TILE=settings.row_tile,
             COLUMN_TILE=settings.column_tile,
             ONE_TILE=width <= settings.column_tile,
-            STAGES=settings.stages,
             num_warps=settings.num_warps,
         )
     return y, total, inverse_rms

@@ -13,7 +13,7 @@ from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import check_tensors, define_gradient, define_operator, needs_operators, result_dtype
 
 # Elements of a tile, and the heads that a program rotates by the same cosines and sines.
-TILE = 2048
+TILE = 1024
 HEADS = 8
 NUM_WARPS = 4
 

@@ -17,7 +17,7 @@ from cs336sys.kernels.operators import (
 )
 
 # Elements of a tile.
-TILE = 2048
+TILE = 1024
 NUM_WARPS = 4
 
 

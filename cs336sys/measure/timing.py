@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.utils.benchmark
 from torch.autograd import DeviceType
 
 from cs336sys.results import Samples
@@ -91,6 +93,18 @@ def time_phases(
         progress(f"{kind} {number + 1}/{count}")
         timer.run()
     return timer.samples(warmup)
+
+
+def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:
+    """Times of one call (ms), repeated for as long as asked for, each with a cold L2 cache on a GPU."""
+    if device.type == "cuda":
+        import triton.testing
+
+        times_ms = triton.testing.do_bench(call, warmup=warmup_ms, rep=repetition_ms, return_mode="all")
+        return Samples("ms", "triton do_bench", tuple(times_ms))
+    timer = torch.utils.benchmark.Timer("call()", globals={"call": call})
+    measurement = timer.blocked_autorange(min_run_time=repetition_ms / 1e3)
+    return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
 
 
 def mark(on_gpu: bool) -> Mark:

@@ -228,7 +228,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
         rope(torch.ones(3, 4))
 
 
-def test_fused_projection_has_no_second_derivative():
-    qkv = torch.ones(2, 6, requires_grad=True)
+def test_fused_projection_has_no_second_derivative(device):
+    qkv = torch.ones(2, 6, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="RopeQKV is differentiable once"):
         torch.autograd.grad(rope_qkv(qkv, 1)[0].sum(), qkv, create_graph=True)

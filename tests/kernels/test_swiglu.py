@@ -1,4 +1,4 @@
-"""swiglu and swiglu_linear against float64, on the CPU through Triton's interpreter. Tiles are of 2048 elements."""
+"""swiglu and swiglu_linear against float64, on the CPU through Triton's interpreter. Tiles are of 1024 elements."""
 
 import functools
 

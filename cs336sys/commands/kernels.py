@@ -1,0 +1,107 @@
+"""``cs336sys kernels``: our fused kernels against other implementations, and against the rate of a copy."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands.options import (
+    FormatOption,
+    OutputOption,
+    SaveOption,
+    at_least,
+    between,
+    check_choice,
+    one_of,
+    split_list,
+)
+from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.training_options import DeviceOption, SeedOption
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import DEVICES, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
+
+# What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
+DEFAULT_SHAPES = {"cuda": ("32768", "4096"), "cpu": ("32", "128")}
+
+
+def kernels(
+    op: Annotated[list[str], typer.Option(help=f"Any of {', '.join(KERNELS)}.", show_default="all")] = [
+        ",".join(KERNELS)
+    ],
+    implementations: Annotated[
+        list[str], typer.Option(help=f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all")
+    ] = [",".join(KERNEL_IMPLEMENTATIONS)],
+    tokens: Annotated[
+        list[str] | None, typer.Option(help="Numbers of rows.", show_default="32768, on a CPU 32")
+    ] = None,
+    width: Annotated[
+        list[str] | None, typer.Option(help="Lengths of a row.", show_default="4096, on a CPU 128")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Of the heads that rope rotates.")] = 64,
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
+    baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
+    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
+    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.")] = 100.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate to this picture file.")] = None,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+    save: SaveOption = None,
+    resume: ResumeOption = False,
+    cell_timeout: CellTimeoutOption = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Check fused kernels against float64, then time forward and backward passes and set them against a copy.
+
+    cs336sys kernels --op rms-norm,swiglu --tokens 32768 --width 4096 --plot kernels.png
+    """
+    from cs336sys.measure.device import choose_device
+    from cs336sys.report.kernels import kernel_tables, plot_kernels
+    from cs336sys.report.outputs import check_plot
+    from cs336sys.report.tables import check_output, emit
+
+    ops = split_list(op, "--op", one_of(KERNELS))
+    chosen = split_list(implementations, "--implementations", one_of(KERNEL_IMPLEMENTATIONS))
+    dtypes = split_list(dtype, "--dtype", one_of(PRECISIONS))
+    check_choice(baseline, "--baseline", KERNEL_IMPLEMENTATIONS)
+    check_choice(device, "--device", DEVICES)
+    split_list([str(head_dim)], "--head-dim", at_least(2))
+    split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
+    split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
+    check_output(output, format)
+    check_plot(plot)
+    default_tokens, default_width = DEFAULT_SHAPES[choose_device(device).type]
+    token_counts = split_list(tokens or [default_tokens], "--tokens", at_least(1))
+    widths = split_list(width or [default_width], "--width", at_least(1))
+    configurations = [
+        KernelWorkload(
+            name,
+            implementation,
+            *shape,
+            head_dim if name == "rope" else None,
+            device,
+            seed,
+            warmup_ms,
+            repetition_ms,
+        ).configuration()
+        for name, *shape in product(ops, token_counts, widths, dtypes)
+        for implementation in chosen
+        if implementation in KERNELS[name]
+    ]
+    if not configurations:
+        raise UsageError(f"--implementations {','.join(chosen)}: --op {','.join(ops)} has none of them")
+    sweep = run_sweep(
+        "kernels",
+        "cs336sys.experiments.kernels.measurement:measure_kernel",
+        configurations,
+        save=save,
+        resume=resume,
+        cell_timeout=cell_timeout,
+    )
+    if plot is not None:
+        plot_kernels(sweep.cells, plot)
+    emit(kernel_tables(sweep.cells, sweep.run, baseline), format=format, output=output)
+    sweep.exit()

@@ -1,0 +1,109 @@
+"""The table and the picture of ``kernels``, built from its cells; columns and formulas are in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import shown_settings, title
+from cs336sys.results import Cell, Run, configuration_key
+
+_SHAPE_COLUMNS = {
+    "op": Column("op", "op"),
+    "tokens": Column("tokens", "tokens"),
+    "width": Column("width", "width"),
+    "head_dim": Column("head_dim", "head dim"),
+    "dtype": Column("dtype", "dtype"),
+}
+PARTS = ("forward", "backward", "end_to_end")
+
+
+def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
+    """Times and rates of every implementation of every op, its largest error, and its speed-up over ``baseline``."""
+    varying = shown_settings(cells, _SHAPE_COLUMNS)
+    baselines = {
+        _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
+    }
+    columns = [
+        *varying.values(),
+        Column("implementation", "implementation"),
+        *(Column(f"{part}_ms", _words(part), "ms") for part in PARTS),
+        *(Column(f"{part}_gbps", _words(part), "gbps") for part in PARTS),
+        *(Column(f"{part}_copy_percent", f"{_words(part)} of a copy", "percent") for part in PARTS),
+        Column("end_to_end_speedup", f"end-to-end over {baseline}", "ratio"),
+        Column("over_inputs_gib", "over inputs", "gib"),
+        Column("error", "largest error"),
+        Column("status", "status"),
+    ]
+    rows = [_row(cell, baselines.get(_shape(cell))) for cell in cells]
+    rates = [cell.derived["copy_gbps"] for cell in cells if cell.status == "ok"]
+    notes = ["medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"]
+    if rates:
+        slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
+        notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
+    heading = title("kernels", cells, run, _SHAPE_COLUMNS, varying)
+    return [Table("kernels", heading, columns, rows, notes=(*notes, *_reasons(cells)))]
+
+
+def _words(part: str) -> str:
+    return part.replace("_", "-")
+
+
+def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
+    row = dict(cell.configuration) | cell.derived | {"status": cell.status}
+    errors = {name.removesuffix("_error"): value for name, value in cell.derived.items() if name.endswith("_error")}
+    if errors:
+        # NaN before all others, which max neither finds nor passes over.
+        worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+        row["error"] = f"{errors[worst]:.1e} ({worst})"
+    for part, samples in cell.samples.items():
+        row[f"{part}_ms"] = samples.median
+    if baseline is not None and cell.status == "ok":
+        row["end_to_end_speedup"] = baseline.samples["end_to_end"].median / cell.samples["end_to_end"].median
+    return row
+
+
+def _shape(cell: Cell) -> str:
+    return configuration_key(cell.configuration, ignore=("implementation",))
+
+
+def _reasons(cells: Sequence[Cell]) -> tuple[str, ...]:
+    failed = [cell for cell in cells if cell.reason]
+    return tuple(
+        dict.fromkeys(f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in failed)
+    )
+
+
+def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
+    """Share of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
+    from matplotlib.figure import Figure
+
+    measured = [cell for cell in cells if cell.status == "ok"]
+    groups = list(dict.fromkeys(_label(cell) for cell in measured))
+    implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
+    figure = Figure(figsize=(2 + 1.6 * max(2, len(groups)), 8.5), layout="constrained")
+    axes = figure.subplots(len(PARTS), 1, sharex=True)
+    width = 0.8 / max(1, len(implementations))
+    for drawing, part in zip(axes, PARTS, strict=True):
+        for number, implementation in enumerate(implementations):
+            bars = {
+                groups.index(_label(cell)) + (number - (len(implementations) - 1) / 2) * width: cell.derived[
+                    f"{part}_copy_percent"
+                ]
+                for cell in measured
+                if cell.configuration["implementation"] == implementation
+            }
+            drawing.bar(list(bars), list(bars.values()), width, label=implementation, color=f"C{number}")
+        drawing.axhline(100, color="black", linewidth=0.8)
+        drawing.set_ylabel(f"{_words(part)}, % of a copy")
+        drawing.grid(axis="y", alpha=0.3)
+    axes[-1].set_xticks(range(len(groups)), groups, fontsize=8)
+    if measured:
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _label(cell: Cell) -> str:
+    shape = cell.configuration
+    return f"{shape['op']}\n{shape['tokens']} x {shape['width']}\n{shape['dtype']}"

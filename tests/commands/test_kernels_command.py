@@ -1,0 +1,86 @@
+"""``kernels`` as a user runs it, on the CPU."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.report.kernels import kernel_tables, plot_kernels
+from cs336sys.results import Cell, Samples
+
+KERNELS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--tokens", "4", "--width", "16", "--repetition-ms", "1"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
+    picture = tmp_path / "kernels.png"
+    result = invoke(
+        *(*KERNELS, "--op", "swiglu,rope", "--head-dim", "8", "--implementations", "ours,eager,liger"),
+        *("--plot", str(picture), "--format", "json"),
+    )
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(result.stdout)["tables"]
+    assert [(row["op"], row["implementation"], row["status"]) for row in table["rows"]] == [
+        ("swiglu", "ours", "ok"),
+        ("swiglu", "eager", "ok"),
+        ("swiglu", "liger", "unsupported"),
+        ("rope", "ours", "ok"),
+        ("rope", "eager", "ok"),
+    ]
+    assert [row["head_dim"] for row in table["rows"]] == [None, None, None, 8, 8]
+    assert table["title"].startswith("kernels: tokens 4, width 16, dtype fp32, ")
+    assert any(note.startswith("liger unsupported: ") for note in table["notes"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--op", "softmax"], "--op 'softmax': choose from rms-norm, add-rms-norm, rope, swiglu, weighted-sum"),
+        (["--implementations", "theirs"], "--implementations 'theirs': choose from ours, eager, compiled, quack,"),
+        (["--op", "rope", "--implementations", "liger"], "--implementations liger: --op rope has none of them"),
+        (["--op", "rope", "--head-dim", "6"], "--head-dim 6: must be even and divide the width, 16"),
+        (["--tokens", "0"], "--tokens '0': must be at least 1"),
+        (["--dtype", "fp8"], "--dtype 'fp8': choose from fp32, bf16, fp16"),
+        (["--baseline", "none"], "--baseline 'none': choose from"),
+        (["--plot", "kernels.txt"], "--plot kernels.txt: the file must end in .png, .svg, .pdf"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = invoke(*KERNELS, *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def cell(implementation, milliseconds, status="ok", op="swiglu", **derived):
+    configuration = {"op": op, "implementation": implementation, "tokens": 8, "width": 4, "dtype": "bf16"}
+    if status != "ok":
+        return Cell("kernels", configuration, status, {}, derived, "relative error over 0.016: out by nan")
+    parts = {"forward": milliseconds, "backward": 2 * milliseconds, "end_to_end": 3 * milliseconds}
+    samples = {part: Samples("ms", "triton do_bench", (ms, ms, 9 * ms)) for part, ms in parts.items()}
+    rates = {f"{part}_gbps": 1 / ms for part, ms in parts.items()} | {f"{part}_copy_percent": 50.0 for part in parts}
+    return Cell("kernels", configuration, status, samples, rates | {"copy_gbps": 4000.0} | derived)
+
+
+def test_table_and_picture_of_measured_and_wrong_cells(tmp_path):
+    cells = [
+        cell("ours", 1.0, out_error=1e-3, dgate_error=2e-3),
+        cell("eager", 4.0),
+        cell("liger", 1.0, "wrong", out_error=float("nan"), dgate_error=2e-3),
+        cell("ours", 2.0, op="rope"),
+    ]
+    (table,) = kernel_tables(cells, None, "eager")
+    assert [row.get("end_to_end_speedup") for row in table.rows] == [4.0, 1.0, None, None]
+    assert [row.get("forward_ms") for row in table.rows] == [1.0, 4.0, None, 2.0]
+    assert [row.get("error") for row in table.rows] == ["2.0e-03 (dgate)", None, "nan (out)", None]
+    assert "a copy: 4,000 GB/s read and written" in table.notes
+    assert "liger wrong: relative error over 0.016: out by nan" in table.notes
+    plot_kernels(cells, tmp_path / "kernels.svg")
+    picture = (tmp_path / "kernels.svg").read_text()
+    assert all(f"<!-- {text} -->" in picture for text in ("ours", "eager", "swiglu", "rope", "end-to-end, % of a copy"))
+    assert "liger" not in picture

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.kernels import measurement
+from cs336sys.experiments.kernels.measurement import TOLERANCES, measure_kernel, random_inputs, relative_errors
+from cs336sys.experiments.kernels.operations import OPERATIONS
+from cs336sys.workload import KERNELS, KernelWorkload
+
+CPU = torch.device("cpu")
+
+
+def workload(op, implementation="eager", dtype="fp32", tokens=6, width=24):
+    return KernelWorkload(op, implementation, tokens, width, dtype, 8 if op == "rope" else None, device="cpu")
+
+
+@pytest.fixture
+def known_copy_rate(monkeypatch):
+    monkeypatch.setattr(measurement, "copy_gbps", lambda device: 4.0)
+
+
+def test_every_op_is_there_with_every_implementation():
+    assert {name: tuple(operation.implementations) for name, operation in OPERATIONS.items()} == KERNELS
+
+
+@pytest.mark.parametrize("implementation", ["ours", "eager"])
+@pytest.mark.parametrize("op", KERNELS)
+def test_implementations_agree_with_the_reference(op, implementation):
+    shape, operation = workload(op, implementation), OPERATIONS[op]
+    function = operation.implementations[implementation](shape)
+    errors = relative_errors(function, operation, shape, CPU)
+    assert set(errors) >= {"out"} | {f"d{name}" for name in random_inputs(operation, shape, CPU)}
+    assert max(errors.values()) < TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("broken", ["out", "sum", "dx", "dweight", "dresidual"])
+def test_an_error_shows_up_under_its_own_name(broken):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            return tuple(tensor.clone() for tensor in inputs)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            names = ("x", "weight", "residual")
+            return tuple(1.5 * g if f"d{name}" == broken else g for name, g in zip(names, grads, strict=True))
+
+    operation, shape = OPERATIONS["add-rms-norm"], workload("add-rms-norm")
+    eager = operation.implementations["eager"](shape)
+
+    def function(x, weight, residual):
+        outputs = zip(("out", "sum"), eager(*Broken.apply(x, weight, residual)), strict=True)
+        return tuple(out + out.detach() if name == broken else out for name, out in outputs)
+
+    errors = relative_errors(function, operation, shape, CPU)
+    assert {name for name, error in errors.items() if error > 0.4} == {broken}
+
+
+@pytest.mark.parametrize(
+    ("op", "forward", "backward"),
+    [("rms-norm", 2, 3), ("add-rms-norm", 4, 4), ("rope", 2, 2), ("swiglu", 3, 5), ("weighted-sum", 1, 2)],
+)
+def test_rates_are_of_the_tensors_that_must_be_moved(op, forward, backward, known_copy_rate):
+    configuration = workload(op).configuration() | {"warmup_ms": 0, "repetition_ms": 1}
+    outcome = measure_kernel(configuration, lambda stage: None)
+    assert outcome.status == "ok"
+    for part, tensors in {"forward": forward, "backward": backward, "end_to_end": forward + backward}.items():
+        gbps = tensors * 6 * 24 * 4 / outcome.samples[part].median / 1e6
+        assert outcome.derived[f"{part}_gbps"] == pytest.approx(gbps)
+        assert outcome.derived[f"{part}_copy_percent"] == pytest.approx(25 * gbps)
+    assert outcome.derived["over_inputs_gib"] is None
+
+
+def test_wrong_implementation_gets_no_time(monkeypatch):
+    def wrong(workload):
+        return lambda gate, up: gate * up * torch.nan
+
+    monkeypatch.setitem(OPERATIONS["swiglu"].implementations, "ours", wrong)
+    outcome = measure_kernel(workload("swiglu", "ours").configuration(), lambda stage: None)
+    assert (outcome.status, outcome.samples) == ("wrong", {})
+    assert outcome.reason.startswith("relative error over 1e-05: out by nan, dgate by nan")
+
+
+@pytest.mark.parametrize("implementation", ["quack", "liger"])
+def test_a_package_that_is_not_installed_is_named(implementation, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CapabilityError, match=rf"'{implementation}\w*' needs the package {implementation}-kernel"):
+        measure_kernel(workload("rms-norm", implementation).configuration(), lambda stage: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS)
+def test_gpu_cell_knows_its_memory_and_its_share_of_the_copy_rate(op):
+    shape = KernelWorkload(op, "ours", 4096, 4096, "bf16", 64 if op == "rope" else None, repetition_ms=20)
+    outcome = measure_kernel(shape.configuration(), lambda stage: None)
+    assert outcome.status == "ok", outcome.reason
+    assert 10 < outcome.derived["end_to_end_copy_percent"] < 110
+    assert 0 < outcome.derived["over_inputs_gib"] < 6 * 4096 * 4096 * 2 / 2**30
