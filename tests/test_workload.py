@@ -8,6 +8,7 @@ from cs336sys.results import read_results
 from cs336sys.workload import (
     AttentionWorkload,
     CollectiveWorkload,
+    KernelWorkload,
     MemoryWorkload,
     ParallelWorkload,
     ProfileWorkload,
@@ -25,6 +26,7 @@ KINDS = {
     "allreduce": CollectiveWorkload,
     "flash": AttentionWorkload,
     "attn": AttentionWorkload,
+    "kernels": KernelWorkload,
 }
 
 # What a sweep adds to a workload's own configuration.

@@ -17,7 +17,8 @@ from cs336sys.commands.options import (
     one_of,
     split_list,
 )
-from cs336sys.commands.sweep import CellTimeoutOption, ResumeOption, run_sweep
+from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
@@ -49,7 +50,7 @@ def kernels(
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     save: SaveOption = None,
-    resume: ResumeOption = False,
+    resume: ResumeOptions = ResumeOptions(),
     cell_timeout: CellTimeoutOption = None,
     format: FormatOption = None,
     output: OutputOption = None,
@@ -80,14 +81,16 @@ def kernels(
         KernelWorkload(
             name,
             implementation,
-            *shape,
+            count,
+            length,
+            precision,
             head_dim if name == "rope" else None,
             device,
             seed,
             warmup_ms,
             repetition_ms,
         ).configuration()
-        for name, *shape in product(ops, token_counts, widths, dtypes)
+        for name, count, length, precision in product(ops, token_counts, widths, dtypes)
         for implementation in chosen
         if implementation in KERNELS[name]
     ]

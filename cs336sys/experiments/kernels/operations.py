@@ -1,9 +1,11 @@
 """The ops of ``kernels``: an entry each says what goes in, what is right, who computes it, and what it has to move."""
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,16 +58,15 @@ def _plain(ours: Function, reference: Function, **others: Callable[[], Function]
     return {name: lambda workload, make=make: make() for name, make in (makers | others).items()}
 
 
-def _need(package: str, distribution: str) -> None:
+def _installed(module: str, distribution: str) -> Any:
+    package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise CapabilityError(f"implementation '{package}' needs the package {distribution}, which is not installed")
+    return importlib.import_module(module)
 
 
 def _quack_rms_norm() -> Function:
-    _need("quack", "quack-kernels")
-    from quack.rmsnorm import rmsnorm
-
-    return functools.partial(rmsnorm, eps=EPS)
+    return functools.partial(_installed("quack.rmsnorm", "quack-kernels").rmsnorm, eps=EPS)
 
 
 def _quack_add_rms_norm() -> Function:
@@ -73,18 +74,14 @@ def _quack_add_rms_norm() -> Function:
 
 
 def _liger_rms_norm() -> Function:
-    _need("liger_kernel", "liger-kernel")
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
+    function = _installed("liger_kernel.ops.rms_norm", "liger-kernel").LigerRMSNormFunction
     # Not in place: the gradient that comes in is used by every repetition.
-    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 
 def _liger_swiglu() -> Function:
-    _need("liger_kernel", "liger-kernel")
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+    function = _installed("liger_kernel.ops.swiglu", "liger-kernel").LigerSiLUMulFunction
+    return lambda gate, up: function.apply(gate, up)
 
 
 def _on_heads(workload: KernelWorkload, rotate: Function) -> Function:
