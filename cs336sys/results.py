@@ -174,9 +174,14 @@ def _with_numbers(value: Any) -> Any:
     return [_with_numbers(item) for item in value] if isinstance(value, list) else value
 
 
+# Settings that files saved earlier do not name, with the value that they had then.
+LATER_SETTINGS: dict[str, Any] = {"cuda_graph": "off"}
+
+
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
-    """Canonical text of a configuration: equal for equal settings, whatever their order."""
-    return json_text({name: value for name, value in configuration.items() if name not in ignore}, sort_keys=True)
+    """Canonical text of a configuration: equal for equal settings, whatever their order, in earlier files, too."""
+    settings = {**LATER_SETTINGS, **configuration}
+    return json_text({name: value for name, value in settings.items() if name not in ignore}, sort_keys=True)
 
 
 class ResultsFile:

@@ -23,11 +23,12 @@ PHASES_OF_MODE = {
 MODES = tuple(PHASES_OF_MODE)
 COMPILE_MODES = ("off", "block", "model")
 OPTIMIZERS = ("course", "fused")
+CUDA_GRAPH = ("off", "on")
 DEVICES = ("auto", "cuda", "cpu")
 SYNCHRONIZE = ("step", "none")
 
 # What ``bench`` compares: one model trained in different ways.
-COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer")
+COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph")
 
 # A size's fields in a configuration, which calls its name "size"; its own default precision decides nothing.
 _SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("name", "precision"))
@@ -75,6 +76,7 @@ _CHOICES = {
     "compile": COMPILE_MODES,
     "attention": ATTENTION,
     "optimizer": OPTIMIZERS,
+    "cuda_graph": CUDA_GRAPH,
     "device": DEVICES,
     "synchronize": SYNCHRONIZE,
 }
@@ -91,6 +93,7 @@ class Workload(Configured):
             compiles the whole model and the loss.
         attention: which implementation takes the place of the model's ``scaled_dot_product_attention``.
         optimizer: ``course`` is ``cs336_basics.optimizer.AdamW``, ``fused`` torch's fused AdamW.
+        cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
     """
@@ -101,6 +104,7 @@ class Workload(Configured):
     compile: str = "off"
     attention: str = "reference"
     optimizer: str = "course"
+    cuda_graph: str = "off"
     device: str = "auto"
     tf32: bool = False
     synchronize: str = "step"
@@ -141,7 +145,8 @@ class Workload(Configured):
         size = self.size
         parts = [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
-        return "-".join([*parts, self.optimizer, f"w{self.warmup}"]).replace("/", "x")
+        parts += [self.optimizer, *(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
+        return "-".join(parts).replace("/", "x")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
     {"", "errors", "processes", "sizes", "workload", "results", "accounting"},
-    {"kernels", "parallel", "measure"},
+    {"kernels", "parallel", "measure", "cuda_graphs"},
     {"experiments"},
     {"report"},
     {"commands"},
@@ -32,7 +32,7 @@ RESERVED = {
 # Rooms whose modules and folders do not import each other, but for what they share.
 SHARED_AMONG_SIBLINGS = {
     "commands": {f"commands.{name}" for name in ("lazy", "options", "ranks", "resuming", "sweep", "training_options")},
-    "experiments": {"experiments.training"},
+    "experiments": {"experiments.training", "experiments.weight_check"},
 }
 
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 
@@ -19,7 +20,7 @@ class AdamW(torch.optim.Optimizer):
         p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
     which is what ``torch.optim.AdamW`` computes. Everything is updated in place; one temporary of a parameter's size is
-    alive at a time. The state of a parameter is ``t``, an int, and ``m`` and ``v``, of its shape and dtype.
+    alive at a time. The state of a parameter is ``t``, and ``m`` and ``v``, of its shape and dtype.
 
     Args:
         params: parameters, or dicts with ``params`` and their own values of the settings below.
@@ -27,6 +28,8 @@ class AdamW(torch.optim.Optimizer):
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the root of the second moment, at least 0.
         weight_decay: at least 0.
+        capturable: as of ``torch.optim.AdamW``: count steps on the parameter's device, so that a CUDA graph of a step
+            counts, too. ``t`` is then a tensor (), float64, otherwise an int.
 
     Raises:
         ValueError: a setting is out of range.
@@ -39,8 +42,11 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        *,
+        capturable: bool = False,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(params, settings)
 
     def add_param_group(self, param_group: dict) -> None:
         settings = {**self.defaults, **param_group}
@@ -66,26 +72,69 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.layout != torch.strided:
+            params = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            for p, grad in params:
+                if grad.layout != torch.strided:
                     raise RuntimeError("AdamW takes no sparse gradients: make them dense or use torch.optim.SparseAdam")
-                state = self.state[p]
-                if not state:
-                    state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["t"] += 1
-                t, m, v = state["t"], state["m"], state["v"]
-
-                p.mul_(1 - lr * group["weight_decay"])
-                m.lerp_(p.grad, 1 - beta1)
-                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                # Numerator and denominator of the update are both multiplied by sqrt(1 - beta2^t), so that the
-                # corrections are numbers instead of two more passes over memory (Kingma & Ba, end of section 2).
-                root = math.sqrt(1 - beta2**t)
-                p.addcdiv_(m, v.sqrt().add_(eps * root), value=-lr * root / (1 - beta1**t))
+                if not self.state[p]:
+                    t = _count(0, p, group["capturable"])
+                    self.state[p].update(t=t, m=torch.zeros_like(p), v=torch.zeros_like(p))
+            update = self._update_counted_on_device if group["capturable"] else self._update
+            update(group, params)
         return loss
+
+    def _update(self, group: dict[str, Any], params: list[tuple[Tensor, Tensor]]) -> None:
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        for p, grad in params:
+            state = self.state[p]
+            state["t"] += 1
+            t, m, v = state["t"], state["m"], state["v"]
+
+            p.mul_(1 - lr * group["weight_decay"])
+            m.lerp_(grad, 1 - beta1)
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            # Numerator and denominator of the update are both multiplied by sqrt(1 - beta2^t), so that the
+            # corrections are numbers instead of two more passes over memory (Kingma & Ba, end of section 2).
+            root = math.sqrt(1 - beta2**t)
+            p.addcdiv_(m, v.sqrt().add_(eps * root), value=-lr * root / (1 - beta1**t))
+
+    def _update_counted_on_device(self, group: dict[str, Any], params: list[tuple[Tensor, Tensor]]) -> None:
+        """As :meth:`_update`; the numbers that depend on ``t`` are tensors (), made for all parameters at once."""
+        if not params:
+            return
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        counts = [self.state[p]["t"] for p, _ in params]
+        torch._foreach_add_(counts, 1)
+        roots = torch._foreach_pow(beta2, counts)
+        torch._foreach_neg_(roots)
+        torch._foreach_add_(roots, 1)
+        torch._foreach_sqrt_(roots)
+        # -lr * root / (1 - beta1^t), and one over it, because addcdiv_ takes no tensor for its factor.
+        divisors = torch._foreach_pow(beta1, counts)
+        torch._foreach_sub_(divisors, 1)
+        torch._foreach_div_(divisors, roots)
+        torch._foreach_div_(divisors, lr)
+        torch._foreach_mul_(roots, eps)
+        for (p, grad), eps_root, divisor in zip(params, roots, divisors, strict=True):
+            m, v = self.state[p]["m"], self.state[p]["v"]
+            p.mul_(1 - lr * group["weight_decay"])
+            m.lerp_(grad, 1 - beta1)
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            p.addcdiv_(m, v.sqrt().add_(eps_root).mul_(divisor))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; steps are counted on exactly, whichever ``capturable`` the state was saved with."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [(p, group) for group in self.param_groups for p in group["params"]]
+        for index, (p, group) in zip(saved, own, strict=True):
+            if "t" in state_dict["state"].get(index, {}):
+                # The base class may have made it a tensor of the parameter's dtype: bf16 cannot count to 1000.
+                self.state[p]["t"] = _count(int(state_dict["state"][index]["t"]), p, group["capturable"])
+
+
+def _count(t: int, p: Tensor, capturable: bool) -> int | Tensor:
+    return torch.full((), t, dtype=torch.float64, device=p.device) if capturable else t
 
 
 def get_cosine_lr(

@@ -21,6 +21,8 @@ from cs336sys.errors import UsageError
 from cs336sys.results import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
 
+_COMPARED = tuple(setting.replace("_", "-") for setting in COMPARED_SETTINGS)
+
 
 def bench(
     model: options.ModelOptions = options.ModelOptions(["small"]),
@@ -32,7 +34,7 @@ def bench(
     interleave: Annotated[
         str | None,
         typer.Option(
-            help=f"Take the steps of this setting's values in turn: {', '.join(COMPARED_SETTINGS)}.", show_default=False
+            help=f"Take the steps of this setting's values in turn: {', '.join(_COMPARED)}.", show_default=False
         ),
     ] = None,
     percentiles: Annotated[
@@ -67,7 +69,7 @@ def bench(
         configurations = [workload.configuration() for workload in workloads]
     else:
         measure = "cs336sys.experiments.interleaved_training:measure_interleaved"
-        configurations = _interleaved(workloads, interleave)
+        configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
         emit([bench_plan(workloads, notes=plan_notes)], format=format, output=output)
@@ -90,13 +92,13 @@ def bench(
     sweep.exit()
 
 
-def _interleaved(workloads: Sequence[Workload], setting: str) -> list[dict[str, Any]]:
+def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:
     """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side.
 
     Raises:
         UsageError: the workloads cannot be compared this way.
     """
-    check_choice(setting, "--interleave", COMPARED_SETTINGS)
+    setting = option.replace("-", "_")
     if len({workload.warmup for workload in workloads}) > 1:
         raise UsageError("--interleave: give --warmup one value; a study of it needs a process for every cell")
     if workloads[0].warmup < 1:
@@ -107,7 +109,7 @@ def _interleaved(workloads: Sequence[Workload], setting: str) -> list[dict[str, 
     for configuration in (workload.configuration() for workload in workloads):
         together.setdefault(configuration_key(configuration, ignore=(setting,)), []).append(configuration)
     if any(len(group) < 2 for group in together.values()):
-        raise UsageError(f"--interleave {setting}: give --{setting} two values or more")
+        raise UsageError(f"--interleave {option}: give --{option} two values or more")
     return [
         one | {"interleave": setting, "interleaved": ",".join(other[setting] for other in group)}
         for group in together.values()

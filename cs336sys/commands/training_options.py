@@ -14,7 +14,7 @@ import typer
 from cs336sys.commands.options import at_least, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
-from cs336sys.workload import ATTENTION, COMPILE_MODES, DEVICES, MODES, OPTIMIZERS, Workload
+from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MODES, OPTIMIZERS, Workload
 
 _OWN = "Default: the size's own."
 
@@ -29,6 +29,9 @@ CompileOption = Annotated[
     list[str], typer.Option(help="off; block: one block, reused by all, and the loss; model: the whole model.")
 ]
 OptimizerOption = Annotated[list[str], typer.Option(help="course: AdamW of cs336_basics; fused: torch's fused AdamW.")]
+CudaGraphOption = Annotated[
+    list[str], typer.Option("--cuda-graph", help="on: capture each phase of the step in a CUDA graph, and replay it.")
+]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.")]
 SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU after every step; none: only at the end.")]
@@ -113,6 +116,7 @@ class ImplementationOptions:
         default_factory=lambda: ["reference"]
     )
     optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
+    cuda_graph: CudaGraphOption = field(default_factory=lambda: ["off"])
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ def expand_workloads(
         split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
         split_list(implementation.attention, "--attention", one_of(ATTENTION)),
         split_list(implementation.optimizer, "--optimizer", one_of(OPTIMIZERS)),
+        split_list(implementation.cuda_graph, "--cuda-graph", one_of(CUDA_GRAPH)),
         split_list(steps.warmup, "--warmup", at_least(0)),
     )
     return [
@@ -168,9 +173,10 @@ def expand_workloads(
             compile,
             attention,
             optimizer,
+            cuda_graph,
             warmup=warmup,
             steps=steps.steps,
             **asdict(run),
         )
-        for size, (chosen, compile, attention, optimizer, warmup) in product(sizes, choices)
+        for size, (chosen, compile, attention, optimizer, cuda_graph, warmup) in product(sizes, choices)
     ]

@@ -4,6 +4,7 @@ A launch-bound step is as fast as the core that its thread runs on. On a shared 
 and stays the same for a dozen steps; when steps are taken in turn, every workload gets its share of the slow ones.
 """
 
+import functools
 import gc
 import time
 from collections.abc import Mapping
@@ -12,7 +13,14 @@ from typing import Any
 
 import torch
 
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_outcome, use_attention
+from cs336sys.experiments.training import (
+    TrainStep,
+    check_replays,
+    set_matmul_precision,
+    training_outcome,
+    use_attention,
+)
+from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
@@ -55,6 +63,7 @@ class _Warm:
 
     step: TrainStep
     timer: StepTimer
+    checked: Difference | None
     build_s: float
     peak_gib: float | None
 
@@ -70,16 +79,24 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     set_matmul_precision(first)
     held_at_first = held_memory_gib(device)
     warm: dict[str, _Warm] = {}
+    outcomes: dict[str, Outcome] = {}
+    differences: dict[str, Difference | None] = {}
     for name, workload in workloads.items():
+        # Alone: for a check the model is built twice.
+        differences[name], wrong = check_replays(workload, device, functools.partial(_tell, progress, name))
+        if wrong is not None:
+            outcomes[name] = wrong
+    for name, workload in workloads.items():
+        if name in outcomes:
+            continue
         stage = f"{name}, {len(warm)} beside it" if warm else name
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
-        warm[name] = _warm_up(workload, device, others_gib, stage, progress)
+        warm[name] = _warm_up(workload, device, others_gib, stage, differences[name], progress)
     for number in range(first.steps):
         progress(f"step {number + 1}/{first.steps} of each")
         for one in warm.values():
             one.run()
-    outcomes = {}
     for name, measured in warm.items():
         samples = measured.timer.samples(first.warmup)
         busy_ms = None
@@ -88,20 +105,40 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             use_attention(measured.step.workload.attention)
             busy_ms = gpu_busy_ms(measured.step)
         outcomes[name] = training_outcome(
-            measured.step, samples, build_s=measured.build_s, peak_gib=measured.peak_gib, busy_ms=busy_ms
+            measured.step,
+            samples,
+            measured.checked,
+            build_s=measured.build_s,
+            peak_gib=measured.peak_gib,
+            busy_ms=busy_ms,
         )
     return outcomes
 
 
-def _warm_up(workload: Workload, device: torch.device, others_gib: float, stage: str, progress: Progress) -> _Warm:
+def _tell(progress: Progress, name: str, stage: str) -> None:
+    progress(f"{name}: {stage}")
+
+
+def _warm_up(
+    workload: Workload,
+    device: torch.device,
+    others_gib: float,
+    stage: str,
+    checked: Difference | None,
+    progress: Progress,
+) -> _Warm:
     progress(f"{stage}: building the model")
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
     reset_peak_memory(device)
+    if workload.cuda_graph == "on":
+        progress(f"{stage}: capturing")
+        step.capture()
+        build_s = time.perf_counter() - started
     timer = StepTimer(step.phases, device)
     for number in range(workload.warmup):
         progress(f"{stage}: warm-up {number + 1}/{workload.warmup}")
         timer.run()
     peak_gib = peak_memory_gib(device)
-    return _Warm(step, timer, build_s, None if peak_gib is None else peak_gib - others_gib)
+    return _Warm(step, timer, checked, build_s, None if peak_gib is None else peak_gib - others_gib)

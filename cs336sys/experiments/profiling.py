@@ -99,6 +99,7 @@ def _time_without_profiler(workload: Workload, device: torch.device, progress: P
     set_matmul_precision(workload)
     progress("building the model")
     step = TrainStep(workload, device)
+    step.capture(with_loss=True)
     samples = time_phases(
         step.phases_with_loss,
         warmup=workload.warmup,
@@ -141,6 +142,7 @@ def _run_annotated(
     step = TrainStep(workload, device)
     progress("warm-up")
     with phase(WARM_UP, marks, device):
+        step.capture(with_loss=True)
         for _ in range(workload.warmup):
             step()
     progress("profiling")

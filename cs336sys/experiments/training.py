@@ -1,9 +1,14 @@
 """Builds a model, a batch and a training step with named phases, and measures one benchmark cell."""
 
 import contextlib
+import functools
+import gc
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import cs336_basics.model
@@ -15,8 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder, require_graphs
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, STEPS, Difference, difference, tolerance
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -115,15 +123,38 @@ OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
 }
 
 
-def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer_class, settings = OPTIMIZER_CLASSES[name]
-    return optimizer_class(model.parameters(), **settings)
+def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The workload's class of optimizer and its settings, by which it can be in a CUDA graph if the step is to be.
+
+    Raises:
+        CapabilityError: it cannot: a graph would repeat the bias correction of one step for ever.
+    """
+    optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
+    if workload.cuda_graph == "off":
+        return optimizer_class, settings
+    if "capturable" not in inspect.signature(optimizer_class).parameters:
+        raise CapabilityError(
+            f"optimizer '{workload.optimizer}': this {optimizer_class.__module__}.{optimizer_class.__name__} counts "
+            "its steps on the CPU, so a CUDA graph would repeat one step's bias correction for ever; choose fused, or "
+            "give it the argument capturable, as torch's has"
+        )
+    return optimizer_class, {**settings, "capturable": True}
 
 
-def random_batch(workload: Workload, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and next-token targets of the workload's seed, each (batch_size, context), int64."""
+def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """The workload's optimizer of a model; ``settings`` beyond those of the workload's choice."""
+    optimizer_class, own = choose_optimizer(workload)
+    return optimizer_class(model.parameters(), **{**own, **settings})
+
+
+def random_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids and next-token targets of the workload's seed, each (batch_size, context), int64.
+
+    Args:
+        number: 0 is the batch that is timed; others are different ones.
+    """
     size = workload.size
-    seeded = torch.Generator(device).manual_seed(workload.seed)
+    seeded = torch.Generator(device).manual_seed(workload.seed + number)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -140,7 +171,11 @@ class TrainStep:
         phases: the phases of the workload's mode in order; calling them all is one step.
         phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own.
         loss: what the last forward pass returned.
+        warmup_of_capture: steps that :meth:`capture` runs before it captures.
+        graphs: the step in CUDA graphs, once :meth:`capture` has been called.
     """
+
+    warmup_of_capture = WARM_UP_STEPS
 
     def __init__(
         self,
@@ -157,10 +192,11 @@ class TrainStep:
         self.workload = workload
         self.device = device
         self.model = build_model(workload, device) if model is None else model
-        self.inputs, self.targets = (tokens[share] for tokens in random_batch(workload, device))
+        self._share = share
+        self.inputs, self.targets = self._batch = self._share_of_batch(0)
         self.optimizer = optimizer
         if optimizer is None and workload.mode == "train":
-            self.optimizer = build_optimizer(workload.optimizer, self.model)
+            self.optimizer = build_optimizer(workload, self.model)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
@@ -169,15 +205,82 @@ class TrainStep:
         if workload.compile != "off":
             self._loss_function = torch.compile(cross_entropy, dynamic=False)
         self.loss: Tensor | None = None
+        self.graphs: GraphedStep | None = None
         self._logits: Tensor | None = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
         self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss}
         self.phases_with_loss |= {name: run for name, run in self.phases.items() if name != "forward"}
+        self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
     def __call__(self) -> None:
         for phase in self.phases.values():
             phase()
+
+    def use_batch(self, number: int) -> None:
+        """Train on another batch of the workload from now on, see :func:`random_batch`."""
+        self._batch = self._share_of_batch(number)
+        if self.graphs is None:
+            self.inputs, self.targets = self._batch
+
+    def _share_of_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = random_batch(self.workload, self.device, number)
+        return inputs[self._share], targets[self._share]
+
+    def capture(
+        self,
+        *,
+        with_loss: bool = False,
+        around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Replace the phases by CUDA graphs, where the workload says so, after some steps of warm-up that train.
+
+        The first phase copies the batch to where the graphs read it, as training does with every new one.
+
+        Args:
+            with_loss: make the loss a graph of its own.
+            around: entered around the capture of each phase.
+            recorder: as of :class:`~cs336sys.cuda_graphs.GraphedStep`.
+
+        Raises:
+            CapabilityError: this step cannot be captured, see there.
+        """
+        if self.workload.cuda_graph == "off":
+            return
+        if self.scaler.is_enabled() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            raise CapabilityError(
+                f"{type(self.optimizer).__name__} with fp16: the CPU looks at the gradients in every step to decide "
+                "whether to skip it, which a CUDA graph cannot; choose fused, whose kernel decides, or bf16"
+            )
+        self.release_graphs()
+        self.graphs = GraphedStep(
+            self._launched_with_loss if with_loss else self._launched,
+            (self.inputs, self.targets),
+            optimizers=[] if self.optimizer is None else [self.optimizer],
+            warmup=self.warmup_of_capture,
+            around=around,
+            recorder=recorder,
+        )
+        assert self.loss is not None, "the forward pass has set it"
+        self.loss = self.loss.detach()
+        self._batch = self.inputs.clone(), self.targets.clone()
+        phases = dict(self.graphs.phases)
+        first, replay = next(iter(phases.items()))
+        phases[first] = functools.partial(self._replay_on_batch, replay)
+        self.phases = self.phases_with_loss = phases
+
+    def release_graphs(self) -> None:
+        """Launch the phases again, and free what the graphs and the last step hold."""
+        self.phases, self.phases_with_loss = self._launched, self._launched_with_loss
+        self.inputs, self.targets = self._batch
+        # What is left of the last step's autograd graph is bound to the stream that it was launched on.
+        self.loss = self.graphs = None
+
+    def _replay_on_batch(self, replay: Callable[[], None]) -> None:
+        assert self.graphs is not None
+        self.graphs.load(*self._batch)
+        replay()
 
     def forward(self) -> None:
         """Logits and loss; without gradients in mode ``forward``."""
@@ -232,6 +335,84 @@ def set_matmul_precision(workload: Workload) -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 
+def check_replays(
+    workload: Workload, device: torch.device, progress: Progress
+) -> tuple[Difference | None, Outcome | None]:
+    """Train with CUDA graphs and by launching, on the same batches, and compare weights and losses.
+
+    Returns:
+        how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
+        without graphs.
+
+    Raises:
+        CapabilityError: the step cannot be captured.
+    """
+    if workload.cuda_graph == "off":
+        return None, None
+    require_graphs(device)
+    progress("checking replays: launched steps")
+    expected = _trained_for_check(replace(workload, cuda_graph="off"), device)
+    # In host memory, so that a step is checked that fills the GPU.
+    expected = {name: value.cpu() for name, value in expected.items()}
+    _free_memory(device)
+    progress("checking replays: replayed steps")
+    found = _trained_for_check(workload, device)
+    _free_memory(device)
+    start: dict[str, Tensor] = dict(build_model(workload, device).named_parameters())
+    start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
+    checked = difference(start, expected, found, workload.size.num_layers)
+    del found, start
+    _free_memory(device)
+    if checked.relative <= tolerance(workload):
+        return checked, None
+    reason = (
+        f"replayed: after {STEPS} steps {checked.parameter} is off by {100 * checked.relative:.3g} % of how far "
+        f"launched steps move it, more than rounding explains ({100 * tolerance(workload):g} %)"
+    )
+    return checked, Outcome("wrong", derived=_difference_columns(checked), reason=reason)
+
+
+def _difference_columns(checked: Difference) -> dict[str, float]:
+    return {"largest_difference": checked.largest, "relative_difference_percent": 100 * checked.relative}
+
+
+def _trained_for_check(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+    """The weights after :func:`train_for_check`, and the losses of its steps."""
+    model = build_model(workload, device)
+    optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS) if workload.mode == "train" else None
+    step = TrainStep(workload, device, model=model, optimizer=optimizer)
+    losses = train_for_check(step, step.warmup_of_capture)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights
+
+
+def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:
+    """Run some steps, each on a batch of its own, after ``warmup`` on the first batch; the losses, () each.
+
+    A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
+    """
+    if step.workload.cuda_graph == "on":
+        assert step.warmup_of_capture == warmup, "the weights could not be compared"
+        step.capture()
+    else:
+        for _ in range(warmup):
+            step()
+    losses = []
+    for number in range(1, STEPS + 1):
+        step.use_batch(number)
+        step()
+        assert step.loss is not None
+        # Replays overwrite it.
+        losses.append(step.loss.detach().clone())
+    return losses
+
+
+def _free_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure one cell of ``bench``: runs in the worker process.
 
@@ -240,11 +421,18 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     workload = Workload.from_configuration(configuration)
     device = choose_device(workload.device)
     set_matmul_precision(workload)
+    checked, wrong = check_replays(workload, device, progress)
+    if wrong is not None:
+        return wrong
     progress("building the model")
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
     reset_peak_memory(device)
+    if workload.cuda_graph == "on":
+        progress("capturing")
+        step.capture()
+        build_s = time.perf_counter() - started
     samples = time_phases(
         step.phases,
         warmup=workload.warmup,
@@ -258,12 +446,13 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     if device.type == "cuda":
         progress("profiling one step")
         busy_ms = gpu_busy_ms(step)
-    return training_outcome(step, samples, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms)
+    return training_outcome(step, samples, checked, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms)
 
 
 def training_outcome(
     step: TrainStep,
     samples: Mapping[str, Samples],
+    checked: Difference | None,
     *,
     build_s: float,
     peak_gib: float | None,
@@ -281,4 +470,9 @@ def training_outcome(
         **workload.rates(samples["step"], peak),
         "gpu_busy_ms": busy_ms,
     }
+    if step.graphs is not None:
+        derived["capture_s"] = step.graphs.capture_s
+        derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
+    if checked is not None:
+        derived |= _difference_columns(checked)
     return Outcome("ok", dict(samples), derived)

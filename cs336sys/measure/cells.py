@@ -1,7 +1,8 @@
 """Measures the cells of a sweep in a worker process, so that no cell can end the sweep or keep memory from the next.
 
 The worker imports torch; its parent need not, and never creates a CUDA context of its own. It is replaced after a cell
-that ran out of memory, crashed or timed out, because memory stays held by tracebacks and by the allocator's cache.
+that ran out of memory, crashed or timed out, because memory stays held by tracebacks and by the allocator's cache, and
+after one that could not be captured in a CUDA graph, because parts of torch may still be capturing.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError, CaptureError, UsageError
 from cs336sys.processes import cause_of_death, ctrl_c_ignored, imported, run_worker
 from cs336sys.results import Run, Samples, Status
 
@@ -37,6 +38,7 @@ class Outcome:
 
     Attributes:
         refused: the cell failed before anything was run: the process that measures can go on.
+        spoilt: the process that measures cannot go on, whatever the status.
     """
 
     status: Status
@@ -44,10 +46,11 @@ class Outcome:
     derived: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
     refused: bool = False
+    spoilt: bool = False
 
     @property
     def leaves_worker_sound(self) -> bool:
-        return self.refused or self.status in ("ok", "unsupported", "wrong")
+        return not self.spoilt and (self.refused or self.status in ("ok", "unsupported", "wrong"))
 
 
 # Called in the worker with a cell's configuration; reports what it is doing through the second argument.
@@ -196,7 +199,7 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
     try:
         return measure_cell(configuration, progress)
     except (CapabilityError, UsageError) as error:
-        return Outcome("unsupported", reason=str(error))
+        return Outcome("unsupported", reason=str(error), spoilt=isinstance(error, CaptureError))
     except Exception as error:
         if _is_out_of_memory(error):
             return Outcome("oom", reason=f"out of memory at {stage}: {_first_sentences(error)}")

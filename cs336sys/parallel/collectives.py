@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_group,
 )
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import CapabilityError, UsageError
 
 # torch 2.11 has only the names on the right; torch 2.13 warns that they are deprecated.
 # (output of W * n elements, input of n elements, async_op=False): every rank gets all ranks' inputs, in rank order.
@@ -288,10 +288,24 @@ class Broadcasts(_Launched):
 
 
 class AnyRank:
-    """Which of some facts hold on at least one rank: an all-reduce with one element for each, started here."""
+    """Which of some facts hold on at least one rank: an all-reduce with one element for each, started here.
+
+    In a CUDA graph nothing is asked: what is captured is the same in every replay, and so are the facts.
+
+    Raises:
+        CapabilityError: a CUDA graph is being captured, and a fact does not hold here.
+    """
 
     def __init__(self, facts: Sequence[bool], device: torch.device):
         self._facts = list(facts)
+        self._work = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not all(self._facts):
+                raise CapabilityError(
+                    "a parameter without a gradient on this rank: whether others have one is asked in every step, and "
+                    "a CUDA graph cannot wait for the answer; freeze the parameter or launch the step"
+                )
+            return
         # If all hold here, the answer is known: nothing is copied to a GPU, and wait() reads nothing back.
         if all(self._facts):
             self._anywhere = torch.ones(len(self._facts), dtype=torch.uint8, device=device)
@@ -301,7 +315,8 @@ class AnyRank:
 
     def wait(self) -> list[bool]:
         """The answer. If a fact does not hold on this rank, this blocks until a GPU has the answer."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 

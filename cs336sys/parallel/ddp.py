@@ -59,9 +59,10 @@ class _Replicated(nn.Module):
 
     Attributes:
         module: the wrapped module.
+        overlaps: whether all-reduces are launched during the backward pass.
     """
 
-    _overlap: bool
+    overlaps: bool
     _bucket_type: type[GradientBucket] = GradientBucket
     # Most bytes in a bucket: 0 gives each parameter a bucket of its own, None sets no limit.
     _cap_bytes: float | None = 0.0
@@ -165,19 +166,19 @@ class _Replicated(nn.Module):
             self._bucket_type(parameters, self._gradient_dtype)
             for parameters in divide_into_buckets(trained, self._cap_bytes)
         ]
-        self._synchronizer = GradientSynchronizer(buckets, self._overlap)
+        self._synchronizer = GradientSynchronizer(buckets, self.overlaps)
 
 
 class NaiveDDP(_Replicated):
     """All-reduces each gradient by itself after the backward pass. For arguments and errors see the base class."""
 
-    _overlap = False
+    overlaps = False
 
 
 class FlatDDP(_Replicated):
     """All-reduces all gradients as one tensor (one for each dtype and device) after the backward pass."""
 
-    _overlap = False
+    overlaps = False
     _bucket_type = FlatBucket
     _cap_bytes = None
 
@@ -185,13 +186,13 @@ class FlatDDP(_Replicated):
 class OverlappedDDP(_Replicated):
     """All-reduces each gradient by itself while the backward pass computes the next ones."""
 
-    _overlap = True
+    overlaps = True
 
 
 class BucketedDDP(_Replicated):
     """All-reduces gradients in buckets while the backward pass computes those of the next bucket."""
 
-    _overlap = True
+    overlaps = True
 
     def __init__(self, module: nn.Module, bucket_size_mb: float | None, *, gradient_dtype: torch.dtype | None = None):
         """Wrap ``module``; for the other arguments and errors see the base class.

@@ -9,12 +9,25 @@ from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
-from cs336sys.results import Cell, Run, Samples, configuration_key
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    setting_of,
+    shown_settings,
+    title,
+)
+from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples, configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
+
+_CHECKED = (
+    "off launched: after 5 steps on 5 batches, how far the parameter that is farthest off is from where launched steps "
+    "take it, in percent of how far they move it; 0 is bit by bit the same"
+)
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 
@@ -114,22 +127,30 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("peak_gib", "peak", "gib"),
-        Column("status", "status"),
+        *graph_columns(cells),
     ]
+    if any("relative_difference_percent" in cell.derived for cell in cells):
+        columns.append(Column("relative_difference_percent", "off launched", "percent"))
+    columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
     notes = method_notes(cells)
+    if any("capture_s" in cell.derived for cell in cells):
+        notes = (*notes, _CHECKED)
     if any("rounds" in cell.configuration for cell in cells):
         notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
     for setting, values in sorted(_interleaved(cells)):
-        notes = (*notes, f"interleaved: a step of each {setting} of {values} in turn, all held in memory")
+        notes = (
+            *notes,
+            f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} in turn, all held in memory",
+        )
     return Table("bench", heading, tuple(columns), rows, notes=notes)
 
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     workload = Workload.from_configuration(cell.configuration)
-    row = dict(cell.configuration) | {"parameters": count_parameters(workload.size), "status": cell.status}
+    row = LATER_SETTINGS | cell.configuration | {"parameters": count_parameters(workload.size), "status": cell.status}
     if cell.status != "ok":
-        return row
+        return row | cell.derived
     step = cell.samples["step"]
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     row |= {f"step_ms_p{percent:g}": step.percentile(percent) for percent in percentiles}
@@ -145,7 +166,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     """Ratios to the first cell that differs in nothing but the compared settings, or the interleaved one."""
     interleaved = {setting for setting, _ in _interleaved(cells)}
     compared = interleaved or COMPARED_SETTINGS
-    axes = [name for name in compared if name in settings and len({cell.configuration[name] for cell in cells}) > 1]
+    axes = [name for name in compared if name in settings and len({setting_of(cell, name) for cell in cells}) > 1]
     measured = [cell for cell in cells if cell.status == "ok"]
     if not axes or len(measured) < 2:
         return None
@@ -161,7 +182,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
         if baseline is cell or baseline.status != "ok":
             continue
-        row = dict(cell.configuration) | {"over": ", ".join(str(baseline.configuration[name]) for name in axes)}
+        row = dict(cell.configuration) | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
         for name in series:
             if name in cell.samples and name in baseline.samples:
                 row[f"{name}_speedup"] = ratio(baseline.samples[name], cell.samples[name])

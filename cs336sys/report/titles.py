@@ -1,9 +1,10 @@
 """How tables say what was measured: the machine, and the columns for which model was trained and how."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cs336sys.report.tables import Column
-from cs336sys.results import Cell, Run
+from cs336sys.results import LATER_SETTINGS, Cell, Run
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
@@ -17,8 +18,18 @@ SETTING_COLUMNS = {
     "compile": Column("compile", "compile"),
     "attention": Column("attention", "attention"),
     "optimizer": Column("optimizer", "optimizer"),
+    "cuda_graph": Column("cuda_graph", "CUDA graph"),
     "warmup": Column("warmup", "warm-up"),
 }
+
+
+# What a step in CUDA graphs costs.
+_GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
+
+
+def graph_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
+    """The columns of what only steps in CUDA graphs have, where there are any."""
+    return _GRAPH_COLUMNS if any(cell.derived.get("capture_s") is not None for cell in cells) else ()
 
 
 def machine_words(run: Run | None) -> list[str]:
@@ -29,6 +40,11 @@ def machine_words(run: Run | None) -> list[str]:
     return [device, f"torch {run.machine['torch']}"]
 
 
+def setting_of(cell: Cell, name: str) -> Any:
+    """A setting's value, None if the cell has no such setting."""
+    return cell.configuration.get(name, LATER_SETTINGS.get(name))
+
+
 def shown_settings(
     cells: Sequence[Cell], settings: Mapping[str, Column], always: Sequence[str] = ()
 ) -> dict[str, Column]:
@@ -36,7 +52,7 @@ def shown_settings(
     return {
         name: column
         for name, column in settings.items()
-        if name in always or len({cell.configuration.get(name) for cell in cells}) > 1
+        if name in always or len({setting_of(cell, name) for cell in cells}) > 1
     }
 
 

@@ -47,6 +47,33 @@ def test_many_steps_match_torch(settings):
         assert optimizer.state[parameter]["t"] == 50
 
 
+@pytest.mark.parametrize("saved_as", [False, True])
+def test_counting_on_the_device_changes_nothing_and_states_can_be_exchanged(saved_as):
+    ours = make_parameters()
+    theirs = copy.deepcopy(ours)
+    settings = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.3}
+    optimizers = [AdamW(ours, **settings), AdamW(theirs, **settings, capturable=True)]
+    for step in range(20):
+        for optimizer, parameters in zip(optimizers, (ours, theirs), strict=True):
+            set_gradients(parameters, step)
+            optimizer.step()
+    for parameter, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+    counts = [optimizer.state[optimizer.param_groups[0]["params"][0]]["t"] for optimizer in optimizers]
+    assert (counts[0], counts[1].item(), counts[1].dtype, counts[1].shape) == (20, 20, torch.float64, ())
+    # In bf16, the dtype of these parameters, 257 would be 256.
+    halves = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in ours]
+    state = optimizers[saved_as].state_dict()
+    for one in state["state"].values():
+        one["t"] += 237
+    for capturable in (False, True):
+        loaded = AdamW(halves, capturable=capturable)
+        groups = [{**group, "capturable": capturable} for group in state["param_groups"]]
+        loaded.load_state_dict(state | {"param_groups": groups})
+        assert {type(one["t"]) for one in loaded.state.values()} == {torch.Tensor if capturable else int}
+        assert {float(one["t"]) for one in loaded.state.values()} == {257.0}
+
+
 def test_groups_have_their_own_settings_and_follow_a_schedule():
     ours = make_parameters()
     theirs = copy.deepcopy(ours)

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, CaptureError
 from cs336sys.measure.cells import Outcome
 from cs336sys.results import Samples
 
@@ -31,6 +31,8 @@ def measure(configuration, progress):
         time.sleep(600)
     if action == "unsupported":
         raise CapabilityError("no such unit here")
+    if action == "capture":
+        raise CaptureError("phase 'forward' cannot be captured in a CUDA graph")
     if action == "print":
         print("a line of a cell")
     return Outcome("ok", {"step": Samples("ms", "cpu clock", (1.0, 3.0))}, {"pid": os.getpid()})

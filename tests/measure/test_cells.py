@@ -44,6 +44,7 @@ def test_run_describes_the_machine_and_the_arguments(worker):
         ("raise", "error", "RuntimeError at forward: the kernel is wrong. Second sentence"),
         ("kill", "error", "the measuring process was killed by SIGKILL: out of host memory, or killed from outside"),
         ("exit", "error", "the measuring process ended with exit code 7"),
+        ("capture", "unsupported", "phase 'forward' cannot be captured in a CUDA graph"),
     ],
 )
 def test_failed_cell_has_its_status_and_costs_the_worker_its_life(worker, action, status, reason):

@@ -91,7 +91,7 @@ def test_table_has_a_row_for_each_configuration_and_names_the_rounds():
         for attention, ms in (("reference", 30.0), ("sdpa", 10.0), ("flash", 20.0))
     ]
     table, speedups = bench_tables(pool_bench_rounds(cells), None, percentiles=(50, 100))
-    assert table.title.endswith("optimizer course, warm-up 1, rounds 3")
+    assert table.title.endswith("optimizer course, CUDA graph off, warm-up 1, rounds 3")
     assert table.notes == (
         "mean ± standard deviation of 2 steps after 1 warm-up, by cuda events",
         "rounds: the whole sweep so many times over, the steps of all rounds together",

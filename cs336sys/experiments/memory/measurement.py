@@ -1,11 +1,14 @@
 """Measures one cell of ``memprof``: peaks, the timeline of a recorded step, a block's saved tensors, step time."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
@@ -54,6 +57,8 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         write_snapshot(snapshot, path)
         derived["snapshot"] = str(path)
     del timeline, history
+    if step.graphs is not None:
+        derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
     samples = time_phases(
         step.phases,
         warmup=0,
@@ -71,18 +76,22 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
 def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
     """The CUDA allocator's own counters in each phase of one step, which nothing else observes."""
     peaks = []
-    step.loss = None
-    for name, phase in step.phases_with_loss.items():
+
+    @contextlib.contextmanager
+    def counted(name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(step.device)
-        phase()
+        yield
         allocated = torch.cuda.max_memory_allocated(step.device)
         peaks.append(PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
+
+    step.release_graphs()
+    step.run_phases(counted)
     return peaks
 
 
 def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTimeline, AllocationHistory]:
     """One step with the history of its allocations, see :class:`StepRecorder`."""
-    step.loss = None
+    step.release_graphs()
     on_gpu = step.device.type == "cuda"
     history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
     held = step.held()

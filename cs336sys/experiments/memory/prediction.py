@@ -22,13 +22,14 @@ from cs336sys.workload import MemoryWorkload
 def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> AllocationTimeline:
     """The timeline of a step after the first, as far as the results of its operations show it.
 
-    Compiled workloads are traced eagerly, fp16 as bf16, which has as many bytes and runs everywhere. What kernels use
-    inside, cuBLAS workspaces and the allocator's rounding are not seen.
+    Compiled workloads are traced eagerly, those in CUDA graphs launched, which holds the same, and fp16 as bf16, which
+    has as many bytes and runs everywhere. What kernels use inside, cuBLAS workspaces and the allocator's rounding are
+    not seen.
 
     Args:
         follow_operations: find the origin of every allocation, which takes longer.
     """
-    training = replace(workload.training, compile="off", device="cpu")
+    training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
     if training.precision == "fp16":
         training = replace(training, precision="bf16")
     workload = replace(workload, training=training, snapshot=None)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,45 @@ class MemoryStep(TrainStep):
         return contextlib.nullcontext() if self.recorder is None else self.recorder.region(name)
 
     def run_recorded(self, recorder: StepRecorder) -> None:
-        """One step, with the loss as a phase of its own, recorded."""
+        """One step, with the loss as a phase of its own, recorded: as it is launched, or captured in CUDA graphs."""
         self.recorder = recorder
         try:
-            with recorder:
-                for name, phase in self.phases_with_loss.items():
-                    with recorder.region(name):
-                        phase()
+            self.run_phases(recorder.region, recorder)
         finally:
             self.recorder = None
+
+    def run_phases(
+        self,
+        around: Callable[[str], AbstractContextManager[None]],
+        all_around: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """One step, with the loss as a phase of its own, launched or, where the workload says so, captured.
+
+        Captured, memory is taken and given back as in a launched step; replays do neither.
+
+        Args:
+            around: entered around each phase, with its name.
+            all_around: entered once, around all of them.
+        """
+        with contextlib.ExitStack() as outer:
+            if self.workload.cuda_graph == "off":
+                outer.enter_context(all_around or contextlib.nullcontext())
+                for name, phase in self.phases_with_loss.items():
+                    with around(name):
+                        phase()
+                return
+
+            entered = False
+
+            def around_captured(name: str) -> AbstractContextManager[None]:
+                # The first phase is captured after the warm-up, which is not to be seen.
+                nonlocal entered
+                if not entered and all_around is not None:
+                    outer.enter_context(all_around)
+                entered = True
+                return around(name)
+
+            self.capture(with_loss=True, around=around_captured)
 
     def optimizer_state(self) -> list[Tensor]:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
@@ -55,7 +86,7 @@ class MemoryStep(TrainStep):
         return {
             "parameters": list(self.model.parameters()),
             "optimizer state": self.optimizer_state(),
-            "other": [self.inputs, self.targets, *self.model.buffers()],
+            "other": [self.inputs, self.targets, *self._batch, *self.model.buffers()],
         }
 
     def block_saved_tensors(self) -> list[SavedTensor]:

@@ -18,7 +18,8 @@ from cs336sys.experiments.parallel.rank import (
     time_all_reduces,
     verify_on_rank,
 )
-from cs336sys.experiments.parallel.verification import STEPS, tolerance
+from cs336sys.experiments.parallel.verification import tolerance
+from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
@@ -107,6 +108,8 @@ def _derived(
         "gradient_calls": first.gradient_calls,
         "communicated_bytes": first.communicated_bytes,
         "peak_gib": max(peaks_gib, default=None),
+        "capture_s": max((rank.capture_s for rank in measured if rank.capture_s is not None), default=None),
+        "graph_pool_gib": max((rank.graph_pool_gib for rank in measured if rank.graph_pool_gib), default=None),
         "tokens_per_s": workload.training.tokens / samples["step"].mean * 1e3,
         "timeline": None if first.timeline is None else asdict(first.timeline),
     }
@@ -176,6 +179,7 @@ def _trace_path(workload: ParallelWorkload) -> Path | None:
     words = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
+        "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
         *(ahead, checkpoints),
     )

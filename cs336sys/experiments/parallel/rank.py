@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336sys.accounting.checkpointing import predicted_peak
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.experiments.parallel.communication import Communication, recorded_communication, run_alone
 from cs336sys.experiments.parallel.memory import build_recorded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
-from cs336sys.experiments.parallel.verification import Difference, verify
+from cs336sys.experiments.parallel.verification import verify
+from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
@@ -55,6 +57,8 @@ class RankMeasurement:
         sent_bytes: what this rank sends in a step where ranks form a ring, flags aside.
         memory: at the moments of ``accounting.sharding.step.MOMENTS``; empty where it was not recorded.
         gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
+        capture_s: how long it took to capture the step in CUDA graphs; None if it was launched.
+        graph_pool_gib: memory that only the graphs can use.
     """
 
     samples: dict[str, Samples]
@@ -66,6 +70,8 @@ class RankMeasurement:
     sent_bytes: float = 0.0
     memory: Sequence[RankMemory] = ()
     gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
+    capture_s: float | None = None
+    graph_pool_gib: float | None = None
 
 
 def has_room_alone(workload: ParallelWorkload) -> bool:
@@ -106,8 +112,12 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
         step = ParallelStep(workload, device)
-    reset_peak_memory(device)
     training = workload.training
+    in_graphs = training.cuda_graph == "on"
+    # A replay hands nothing to torch's dispatcher.
+    communications = _recorded(step) if in_graphs else []
+    reset_peak_memory(device)
+    step.capture()
     # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
     samples = time_phases(
@@ -118,8 +128,8 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         synchronize_steps=training.synchronize == "step",
     )
     peak_gib = peak_memory_gib(device)
-    with recorded_communication() as communications:
-        step()
+    if not in_graphs:
+        communications = _recorded(step)
     timeline = None
     if dist.get_rank() == 0:
         timeline = profile_step(step.phases, device)
@@ -152,13 +162,22 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         ),
         memory=memory,
         gathers=gathers,
+        capture_s=step.graphs.capture_s if step.graphs is not None else None,
+        graph_pool_gib=step.graphs.pool_bytes / GIB if step.graphs is not None else None,
     )
+
+
+def _recorded(step: ParallelStep) -> list[Communication]:
+    with recorded_communication() as communications:
+        step()
+    return communications
 
 
 def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
     """How many ms late each gather was, for each unit and pass in some steps."""
     gathers: dict[tuple[str, bool], list[float]] = {}
-    if step.replica.watched_gathers is not None:
+    # Replays call nothing that could be watched.
+    if step.replica.watched_gathers is not None and step.graphs is None:
         with step.replica.watched_gathers() as watch:
             for _ in range(_WATCHED_STEPS):
                 step()

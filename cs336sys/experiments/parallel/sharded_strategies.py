@@ -52,6 +52,7 @@ def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice:
         model.finish_gradient_synchronization,
         functools.partial(_arrived, plain, optimizer),
         model.buckets,
+        finish=optimizer.wait_for_parameters,
     )
 
 
@@ -65,6 +66,7 @@ def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, ch
         optimizer.finish_gradient_synchronization,
         functools.partial(_arrived, model, optimizer),
         scaler_class=ShardedGradScaler,
+        finish=optimizer.wait_for_parameters,
     )
 
 

@@ -1,5 +1,6 @@
 """One rank's training step: its share of the batch, and a phase for what waits for other ranks."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -9,9 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cs336sys.cuda_graphs import (
+    WARM_UP_STEPS,
+    WARM_UP_STEPS_OF_TORCH_DDP,
+    CudaRecorder,
+    Recorder,
+    require_graphs,
+)
+from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
-from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, choose_optimizer, set_matmul_precision
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks
 from cs336sys.workload import ParallelWorkload
@@ -27,16 +36,24 @@ class ParallelStep(TrainStep):
     pass and optimizer step, and ``optimizer``. Under Nsight Systems they and every launch of a collective by a bucket
     are NVTX ranges.
 
+    In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
+    synchronizes in that phase.
+
     Args:
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
     """
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
-        optimizer_class, settings = OPTIMIZER_CLASSES[workload.training.optimizer]
+        optimizer_class, settings = choose_optimizer(workload.training)
         choice = OptimizerChoice(optimizer_class, {**settings, **optimizer_settings})
         prepare = (PREPARE | PREPARE_SHARDED)[workload.strategy]
-        replica = prepare(workload, device, choice)
+        self.warmup_of_capture = warmup_of_capture(workload)
+        in_graphs = workload.training.cuda_graph == "on"
+        self._recorder = recorder_of(workload, device) if in_graphs else None
+        # torch's DDP holds on to the stream that it is built on.
+        with contextlib.nullcontext() if self._recorder is None else self._recorder.aside():
+            replica = prepare(workload, device, choice)
         first = dist.get_rank() * workload.share
         super().__init__(
             workload.training if workload.uses_autocast else replace(workload.training, precision="fp32"),
@@ -49,9 +66,19 @@ class ParallelStep(TrainStep):
         self.replica = replica
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
-            self.phases |= {"synchronize": replica.synchronize, "optimizer": optimizer}
+            if in_graphs and replica.communicates_in_backward:
+                self.phases["backward"] = functools.partial(_in_turn, self.backward, replica.synchronize)
+            else:
+                self.phases["synchronize"] = replica.synchronize
+            self.phases["optimizer"] = optimizer
+        if in_graphs and replica.finish is not None:
+            self.phases["optimizer"] = functools.partial(_in_turn, self.optimizer_step, replica.finish)
         if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
             self.mark(NvtxMarks())
+
+    def capture(self, **settings: Any) -> None:
+        """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up."""
+        super().capture(**{"recorder": self._recorder, **settings})
 
     def mark(self, marks: Marks) -> None:
         """Show phases and launches as ranges of a profiler from now on."""
@@ -59,6 +86,29 @@ class ParallelStep(TrainStep):
         for number, bucket in enumerate(self.replica.launched):
             launch = _marked(f"launch bucket {number}", bucket.launch, marks)
             bucket.launch = launch  # type: ignore[method-assign]  # of this bucket alone
+
+
+def recorder_of(workload: ParallelWorkload, device: torch.device) -> Recorder:
+    """What captures the step of a rank.
+
+    Raises:
+        CapabilityError: its collectives cannot be captured.
+    """
+    require_graphs(device)
+    if dist.get_backend() != "nccl":
+        raise CapabilityError("backend 'gloo' communicates on the CPU, which no CUDA graph can hold: choose nccl")
+    return CudaRecorder(device)
+
+
+def _in_turn(*runs: Callable[[], None]) -> None:
+    for run in runs:
+        run()
+
+
+def warmup_of_capture(workload: ParallelWorkload) -> int:
+    """Steps before a step is captured in CUDA graphs."""
+    has_torch_ddp = workload.strategy in ("torch", "torch-zero")
+    return WARM_UP_STEPS_OF_TORCH_DDP if has_torch_ddp else WARM_UP_STEPS
 
 
 def rank_device(workload: ParallelWorkload) -> torch.device:

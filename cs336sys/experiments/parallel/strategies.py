@@ -40,6 +40,8 @@ class Replica:
         launched: what launches collectives during a step, in order.
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
+        communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
+        finish: waits for what the optimizer step launched and the next forward pass would wait for; None if nothing is.
     """
 
     model: nn.Module
@@ -49,6 +51,8 @@ class Replica:
     launched: Sequence[Launched] = ()
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager[GatherWatch]] | None = None
+    communicates_in_backward: bool = True
+    finish: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
             model.finish_gradient_synchronization,
             lambda: dict(plain.named_parameters()),
             model.buckets,
+            communicates_in_backward=model.overlaps,
         )
 
     return prepare

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError, CaptureError, UsageError
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ranks.process import join_process_group, leave_process_group
 from cs336sys.parallel.ranks.spawned import SpawnedRanks
@@ -153,7 +153,8 @@ class JoinedRanks:
         try:
             return gather_objects(function(*args))
         except BaseException as error:
-            self.alive = isinstance(error, UsageError | CapabilityError)
+            refuses = isinstance(error, UsageError | CapabilityError)
+            self.alive = refuses and not isinstance(error, CaptureError)
             error.add_note(f"on rank {self._identity.rank} of {self._identity.world_size}")
             raise
 

@@ -11,7 +11,7 @@ from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.memory.checkpointing import strategies_table, workload_peak
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload
@@ -58,6 +58,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         Column("predicted_over_measured", "predicted / measured", "ratio"),
         Column("traced_gib", "traced", "gib"),
         Column("step_ms", "step", "ms"),
+        *graph_columns(cells),
         Column("status", "status"),
     )
     rows = []

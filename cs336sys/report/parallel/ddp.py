@@ -9,7 +9,7 @@ from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.workload import ParallelWorkload
 
@@ -36,7 +36,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table(
             "ddp",
             title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
+            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
             rows,
             notes=(*_step_notes(cells), *method_notes(cells)),
         )
@@ -64,7 +64,6 @@ _STEP_COLUMNS = (
     Column("tokens_per_s", "tokens/s", "tokens_per_s"),
     Column("largest_difference", "largest difference"),
     Column("relative_difference_percent", "relative", "percent"),
-    Column("status", "status"),
 )
 
 

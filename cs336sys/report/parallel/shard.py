@@ -15,7 +15,7 @@ from cs336sys.accounting.sharding.step import (
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.parallel.ddp import check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
@@ -62,7 +62,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table(
             "shard",
             title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS),
+            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
             rows,
             notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells)),
         )
@@ -90,7 +90,6 @@ _STEP_COLUMNS = (
     Column("tokens_per_s", "tokens/s", "tokens_per_s"),
     Column("largest_difference", "largest difference"),
     Column("relative_difference_percent", "relative", "percent"),
-    Column("status", "status"),
 )
 
 

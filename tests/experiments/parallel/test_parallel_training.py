@@ -12,7 +12,7 @@ from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.measurement import _slowest, measure_parallel_training
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
-from cs336sys.experiments.parallel.verification import TOLERANCES
+from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.measure.cells import Worker
 from cs336sys.results import Samples
 from cs336sys.sizes import choose_size

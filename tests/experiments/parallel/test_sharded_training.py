@@ -13,8 +13,8 @@ from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import RankMeasurement
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
-from cs336sys.experiments.parallel.verification import TOLERANCES
 from cs336sys.experiments.training import build_model, initialize_layer
+from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.report.parallel.shard import sharded_step
 from cs336sys.results import Samples
 from cs336sys.sizes import choose_size

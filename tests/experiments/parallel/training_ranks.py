@@ -14,7 +14,7 @@ from cs336sys.experiments.parallel.communication import communication_at_once, r
 from cs336sys.experiments.parallel.rank import verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.experiments.parallel.timeline import profile_step
-from cs336sys.experiments.parallel.verification import Difference
+from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
 from cs336sys.parallel.ranks import launch

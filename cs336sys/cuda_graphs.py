@@ -1,0 +1,325 @@
+"""A training step in CUDA graphs: captured once, a graph for each of its phases, and replayed from then on.
+
+A GPU is often done with a kernel before the CPU has launched the next one. A graph holds all launches of a phase, and
+replaying it takes one call: the step then takes as long as its kernels.
+
+What is captured is what ran on the GPU in one step, with the addresses and numbers of that step. So in the phases:
+
+- nothing may wait for the GPU or depend on what it computed: no ``.item()``, ``.cpu()``, ``print`` of a tensor, no mask
+  as an index;
+- nothing may be decided or counted by the CPU that differs from step to step: it would stay as it was. A learning rate
+  that changes must be a tensor on the GPU; an optimizer's step count, too (``capturable=True``);
+- shapes stay as they are, and new data must be copied to where the captured step reads it;
+- GPU memory comes from torch's allocator alone, and tensors made inside belong to the graphs: the next replay
+  overwrites them, so copy what is to be kept;
+- gradients are dropped inside (``zero_grad()`` in one of the phases), else every replay adds to them;
+- work on other streams must be waited for in the phase that launched it.
+
+Sources: CUDA programming guide, "CUDA Graphs"; torch's notes "CUDA semantics: CUDA Graphs".
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cs336sys.errors import CapabilityError, CaptureError, UsageError
+
+# Steps before the capture: in them kernels are compiled and chosen, libraries take their workspaces, and optimizers and
+# communicators are set up. torch asks for three, and for eleven where its DistributedDataParallel is inside.
+WARM_UP_STEPS = 3
+WARM_UP_STEPS_OF_TORCH_DDP = 11
+
+# What torch and CUDA say when something cannot be captured, and what that means.
+_REASONS = {
+    "operation not permitted when stream is capturing": (
+        "it waits for the GPU (.item(), .cpu(), print of a tensor, a mask as an index) or takes memory from the driver"
+    ),
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture": (
+        "it copies between CPU and GPU, which waits for the GPU"
+    ),
+    "capture was invalidated": "it did something that no graph can hold, and did not say so",
+    "operation failed due to a previous error during capture": (
+        "it did something that no graph can hold, and did not say so"
+    ),
+    "unjoined work": "it leaves work on another stream that it does not wait for",
+    "dependency created on uncaptured work": "it waits for work that was launched before the capture",
+    "legacy stream": "it uses the default stream; build what keeps autograd's state, such as torch's DDP, on `stream`",
+}
+
+
+class Recorder(Protocol):
+    """How launches are recorded; :class:`CudaRecorder` is the one for GPUs."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Within this context, work is launched where it will be captured; the caller's stream waits for it."""
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Call ``run`` without computing anything, and return what computes all that it launched."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that what was recorded keeps: no other tensor can use it."""
+
+
+def require_graphs(device: torch.device) -> None:
+    """Refuse a device that has no CUDA graphs.
+
+    Raises:
+        CapabilityError: it is a CPU.
+    """
+    if device.type != "cuda":
+        raise CapabilityError(f"CUDA graphs hold work of a GPU, and device '{device.type}' is none: launch the step")
+
+
+class CudaRecorder:
+    """Captures CUDA graphs that share one pool of memory, on one stream; they must be replayed in the same order.
+
+    Args:
+        device: a GPU.
+        stream: the stream to warm up and capture on, None for a new one.
+
+    Raises:
+        CapabilityError: the device is a CPU.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None):
+        require_graphs(device)
+        self.stream = torch.cuda.Stream(device) if stream is None else stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            # Other threads may go on: a data loader that pins memory, NCCL's watchdog that asks about earlier work.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                # It says only that there was an error before.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    @property
+    def pool_bytes(self) -> int:
+        pool = tuple(self._pool)
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment.get("segment_pool_id", ())) == pool
+        )
+
+
+class GraphedStep:
+    """A step captured in CUDA graphs, one a phase::
+
+        def forward():
+            return loss_function(model(tokens), targets)      # a phase may return a tensor
+        ...
+        step = GraphedStep({"forward": forward, "backward": backward, "update": update}, (tokens, targets),
+                           optimizers=[optimizer])
+        for batch in batches:
+            loss = step(*batch)                               # nothing waits; loss.item() would
+
+    The constructor runs the step ``warmup`` times on ``inputs``, on a stream of its own, and captures it. The
+    warm-up is training: weights have changed by ``warmup`` steps afterwards. What the phases may not do is listed at
+    the top of this module. ``torch.autocast`` is fine inside a phase, not around several.
+
+    Args:
+        phases: what one step does, by name, in order; called without arguments.
+        inputs: the tensors that hold the step's data, on the GPU. The phases must read them and nothing else.
+        optimizers: those in use, which must keep their state on the GPU.
+        warmup: steps before the capture, at least 1.
+        around: entered around the capture of each phase, with its name.
+        recorder: how to record, None for a new :class:`CudaRecorder` on the inputs' device.
+
+    Attributes:
+        phases: by name, in order: what replays each phase. Calling them all is one step on the present ``inputs``.
+        inputs: the tensors that a replay reads.
+        result: what the last phase to return a tensor returned: it is overwritten by each replay.
+        capture_s: how long capturing took, without the warm-up.
+        recorder: what recorded the graphs.
+
+    Raises:
+        UsageError: there are no phases or inputs, or no warm-up.
+        CapabilityError: the inputs are not on a GPU, or an optimizer counts on the CPU. Nothing was captured.
+        CaptureError: a phase cannot be captured. The process should compute nothing more: parts of torch may still take
+            it to be capturing.
+        torch.OutOfMemoryError: while warming up or capturing.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[str, Callable[[], Any]],
+        inputs: Sequence[Tensor],
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        warmup: int = WARM_UP_STEPS,
+        around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        recorder: Recorder | None = None,
+    ):
+        if not phases or not inputs:
+            raise UsageError("a graphed step needs at least one phase and one input tensor")
+        if warmup < 1:
+            raise UsageError(f"warmup {warmup}: what a step does once must not be captured; choose at least 1")
+        self.inputs = tuple(inputs)
+        self.recorder = CudaRecorder(self.inputs[0].device) if recorder is None else recorder
+        self.result: Tensor | None = None
+        self._warm_up(phases, optimizers, warmup)
+        started = time.perf_counter()
+        self.phases = self._capture(phases, around)
+        self.capture_s = time.perf_counter() - started
+
+    def __call__(self, *inputs: Tensor) -> Tensor | None:
+        """One step on new data, or on the last again if none is given.
+
+        Returns:
+            :attr:`result`, on the GPU, which may not have computed it yet.
+
+        Raises:
+            UsageError: the data are not like what was captured.
+        """
+        if inputs:
+            self.load(*inputs)
+        for replay in self.phases.values():
+            replay()
+        return self.result
+
+    def load(self, *inputs: Tensor) -> None:
+        """Copy new data to where replays read it, without waiting.
+
+        Raises:
+            UsageError: their number, a shape or a dtype is not that of what was captured.
+        """
+        if len(inputs) != len(self.inputs):
+            raise UsageError(f"{len(inputs)} inputs: the step was captured with {len(self.inputs)}")
+        for number, (new, captured) in enumerate(zip(inputs, self.inputs, strict=True)):
+            if new.shape != captured.shape or new.dtype != captured.dtype:
+                raise UsageError(
+                    f"input {number} is {tuple(new.shape)} of {new.dtype}, and the step was captured with "
+                    f"{tuple(captured.shape)} of {captured.dtype}: pad it, or capture a step for each shape"
+                )
+        for new, captured in zip(inputs, self.inputs, strict=True):
+            if new is not captured:
+                captured.copy_(new, non_blocking=True)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that the graphs keep: no other tensor can use it while they exist."""
+        return self.recorder.pool_bytes
+
+    def _warm_up(
+        self, phases: Mapping[str, Callable[[], Any]], optimizers: Sequence[torch.optim.Optimizer], warmup: int
+    ) -> None:
+        settings: list[Any] = []
+        with self.recorder.aside():
+            for _ in range(warmup):
+                settings = [_settings(optimizer) for optimizer in optimizers]
+                for run in phases.values():
+                    run()
+        for optimizer, before in zip(optimizers, settings, strict=True):
+            _require_state_on_device(optimizer, self.inputs[0].device)
+            _require_constant(optimizer, before)
+
+    def _capture(
+        self, phases: Mapping[str, Callable[[], Any]], around: Callable[[str], AbstractContextManager[Any]]
+    ) -> dict[str, Callable[[], None]]:
+        if self.inputs[0].is_cuda:
+            gc.collect()
+            torch.cuda.synchronize(self.inputs[0].device)
+            # What the warm-up has cached is of no use to the graphs, which take memory of their own.
+            torch.cuda.empty_cache()
+        # During a capture the garbage collector might end an earlier graph, or free memory of it.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            replays = {}
+            for name, run in phases.items():
+                with around(name):
+                    replays[name] = self._record(name, run)
+            return replays
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def _record(self, name: str, run: Callable[[], Any]) -> Callable[[], None]:
+        def run_and_keep_result() -> None:
+            result = run()
+            if isinstance(result, Tensor):
+                self.result = result.detach()
+
+        try:
+            return self.recorder.record(run_and_keep_result)
+        except RuntimeError as error:
+            if isinstance(error, CapabilityError) or _is_out_of_memory(error):
+                raise
+            raise CaptureError(f"phase '{name}' cannot be captured in a CUDA graph: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What a failed capture means, in words."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        cause = cause.__cause__
+    for one in chain:
+        for text, reason in _REASONS.items():
+            if text in str(one):
+                return reason
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        # Compilers wrap what the compiled code raised.
+        error = error.__cause__
+    return False
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the CPU decides in a step: the numbers in each group."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, int | float)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _require_constant(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
+    for old, new in zip(before, _settings(optimizer), strict=True):
+        for name, value in new.items():
+            if old.get(name) != value:
+                raise CapabilityError(
+                    f"{type(optimizer).__name__} changed its '{name}' on the CPU in a step, which a graph would not do "
+                    "again: make it a tensor on the GPU, or change it between steps"
+                )
+
+
+def _require_state_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            counts = isinstance(value, int | float) and not isinstance(value, bool)
+            if counts or (isinstance(value, Tensor) and value.device.type != device.type):
+                raise CapabilityError(
+                    f"{type(optimizer).__name__} keeps its state '{name}' on the CPU, so a graph would repeat one "
+                    "step's number for ever (of AdamW, its bias correction): choose an optimizer that keeps it on the "
+                    "GPU, such as torch's or cs336_basics' AdamW with capturable=True"
+                )

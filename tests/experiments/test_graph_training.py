@@ -1,0 +1,271 @@
+"""A workload's step in graphs: checked against launched steps, timed, profiled, its memory recorded.
+
+On the CPU operators are recorded and replayed (``fake_cuda_graph``), which bakes in what a CUDA graph bakes in.
+"""
+
+import pytest
+import torch
+from fake_cuda_graph import OperatorRecorder
+
+from cs336sys import cuda_graphs
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments import interleaved_training, training
+from cs336sys.experiments.interleaved_training import measure_interleaved
+from cs336sys.experiments.memory.measurement import measure_memory, record
+from cs336sys.experiments.memory.step import MemoryStep
+from cs336sys.experiments.profiling import measure_profile
+from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, check_replays, measure_training
+from cs336sys.measure.cells import guarded
+from cs336sys.sizes import choose_size
+from cs336sys.workload import PHASES_OF_MODE, MemoryWorkload, ProfileWorkload, Workload
+
+SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
+CPU = torch.device("cpu")
+
+
+def workload(**settings):
+    return Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 2, "cuda_graph": "on"} | settings)
+
+
+@pytest.fixture
+def graphs_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", OperatorRecorder)
+    monkeypatch.setattr(training, "require_graphs", lambda device: None)
+
+
+def check(**settings):
+    return check_replays(workload(**settings), CPU, lambda stage: None)
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize("mode", PHASES_OF_MODE)
+def test_replayed_steps_are_launched_ones_bit_by_bit(mode):
+    difference, wrong = check(mode=mode, optimizer="fused")
+    assert wrong is None
+    assert (difference.largest, difference.relative) == (0, 0)
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_the_courses_optimizer_counts_in_a_graph_and_is_rounded_otherwise():
+    difference, wrong = check(optimizer="course")
+    assert wrong is None
+    assert 0 < difference.relative < 1e-5
+
+
+class BakesItsCorrectionIn(torch.optim.AdamW):
+    """Says that it can be captured, and counts where nobody looks."""
+
+    def __init__(self, params, capturable=False, **settings):
+        super().__init__(params, **settings)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad / (1 - 0.9**self.count)
+
+
+def keeps_gradients(monkeypatch):
+    """Gradients are reset between steps, which launched steps notice and replays do not."""
+    monkeypatch.setattr(TrainStep, "optimizer_step", lambda step: step.optimizer.step())
+    call = TrainStep.__call__
+
+    def step_and_reset(step):
+        call(step)
+        step.optimizer.zero_grad()
+
+    monkeypatch.setattr(TrainStep, "__call__", step_and_reset)
+
+
+FAULTS = {
+    "bias correction baked in": lambda monkeypatch: monkeypatch.setitem(
+        OPTIMIZER_CLASSES, "fused", (BakesItsCorrectionIn, {})
+    ),
+    "batch not copied in": lambda monkeypatch: monkeypatch.setattr(
+        cuda_graphs.GraphedStep, "load", lambda step, *inputs: None
+    ),
+    "gradients not reset": keeps_gradients,
+}
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replays_that_do_something_else_are_wrong_and_not_timed(monkeypatch, fault, precision):
+    FAULTS[fault](monkeypatch)
+    outcome = measure_training(workload(optimizer="fused", precision=precision).configuration(), lambda stage: None)
+    assert (outcome.status, outcome.samples) == ("wrong", {})
+    assert outcome.reason.startswith("replayed: after 5 steps ")
+    assert outcome.derived["relative_difference_percent"] > 20
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_a_cell_is_checked_captured_and_timed():
+    stages = []
+    outcome = measure_training(workload(optimizer="fused").configuration(), stages.append)
+    assert outcome.status == "ok"
+    assert stages == [
+        "checking replays: launched steps",
+        "checking replays: replayed steps",
+        "building the model",
+        "capturing",
+        "warm-up 1/1",
+        "step 1/2",
+        "step 2/2",
+    ]
+    assert set(outcome.samples) == {"forward", "backward", "optimizer", "step", "wall"}
+    assert outcome.derived["relative_difference_percent"] == 0
+    assert 0 < outcome.derived["capture_s"] < outcome.derived["first_step_s"]
+    assert outcome.derived["graph_pool_gib"] == 0
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_launched_and_replayed_steps_are_taken_in_turn(monkeypatch):
+    together = {"interleave": "cuda_graph", "interleaved": "off,on"}
+    cells = [workload(optimizer="fused", cuda_graph=value).configuration() | together for value in ("off", "on")]
+    stages = []
+    off, on = (measure_interleaved(cell, stages.append) for cell in cells)
+    assert (off.status, on.status) == ("ok", "ok")
+    assert stages[0] == "on: checking replays: launched steps"
+    assert stages[-2:] == ["step 1/2 of each", "step 2/2 of each"]
+    assert "capture_s" in on.derived
+    assert "capture_s" not in off.derived
+    FAULTS["batch not copied in"](monkeypatch)
+    monkeypatch.setattr(interleaved_training, "_waiting", {})
+    assert [measure_interleaved(cell, stages.append).status for cell in cells] == ["ok", "wrong"]
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_a_step_can_be_captured_again_and_launched_again():
+    step = TrainStep(workload(optimizer="fused"), CPU)
+    other = TrainStep(workload(optimizer="fused", cuda_graph="off"), CPU)
+    step.capture(with_loss=True)
+    assert list(step.phases) == ["forward", "loss", "backward", "optimizer"]
+    step.capture()
+    assert list(step.phases) == ["forward", "backward", "optimizer"]
+    step.use_batch(1)
+    step()
+    step.release_graphs()
+    step()
+    for number in (0,) * 6 + (1, 1):
+        other.use_batch(number)
+        other()
+    assert all(map(torch.equal, step.model.parameters(), other.model.parameters()))
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_a_profile_is_of_replayed_phases():
+    outcome = measure_profile(ProfileWorkload(workload(optimizer="fused")).configuration(), lambda stage: None)
+    assert outcome.status == "ok"
+    assert set(outcome.samples) == {"forward", "loss", "backward", "optimizer", "step", "wall", "annotated"}
+    phases = {phase["name"] for phase in outcome.derived["profile"]["phases"]}
+    assert {"forward", "loss", "backward", "optimizer"} <= phases
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_memory_is_recorded_while_the_step_is_captured():
+    cell = MemoryWorkload(workload(optimizer="fused"), trace=False)
+    outcome = measure_memory(cell.configuration(), lambda stage: None)
+    assert outcome.status == "ok"
+    assert [phase["phase"] for phase in outcome.derived["phases"]] == ["forward", "loss", "backward", "optimizer"]
+    assert "capture_s" in outcome.derived
+    step = MemoryStep(cell, CPU)
+    step()
+    timeline, _ = record(step, follow_operations=False)
+    gradients = {allocation.parameter for allocation in timeline.allocations if allocation.parameter}
+    assert gradients == {name for name, _ in step.model.named_parameters()}
+
+
+def test_graphs_on_a_cpu_are_unsupported_before_anything_is_trained():
+    stages = []
+    outcome = guarded(measure_training, workload().configuration(), stages.append)
+    assert (outcome.status, stages) == ("unsupported", [])
+    assert outcome.reason == "CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step"
+    assert outcome.leaves_worker_sound
+
+
+class CountsOnTheCpu(torch.optim.SGD):
+    def __init__(self, params, lr=1e-3, eps=0.0, weight_decay=0.0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_optimizers_that_cannot_be_captured_are_refused_by_name(monkeypatch):
+    with pytest.raises(CapabilityError, match=r"^AdamW with fp16: the CPU looks at the gradients"):
+        TrainStep(workload(optimizer="course", precision="fp16"), CPU).capture()
+    monkeypatch.setitem(OPTIMIZER_CLASSES, "course", (CountsOnTheCpu, {}))
+    with pytest.raises(
+        CapabilityError, match=r"^optimizer 'course': this .*CountsOnTheCpu counts its steps on the CPU, so"
+    ):
+        TrainStep(workload(optimizer="course"), CPU)
+    TrainStep(workload(optimizer="course", cuda_graph="off"), CPU)()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "fused"},
+        {"optimizer": "course"},
+        {"optimizer": "fused", "mode": "forward"},
+        {"optimizer": "fused", "mode": "forward-backward"},
+        {"optimizer": "fused", "precision": "fp16"},
+        {"optimizer": "fused", "precision": "bf16", "attention": "sdpa"},
+        {"optimizer": "fused", "precision": "bf16", "attention": "flash", "compile": "block"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_gpu_replays_equal_launches(settings):
+    size = choose_size("small", context=128, num_layers=2, vocab_size=500)
+    difference, wrong = check_replays(workload(size=size, device="cuda", **settings), torch.device("cuda"), print)
+    assert wrong is None
+    same_kernels = settings["optimizer"] == "fused" and settings.get("attention") != "flash"
+    assert difference.largest == 0 if same_kernels else difference.relative < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gpu_replays_that_do_something_else_are_wrong(monkeypatch, fault):
+    FAULTS[fault](monkeypatch)
+    outcome = measure_training(workload(device="cuda", optimizer="fused").configuration(), print)
+    assert outcome.status == "wrong"
+
+
+@pytest.mark.gpu
+def test_gpu_cell_counts_the_pool_in_its_peak():
+    size = choose_size("small", context=256)
+    settings = {"size": size, "device": "cuda", "optimizer": "fused", "steps": 5}
+    on = measure_training(workload(**settings).configuration(), print)
+    off = measure_training(workload(**settings, cuda_graph="off").configuration(), print)
+    assert on.derived["peak_gib"] == pytest.approx(off.derived["peak_gib"], rel=0.1)
+    assert 0 < on.derived["graph_pool_gib"] < on.derived["peak_gib"]
+    assert on.samples["wall"].median < 1.1 * off.samples["wall"].median
+
+
+@pytest.mark.gpu
+def test_gpu_memory_of_a_captured_step_is_that_of_a_launched_one():
+    size = choose_size("small", context=128, num_layers=2)
+    peaks = {}
+    for value in ("off", "on"):
+        cell = MemoryWorkload(workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), trace=False)
+        peaks[value] = {
+            p["phase"]: p["allocated"] for p in measure_memory(cell.configuration(), print).derived["phases"]
+        }
+    for phase, allocated in peaks["off"].items():
+        assert peaks["on"][phase] == pytest.approx(allocated, rel=0.1), phase
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_of_replays_belong_to_the_phases_of_launches():
+    size = choose_size("small", context=256)
+    shares = {}
+    for value in ("off", "on"):
+        cell = ProfileWorkload(
+            workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), profiler="torch"
+        )
+        profile = measure_profile(cell.configuration(), print).derived["profile"]
+        times = {phase["name"]: phase["kernel_ns"] for phase in profile["phases"]}
+        shares[value] = {name: time / sum(times.values()) for name, time in times.items()}
+    for name, share in shares["off"].items():
+        assert shares["on"][name] == pytest.approx(share, abs=0.03), name
