@@ -15,7 +15,7 @@ from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, check_replays, measure_training
-from cs336sys.measure.cells import guarded
+from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
 from cs336sys.workload import PHASES_OF_MODE, MemoryWorkload, ProfileWorkload, Workload
 
@@ -31,6 +31,14 @@ def workload(**settings):
 def graphs_on_a_cpu(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", OperatorRecorder)
     monkeypatch.setattr(training, "require_graphs", lambda device: None)
+
+
+@pytest.fixture(autouse=True)
+def memory_as_in_a_worker():
+    """What a test before has left behind, in cycles, would be counted."""
+    yield
+    if torch.cuda.is_available():
+        release_memory()
 
 
 def check(**settings):
@@ -237,6 +245,7 @@ def test_gpu_cell_counts_the_pool_in_its_peak():
     size = choose_size("small", context=256)
     settings = {"size": size, "device": "cuda", "optimizer": "fused", "steps": 5}
     on = measure_training(workload(**settings).configuration(), print)
+    release_memory()
     off = measure_training(workload(**settings, cuda_graph="off").configuration(), print)
     assert on.derived["peak_gib"] == pytest.approx(off.derived["peak_gib"], rel=0.1)
     assert 0 < on.derived["graph_pool_gib"] < on.derived["peak_gib"]
@@ -248,6 +257,7 @@ def test_gpu_memory_of_a_captured_step_is_that_of_a_launched_one():
     size = choose_size("small", context=128, num_layers=2)
     peaks = {}
     for value in ("off", "on"):
+        release_memory()
         cell = MemoryWorkload(workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), trace=False)
         peaks[value] = {
             p["phase"]: p["allocated"] for p in measure_memory(cell.configuration(), print).derived["phases"]
