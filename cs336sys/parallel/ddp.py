@@ -50,6 +50,8 @@ class _Replicated(nn.Module):
     - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again.
     - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
       inspect them afterwards.
+    - Gradients to differentiate again come from ``torch.autograd.grad``: a ``backward()`` with ``create_graph=True`` is
+      refused, because averages over ranks are in no graph.
     - If a step fails and the caller wants to go on, every rank must call :meth:`finish_gradient_synchronization` first:
       some all-reduces may have been launched.
     - ``state_dict()`` is that of the wrapped module, and ``load_state_dict()`` accepts it with or without ``module.``

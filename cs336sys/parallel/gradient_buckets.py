@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
-from cs336sys.parallel.gradient_memory import owns_memory, require_dense
+from cs336sys.parallel.gradient_memory import owns_memory, require_averageable
 
 
 class GradientBucket:
@@ -46,7 +46,7 @@ class GradientBucket:
         Raises:
             UsageError: it is sparse, or in another dtype than the parameter.
         """
-        require_dense(name, gradient, parameter.dtype)
+        require_averageable(name, gradient, parameter.dtype)
         if not owns_memory(gradient):
             parameter.grad = gradient.clone()
 
@@ -134,7 +134,7 @@ class FlatBucket(GradientBucket):
         self._last: StorageWeakRef | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        require_dense(name, gradient, parameter.dtype)
+        require_averageable(name, gradient, parameter.dtype)
         if self._buffer is None:
             # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
             self._buffer = self._buffer_under(parameter, gradient)

@@ -21,12 +21,22 @@ def owns_memory(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.nbytes() == gradient.nbytes
 
 
-def require_dense(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
+def graph_refusal(name: str) -> UsageError:
+    """The error of a gradient that was computed with ``create_graph=True``: averaging it would not be in its graph."""
+    return UsageError(
+        f"{name} got its gradient with create_graph=True, and the average over ranks is in no graph: take gradients "
+        "to differentiate again by torch.autograd.grad, and call backward() without it"
+    )
+
+
+def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
     """Refuse a gradient that cannot be averaged with other ranks'.
 
     Raises:
-        UsageError: it is sparse, or not in the dtype of its parameter.
+        UsageError: it is sparse, not in the dtype of its parameter, or part of a graph.
     """
+    if gradient.requires_grad:
+        raise graph_refusal(name)
     if gradient.layout != torch.strided:
         raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
     if gradient.dtype != dtype:

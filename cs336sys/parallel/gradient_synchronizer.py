@@ -6,12 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_buckets import GradientBucket
+from cs336sys.parallel.gradient_memory import graph_refusal
 
 
 class SynchronizationSwitch:
@@ -76,8 +78,12 @@ class GradientSynchronizer(SynchronizationSwitch):
         """Called by autograd when ``parameter.grad`` is complete for this backward pass.
 
         Raises:
-            UsageError: the gradient has been ready before in this step, so its all-reduce may have been launched.
+            UsageError: the gradient has been ready before in this step, so its all-reduce may have been launched; or
+                it was computed with ``create_graph=True``.
         """
+        # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
+        if torch.is_grad_enabled():
+            raise graph_refusal(name)
         with self._lock:
             if parameter not in bucket.waiting:
                 raise UsageError(

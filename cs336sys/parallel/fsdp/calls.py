@@ -20,6 +20,7 @@ class UnitCall:
         self._runner = runner
         self._unit = unit
         self.module = module
+        self._parts = tuple(module.modules())
         self._compute_dtype = compute_dtype
         self._function: Callable[..., Any] = module._call_impl
         self.install()
@@ -34,7 +35,7 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compute_dtype is not None:
             args, kwargs = cast_floating(args, self._compute_dtype), cast_floating(kwargs, self._compute_dtype)
-        return self._runner.call(self._unit, self._function, args, kwargs)
+        return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
-from cs336sys.parallel.gradient_memory import owns_memory, require_dense
+from cs336sys.parallel.gradient_memory import owns_memory, require_averageable
 from cs336sys.parallel.gradient_scaler import mark_slice
 
 
@@ -93,7 +93,7 @@ class ShardedParameter:
         gradient, self.full.grad = self.full.grad, None
         if gradient is None:
             return None
-        require_dense(self.names[0], gradient, self.gathered_dtype)
+        require_averageable(self.names[0], gradient, self.gathered_dtype)
         return gradient if owns_memory(gradient) else gradient.clone()
 
     def keep_gradient(self) -> None:

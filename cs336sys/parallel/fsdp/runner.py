@@ -5,8 +5,7 @@ every rank: a unit is called, the backward pass arrives at its output, the backw
 is not such an event: a parameter may be unused on one rank.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.parallel.fsdp.left_tensors import kept_tensors, tensors_in
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
@@ -80,8 +80,10 @@ class UnitRunner(SynchronizationSwitch):
             self._free_all()
             self._order = None
 
-    def call(self, unit: ShardedUnit, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Call one of the unit's modules with its parameters gathered."""
+    def call(
+        self, unit: ShardedUnit, parts: Sequence[nn.Module], function: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Call one of the unit's modules, which consists of ``parts``, with its parameters gathered."""
         # Checkpointing computes a unit again while the backward pass is inside of it.
         in_use = unit.depth > 0 or unit in self._inside
         if not in_use:
@@ -92,7 +94,7 @@ class UnitRunner(SynchronizationSwitch):
         finally:
             unit.depth -= 1
         if torch.is_grad_enabled():
-            self._hook_outputs(unit, output)
+            self._hook_outputs(unit, output, self._kept_since(unit, parts, (args, kwargs)))
         if not in_use:
             if self._order is not None and self._order.repeats():
                 self._ahead.add(unit)
@@ -155,14 +157,23 @@ class UnitRunner(SynchronizationSwitch):
         else:
             unit.use()
 
-    def _hook_outputs(self, unit: ShardedUnit, output: Any) -> None:
-        """Let autograd call :meth:`arrive` before it uses the gradient of any output."""
-        tensors = list(_tensors_in(output))
+    def _kept_since(self, unit: ShardedUnit, parts: Sequence[nn.Module], inputs: Any) -> list[Tensor]:
+        """Tensors that the unit's modules keep and that are no inputs of this call, nor kept since an earlier one."""
+        kept = [tensor for tensor in kept_tensors(parts) if not _is_watched(tensor, unit)]
+        if kept:
+            given = {id(tensor) for tensor in tensors_in(inputs)}
+            kept = [tensor for tensor in kept if id(tensor) not in given]
+        return kept
+
+    def _hook_outputs(self, unit: ShardedUnit, output: Any, kept: list[Tensor]) -> None:
+        """Let autograd call :meth:`arrive` before it uses the gradient of any output, or of what the unit keeps."""
+        tensors = list(tensors_in(output))
         if not tensors and output is not None:
             raise UsageError(
                 f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
+        tensors += kept
         # If an output is a view and is changed in place, its hook is no longer called, but that of its base is.
         tensors += [tensor._base for tensor in tensors if tensor._base is not None]
         watched = [tensor for tensor in tensors if tensor.requires_grad]
@@ -239,14 +250,26 @@ class _Arrival:
 
     def __init__(self, runner: UnitRunner, unit: ShardedUnit):
         self._runner = runner
-        self._unit = unit
+        self.unit = unit
         self._last_pass: int | None = None
 
     def __call__(self, gradient: Tensor) -> None:
+        # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"the backward pass through {self.unit.name} has create_graph=True, and FSDP frees the weights that a "
+                "second one would need: take gradients of gradients with DDP or a ShardedOptimizer"
+            )
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._last_pass:
             self._last_pass = this_pass
-            self._runner.arrive(self._unit)
+            self._runner.arrive(self.unit)
+
+
+def _is_watched(tensor: Tensor, unit: ShardedUnit) -> bool:
+    """Whether an earlier call of the unit has left this tensor."""
+    hooks = tensor._backward_hooks or {}
+    return any(isinstance(hook, _Arrival) and hook.unit is unit for hook in hooks.values())
 
 
 def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
@@ -258,16 +281,3 @@ def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
 
 def _in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors_in(part)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors_in(vars(value))

@@ -6,7 +6,7 @@ import copy
 import torch
 import torch.distributed as dist
 from ddp_modes import MODES, finish, gradients, recorded_launches
-from small_models import PartlyUsed, WithoutGradient, batch, error_of, network, weights
+from small_models import PartlyUsed, WithoutGradient, batch, error_of, network, penalized_loss, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
@@ -190,3 +190,33 @@ def sparse_gradient():
 
         results[mode] = error_of(step)
     return results
+
+
+def gradient_penalty():
+    """By mode: averaged gradients of a loss with a penalty; errors of gradients that are parts of a graph.
+
+    These are those of the backward pass, of one under no_sync, and of finishing with such a gradient set by hand.
+    """
+    results = {}
+    for mode, wrap in MODES.items():
+        wrapped = wrap(network(0, torch.float64).to(collectives.group_device()))
+        penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
+        finish(wrapped)
+        penalized = gradients(wrapped.module)
+        partly = wrap(PartlyUsed())
+        errors = [error_of(partly(1.0, True).backward, create_graph=True)]
+        partly.zero_grad()
+        with partly.no_sync():
+            errors.append(error_of(partly(1.0, True).square().backward, create_graph=True))
+        partly.zero_grad()
+        used = partly.module.used
+        (used.grad,) = torch.autograd.grad(used.square().sum(), used, create_graph=True)
+        errors.append(error_of(finish, partly))
+        results[mode] = penalized, errors
+    return results
+
+
+def penalized_alone():
+    model = network(0, torch.float64)
+    penalized_loss(model, *batch(0, torch.float64)).backward()
+    return gradients(model)

@@ -103,6 +103,32 @@ def test_sparse_gradient_is_named(ranks):
         }
 
 
+def assert_penalties_are_right_or_refused(results):
+    expected = ddp_gradients_ranks.penalized_alone()
+    for result in results:
+        for mode in EVERY_MODE:
+            penalized, errors = result[mode]
+            assert_same(penalized, expected, atol=1e-12)
+            for kind, message in errors:
+                assert kind == "UsageError"
+                _, _, reason = message.partition(" got its gradient with ")
+                assert reason == (
+                    "create_graph=True, and the average over ranks is in no graph: take gradients to differentiate "
+                    "again by torch.autograd.grad, and call backward() without it"
+                )
+
+
+def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(ranks):
+    assert_penalties_are_right_or_refused(ranks(2).run(ddp_gradients_ranks.gradient_penalty))
+
+
+@pytest.mark.multigpu
+def test_gradient_penalty_on_two_gpus():
+    assert_penalties_are_right_or_refused(
+        launch.run(ddp_gradients_ranks.gradient_penalty, world_size=2, backend="nccl")
+    )
+
+
 @pytest.mark.multigpu
 def test_parameter_without_gradient_on_two_gpus():
     for result in launch.run(ddp_gradients_ranks.unused_on_some_ranks, world_size=2, backend="nccl"):

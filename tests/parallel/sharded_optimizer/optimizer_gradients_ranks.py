@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from optimizer_models import finish, network, sharded
-from small_models import PartlyUsed, WithoutGradient, batch, error_of, share, weights
+from small_models import PartlyUsed, WithoutGradient, batch, error_of, penalized_loss, share, weights
 from torch import nn
 
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
@@ -138,3 +138,21 @@ def not_a_number(mode):
     finish(wrapped)
     optimizer.step()
     return weights(model)["used"]
+
+
+def gradient_penalty(mode):
+    """Weights after a step along the gradient of a loss with a penalty; the error of gradients that are in a graph."""
+    model = network(0, torch.float64)
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, lr=0.1)
+    penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
+    finish(wrapped)
+    optimizer.step()
+    optimizer.zero_grad()
+    return weights(model), error_of(wrapped(share(batch(0, torch.float64)[0])).sum().backward, create_graph=True)
+
+
+def penalized_alone():
+    model = network(0, torch.float64)
+    penalized_loss(model, *batch(0, torch.float64)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return weights(model)

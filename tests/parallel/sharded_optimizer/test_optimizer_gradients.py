@@ -67,6 +67,15 @@ def test_gradient_scaler_steps_and_skips_alike_on_all_ranks(ranks):
 
 
 @each_mode
+def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_refused(ranks, mode):
+    expected = optimizer_gradients_ranks.penalized_alone()
+    for weights, (kind, message) in ranks(2).run(optimizer_gradients_ranks.gradient_penalty, mode):
+        assert_same(weights, expected, atol=1e-12)
+        assert kind == "UsageError"
+        assert " got its gradient with create_graph=True, and the average over ranks is in no graph" in message
+
+
+@each_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
 def test_norm_is_that_of_all_gradients_and_nan_is_seen_by_all(ranks, mode, max_norm):
     expected, weights = optimizer_gradients_ranks.clipped_alone(max_norm)

