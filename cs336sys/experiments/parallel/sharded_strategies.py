@@ -1,6 +1,8 @@
 """The strategies of ``shard``: who holds which part of the training state, and torch's own beside ours.
 
-Registered in :data:`PREPARE_SHARDED`, as those of :mod:`~cs336sys.experiments.parallel.strategies`.
+Registered in :data:`PREPARE_SHARDED`, as those of :mod:`~cs336sys.experiments.parallel.strategies`. A strategy imports
+what it alone needs: ``FSDP`` brings torch's compiler, ``fully_shard`` DTensor and SymPy, a second and more each, which
+the ranks of all others are spared.
 """
 
 import functools
@@ -9,15 +11,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer, keeping_input
 from cs336sys.parallel.ddp import BucketedDDP
-from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.workload import ParallelWorkload
@@ -74,6 +72,8 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model."""
     _require_blocks(workload)
     assert workload.prefetch is not None
+    from cs336sys.parallel.fsdp import FSDP
+
     plain = build_plain_model(workload, _META)
     torch.manual_seed(workload.training.seed)
     model = FSDP(
@@ -95,7 +95,6 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
 
 def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """torch's DDP and its ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
-    # Importing it takes a quarter of a second, which the ranks of all other strategies are spared.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     plain = build_plain_model(workload, device)
@@ -107,6 +106,9 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
 def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as ours is."""
     _require_blocks(workload)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     training = workload.training
     mesh = init_device_mesh(device.type, (workload.world_size,))
     half = AUTOCAST_DTYPES.get(training.precision)
@@ -136,6 +138,8 @@ def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tens
 
 
 def _full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    from torch.distributed.tensor import DTensor
+
     full = {}
     for name, parameter in model.named_parameters():
         shard = parameter.detach()

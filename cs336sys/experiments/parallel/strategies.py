@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, keeping_input
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.workload import ParallelWorkload
+
+if TYPE_CHECKING:
+    from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 
 
 class Launched(Protocol):
@@ -50,7 +52,7 @@ class Replica:
     whole_parameters: Callable[[], Mapping[str, Tensor]]
     launched: Sequence[Launched] = ()
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
-    watched_gathers: Callable[[], AbstractContextManager[GatherWatch]] | None = None
+    watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
     communicates_in_backward: bool = True
     finish: Callable[[], None] | None = None
 
