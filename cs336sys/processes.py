@@ -60,8 +60,8 @@ def run_worker(parent: int, function: str, *args: Any) -> None:
 
     Args:
         parent: id of the process that started this one.
-        function: where to find it, as ``package.module:function``. To unpickle a function would import its module before
-            this process becomes a worker.
+        function: where to find it, as ``package.module:function``. To unpickle a function would import its module
+            before this process becomes a worker.
     """
     if not become_worker(parent):
         return

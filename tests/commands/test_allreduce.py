@@ -15,6 +15,8 @@ from cs336sys.report.tables import render
 from cs336sys.results import Cell, Samples, read_results
 from cs336sys.workload import CollectiveWorkload
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--iterations", "4"]
 
 

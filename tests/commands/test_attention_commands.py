@@ -14,6 +14,8 @@ from cs336sys.report.attention import attn_tables, flash_tables, pool_flash_roun
 from cs336sys.report.attention_plots import plot_flash
 from cs336sys.results import Cell, Samples, read_results
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 FLASH = ["flash", "--device", "cpu", "--context", "32", "--heads", "2", "--head-dim", "16", "--dtype", "fp32"]
 ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--d-model", "8", "--context", "16", "--steps", "2"]
 

@@ -17,6 +17,8 @@ from cs336sys.cli import app
 from cs336sys.measure.cells import Worker
 from cs336sys.results import read_results
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
 
 IN_TURN = ["--interleave", "attention", "--attention", "sdpa,flash"]
@@ -96,6 +98,7 @@ def test_output_goes_to_the_file(tmp_path):
     assert "| tiny" in (tmp_path / "t.md").read_text()
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_warmup_study_shows_the_first_step_of_a_fresh_process():
     # Other processes on the machine can slow a warm step down to a cold one.
     for _ in range(3):
@@ -153,6 +156,7 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     assert again["bench"]["title"] == found["bench"]["title"]
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_every_round_of_a_warmup_study_is_a_fresh_process(tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     arguments = ("--warmup", "0,2", "--mode", "forward", "--rounds", "2", "--save", str(path), "--format", "json")

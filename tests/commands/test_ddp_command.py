@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.results import read_results
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TINY = ["--size", "tiny", "--device", "cpu", "--world-size", "2", "--context", "16", "--warmup", "1", "--steps", "3"]
 
 

@@ -15,6 +15,8 @@ from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.results import read_results
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1"]
 
 

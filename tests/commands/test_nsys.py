@@ -17,6 +17,8 @@ from cs336sys.results import read_results
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TINY = ["nsys", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
 
 

@@ -12,6 +12,8 @@ from cs336sys.cli import app
 from cs336sys.results import read_results
 from cs336sys.workload import SHARDING_STRATEGIES
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TINY = ["--size", "tiny", "--device", "cpu", "--world-size", "2", "--context", "16", "--vocab-size", "500"]
 TINY += ["--warmup", "1", "--steps", "2"]
 PARTS = ("parameters_gib", "gradients_gib", "optimizer_state_gib", "rest_gib")

@@ -1,0 +1,88 @@
+"""Workers that outlive the command that started them, for tests of commands and not of processes."""
+
+import dataclasses
+import os
+import uuid
+
+import pytest
+
+from cs336sys.measure import cells
+from cs336sys.measure.cells import Worker
+
+
+def surroundings():
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+class KeptWorkers:
+    """Workers that commands have left in a sound state, by what they measure; for commands in an equal environment."""
+
+    def __init__(self):
+        self.idle = {}
+        self.are_kept = True
+
+    def end(self):
+        for worker, _ in self.idle.values():
+            Worker.close(worker)
+        self.idle.clear()
+
+    def worker_class(self):
+        kept = self
+
+        class KeptWorker(Worker):
+            """A worker that starts in its predecessor's process, and leaves its own to its successor."""
+
+            is_replacing = False
+
+            def _start(self):
+                predecessor, found = kept.idle.pop(self._measure, (None, None))
+                if predecessor is not None and (not kept.are_kept or found != surroundings()):
+                    Worker.close(predecessor)
+                    predecessor = None
+                if predecessor is None or self._run is not None:
+                    return super()._start()
+                self._child = predecessor._child
+                self._run = dataclasses.replace(predecessor._run, run_id=str(uuid.uuid4()))
+                return self._child
+
+            def measure(self, *arguments, **options):
+                self.is_replacing = True
+                try:
+                    return super().measure(*arguments, **options)
+                finally:
+                    self.is_replacing = False
+
+            def close(self):
+                if self._child is None or self._is_measuring or self.is_replacing or not kept.are_kept:
+                    super().close()
+                    return
+                successor = Worker(self._measure, self._arguments)
+                successor._child, successor._run, self._child = self._child, self._run, None
+                former, _ = kept.idle.pop(self._measure, (None, None))
+                if former is not None:
+                    Worker.close(former)
+                kept.idle[self._measure] = successor, surroundings()
+
+        return KeptWorker
+
+
+@pytest.fixture(scope="module")
+def kept_workers():
+    """A command of this module leaves its worker, and its ranks, to the next one that measures the same.
+
+    To start a worker takes 3 to 5 s of CPU time, with two ranks 10; to measure what these tests look at, milliseconds.
+    """
+    kept = KeptWorkers()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cells, "Worker", kept.worker_class())
+        yield kept
+    kept.end()
+
+
+@pytest.fixture
+def fresh_workers(kept_workers):
+    """Every command of this test starts workers of its own."""
+    kept_workers.end()
+    kept_workers.are_kept = False
+    yield
+    kept_workers.are_kept = True
