@@ -1,35 +1,70 @@
-"""Did it get faster: matches the cells of two results files and compares their raw samples."""
+"""Did it get faster: matches what results files hold of one configuration and compares the raw samples."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.results import Cell, Results, Run, Samples, configuration_key
+from cs336sys.errors import UsageError
+from cs336sys.measure.difference import FEW_SAMPLES, Difference, autocorrelation, mean_difference
+from cs336sys.results import Cell, Results, Run, Samples, Status, configuration_key, differing_conditions, same_code
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
-SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep")
-
-# Of a run's environment, what is meant to change between two files; the fields gpu0_... are momentary readings.
-_EXPECTED_DIFFERENCES = frozenset({"cs336sys", "git_commit", "git_dirty", "seed"})
+SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "round")
 
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
 
-# With 5 against 5 the smallest p of the Mann-Whitney test is 0.008, with 3 against 3 it is 0.1.
-FEW_SAMPLES = 5
+Verdict = Literal["faster", "slower", "~", "undecided"]
 
-Verdict = Literal["faster", "slower", "~"]
+
+@dataclass(frozen=True)
+class Side:
+    """What one side holds of a configuration: its runs, and of each the rounds, in the order in which they were taken.
+
+    Attributes:
+        left_out: cells of the configuration that are not part of it: measured by other code or under other conditions
+            than the last one.
+    """
+
+    runs: tuple[tuple[Cell, ...], ...]
+    left_out: int = 0
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        return tuple(cell for run in self.runs for cell in run)
+
+    @property
+    def shown(self) -> Cell:
+        """The cell whose status is that of all: the first that is not ok."""
+        return next((cell for cell in self.cells if cell.status != "ok"), self.cells[-1])
+
+    @property
+    def status(self) -> Status:
+        return self.shown.status
+
+    def series(self) -> dict[str, tuple[tuple[Samples, ...], ...]]:
+        """The measured series that all cells have, by name and unit (``step_ms``): runs, and of each the rounds."""
+        by_cell = [_series(cell) for cell in self.cells]
+        names = [name for name in by_cell[-1] if all(name in series for series in by_cell)]
+        return {name: tuple(tuple(_series(cell)[name] for cell in run) for run in self.runs) for name in names}
+
+
+def _series(cell: Cell) -> dict[str, Samples]:
+    return {
+        name if name.endswith(f"_{samples.unit}") else f"{name}_{samples.unit}": samples
+        for name, samples in cell.samples.items()
+        if samples.measured
+    }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same configuration in both files."""
+    """The same configuration on both sides."""
 
-    a: Cell
-    b: Cell
+    a: Side
+    b: Side
 
     @property
     def is_measured(self) -> bool:
@@ -43,59 +78,67 @@ class Pair:
 
 @dataclass(frozen=True)
 class Matched:
-    """The cells of two files by configuration.
-
-    Attributes:
-        pairs: in the order of A; of several runs of one configuration in a file, the last.
-        only_a, only_b: configurations that the other file lacks.
-        repeated_a, repeated_b: runs left out because a later one of the same configuration follows.
-    """
+    """The cells of two sides by configuration: the pairs in the order of A, and what the other side lacks."""
 
     pairs: tuple[Pair, ...]
-    only_a: int
-    only_b: int
-    repeated_a: int
-    repeated_b: int
+    only_a: tuple[Side, ...]
+    only_b: tuple[Side, ...]
 
 
 def match_cells(a: Results, b: Results) -> Matched:
-    """Pair the cells of equal command and configuration; steps and seed may differ."""
-    latest_a, latest_b = _latest(a.cells), _latest(b.cells)
-    pairs = tuple(Pair(cell, latest_b[key]) for key, cell in latest_a.items() if key in latest_b)
+    """Pair the cells of equal command and configuration; steps, seed and round may differ."""
+    of_a, of_b = _sides(a), _sides(b)
     return Matched(
-        pairs=pairs,
-        only_a=len(latest_a) - len(pairs),
-        only_b=len(latest_b) - len(pairs),
-        repeated_a=len(a.cells) - len(latest_a),
-        repeated_b=len(b.cells) - len(latest_b),
+        pairs=tuple(Pair(side, of_b[key]) for key, side in of_a.items() if key in of_b),
+        only_a=tuple(side for key, side in of_a.items() if key not in of_b),
+        only_b=tuple(side for key, side in of_b.items() if key not in of_a),
     )
 
 
-def _latest(cells: Iterable[Cell]) -> dict[tuple[str, str], Cell]:
-    return {(cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS)): cell for cell in cells}
+def _sides(results: Results) -> dict[tuple[str, str], Side]:
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    for cell in results.cells:
+        key = (cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS))
+        # A file given twice, or copied into another, is no second run.
+        if cell not in (found := cells.setdefault(key, [])):
+            found.append(cell)
+    return {key: _side(found, results.runs) for key, found in cells.items()}
 
 
-def series(cell: Cell) -> dict[str, Samples]:
-    """A cell's measured series by name and unit: ``step_ms``."""
-    return {
-        name if name.endswith(f"_{samples.unit}") else f"{name}_{samples.unit}": samples
-        for name, samples in cell.samples.items()
-        if samples.measured
-    }
+def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
+    last = runs.get(cells[-1].run_id)
+    alike = [cell for cell in cells if cell.run_id == cells[-1].run_id or _is_alike(runs.get(cell.run_id), last)]
+    latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
+    by_round: list[dict[int | None, Cell]] = []
+    for number, cell in enumerate(alike):
+        if cell.status != "ok" and latest[configuration_key(cell.configuration)] > number:
+            # It failed, and a resumed sweep measured it again.
+            continue
+        # Rounds of one run have numbers of their own; a run that an interruption cut in two is still one.
+        its_round = cell.configuration.get("round")
+        run = next((run for run in by_round if None not in (*run, its_round) and its_round not in run), None)
+        if run is None:
+            by_round.append(run := {})
+        run[its_round] = cell
+    return Side(tuple(tuple(run.values()) for run in by_round), left_out=len(cells) - len(alike))
+
+
+def _is_alike(run: Run | None, last: Run | None) -> bool:
+    return not differing_conditions(run, last) and same_code(run, last) is not False
 
 
 def shared_metrics(pair: Pair, asked: Sequence[str] = ()) -> list[str]:
-    """The series to compare, which both cells must have: the ``asked`` ones, ``step`` meaning ``step_ms`` as well.
+    """The series to compare, which both sides must have: the ``asked`` ones, ``step`` meaning ``step_ms`` as well.
 
     Unless asked: ``step_ms``, or else every series that is a time.
     """
-    of_a, of_b = series(pair.a), series(pair.b)
+    of_a, of_b = pair.a.series(), pair.b.series()
     shared = [name for name in of_a if name in of_b]
     if asked:
-        return [name for name in shared if _is_asked(name, of_a[name].unit, asked)]
+        return [name for name in shared if _is_asked(name, of_a[name][0][0].unit, asked)]
     if "step_ms" in shared:
         return ["step_ms"]
-    return [name for name in shared if of_a[name].unit in TIME_UNITS]
+    return [name for name in shared if of_a[name][0][0].unit in TIME_UNITS]
 
 
 def _is_asked(metric: str, unit: str, asked: Sequence[str]) -> bool:
@@ -103,59 +146,104 @@ def _is_asked(metric: str, unit: str, asked: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The samples of one quantity on one side: runs, and of each the rounds."""
+
+    runs: tuple[tuple[Samples, ...], ...]
+
+    @property
+    def rounds(self) -> tuple[Samples, ...]:
+        return tuple(samples for run in self.runs for samples in run)
+
+    @property
+    def unit(self) -> str:
+        return self.rounds[0].unit
+
+    @property
+    def method(self) -> str:
+        return " and ".join(dict.fromkeys(samples.method for samples in self.rounds))
+
+    @property
+    def count(self) -> int:
+        return sum(len(samples.measured) for samples in self.rounds)
+
+    @property
+    def values(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        return tuple(tuple(samples.measured for samples in run) for run in self.runs)
+
+    @property
+    def not_finite(self) -> int:
+        return sum(not math.isfinite(value) for samples in self.rounds for value in samples.measured)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Samples B against samples A of one quantity.
 
     Attributes:
-        ratio: median of B over median of A; None unless all samples are positive.
-        ratio_low, ratio_high: its bootstrap confidence interval; None with a single sample on either side.
-        p_value: of the two-sided Mann-Whitney U test.
-        verdict: ``~`` where the difference is not significant. Of memory, ``slower`` says that B needs more.
-        slower_percent: by how much B is slower than A, negative where it is faster; infinite or zero without a ratio.
+        difference: of their means; None where samples are not finite.
+        autocorrelation_a, autocorrelation_b: of samples that follow one another.
+        verdict: ``~`` where the difference is not significant, ``undecided`` where the samples cannot tell. Of memory,
+            ``slower`` says that B needs more.
+        reason: why it is undecided.
     """
 
-    a: Samples
-    b: Samples
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
-    p_value: float
+    a: Measured
+    b: Measured
+    difference: Difference | None
+    autocorrelation_a: float | None
+    autocorrelation_b: float | None
     verdict: Verdict
-    slower_percent: float
+    reason: str | None = None
+
+    @property
+    def slower_percent(self) -> float:
+        """By how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
+        difference = self.difference
+        if difference is None or difference.ratio is None:
+            return math.inf if difference is None or _is_worse(difference, self.a.unit) else 0.0
+        return 100 * ((1 / difference.ratio if self._higher_is_better else difference.ratio) - 1)
+
+    @property
+    def slower_percent_at_most(self) -> float:
+        """The upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
+        difference = self.difference
+        if difference is None or difference.ratio_low is None or difference.ratio_high is None:
+            return math.inf
+        return 100 * ((1 / difference.ratio_low if self._higher_is_better else difference.ratio_high) - 1)
+
+    @property
+    def _higher_is_better(self) -> bool:
+        return self.a.unit in HIGHER_IS_BETTER
+
+
+def _is_worse(difference: Difference, unit: str) -> bool:
+    a, b = difference.mean_a, difference.mean_b
+    return b < a if unit in HIGHER_IS_BETTER else b > a
 
 
 # By metric, in the order in which the metrics first appear.
 Compared = dict[str, list[tuple[Pair, Comparison]]]
 
 
-def compare_samples(a: Samples, b: Samples, *, confidence_percent: float = 95.0) -> Comparison:
-    """Compare two series of the same unit.
-
-    The interval is the percentile bootstrap (Efron and Tibshirani 1993, chapter 13) of the ratio of medians, from 9999
-    resamplings of both sides with a fixed seed. A difference is significant where the p of the Mann-Whitney U test,
-    which supposes no distribution, is under :func:`significance_level`.
+def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
+    """Compare two series of the same unit, by :func:`~cs336sys.measure.difference.mean_difference`.
 
     Raises:
         CapabilityError: scipy is not installed.
     """
-    stats = _scipy_stats()
-    ratio = ratio_low = ratio_high = None
-    if min(a.measured + b.measured) > 0:
-        ratio = b.median / a.median
-        if min(len(a.measured), len(b.measured)) > 1:
-            ratio_low, ratio_high = _bootstrap_interval(stats, a, b, confidence_percent)
-    p_value = float(stats.mannwhitneyu(a.measured, b.measured).pvalue)
-    # With ties scipy approximates by a normal distribution, which can fall below what so few samples allow.
-    p_value = max(p_value, smallest_p(len(a.measured), len(b.measured)))
-    b_is_worse = (b.median < a.median) if a.unit in HIGHER_IS_BETTER else (b.median > a.median)
+    not_finite = [f"{count} of {name}" for name, count in (("A", a.not_finite), ("B", b.not_finite)) if count]
+    if not_finite:
+        return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
+    difference = mean_difference(a.values, b.values, confidence_percent=confidence_percent)
     verdict: Verdict = "~"
-    if p_value < significance_level(confidence_percent) and a.median != b.median:
-        verdict = "slower" if b_is_worse else "faster"
-    if ratio is None:
-        slower_percent = math.inf if b_is_worse else 0.0
-    else:
-        slower_percent = 100 * ((1 / ratio if a.unit in HIGHER_IS_BETTER else ratio) - 1)
-    return Comparison(a, b, ratio, ratio_low, ratio_high, p_value, verdict, slower_percent)
+    reason = None
+    if difference.p_value is None:
+        verdict = "undecided"
+        reason = f"{a.count} against {b.count} samples of one run: {FEW_SAMPLES} are the least"
+    elif difference.p_value < significance_level(confidence_percent):
+        verdict = "slower" if _is_worse(difference, a.unit) else "faster"
+    return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
 
 
 def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidence_percent: float = 95.0) -> Compared:
@@ -168,37 +256,19 @@ def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidenc
     compared: Compared = {}
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:
-        of_a, of_b = series(pair.a), series(pair.b)
+        of_a, of_b = pair.a.series(), pair.b.series()
         for metric in shared_metrics(pair, asked):
-            comparison = compare_samples(of_a[metric], of_b[metric], confidence_percent=confidence_percent)
+            comparison = compare_samples(
+                Measured(of_a[metric]), Measured(of_b[metric]), confidence_percent=confidence_percent
+            )
             compared.setdefault(metric, []).append((pair, comparison))
     units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
     missing = [name for name in asked if not any(_is_asked(metric, unit, [name]) for metric, unit in units.items())]
     if measured and (missing or not compared):
-        known = dict.fromkeys(name for pair in measured for name in series(pair.a) if name in series(pair.b))
+        known = dict.fromkeys(name for pair in measured for name in pair.a.series() if name in pair.b.series())
         choices = f"choose --metric from {', '.join(known)}" if known else "the files share no measured series"
         raise UsageError(f"no cell has samples of {', '.join(missing) or 'a time'} in both files: {choices}")
     return compared
-
-
-def _bootstrap_interval(stats: Any, a: Samples, b: Samples, confidence_percent: float) -> tuple[float, float]:
-    import numpy
-
-    def ratio_of_medians(resampled_a, resampled_b, axis=-1):
-        return numpy.median(resampled_b, axis=axis) / numpy.median(resampled_a, axis=axis)
-
-    with warnings.catch_warnings():
-        # scipy warns where all resamplings agree: the interval is then that one value, which is right.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        interval = stats.bootstrap(
-            (a.measured, b.measured),
-            ratio_of_medians,
-            vectorized=True,
-            method="percentile",
-            confidence_level=confidence_percent / 100,
-            random_state=0,
-        ).confidence_interval
-    return float(interval.low), float(interval.high)
 
 
 def significance_level(confidence_percent: float) -> float:
@@ -206,37 +276,10 @@ def significance_level(confidence_percent: float) -> float:
     return (100 - confidence_percent) / 100
 
 
-def smallest_p(count_a: int, count_b: int) -> float:
-    """The p of two samples that do not overlap at all: two of all the ways to choose which ranks are A's."""
-    return min(1.0, 2 / math.comb(count_a + count_b, count_a))
-
-
-def _scipy_stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise CapabilityError('the statistics need scipy: pip install "cs336sys[compare]"') from error
-    return stats
-
-
 def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
     """What differs between the machines, versions and settings of the two sides, by field: the first pair's values."""
     differences: dict[str, tuple[Any, Any]] = {}
     for pair in pairs:
-        of_a, of_b = _conditions(a.runs.get(pair.a.run_id)), _conditions(b.runs.get(pair.b.run_id))
-        for field in of_a | of_b:
-            if of_a.get(field) != of_b.get(field):
-                differences.setdefault(field, (of_a.get(field), of_b.get(field)))
+        of_pair = differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))
+        differences = of_pair | differences
     return differences
-
-
-def _conditions(run: Run | None) -> dict[str, Any]:
-    """What two runs must share for their ratio to speak of the code alone."""
-    if run is None:
-        return {"machine": "not recorded"}
-    settings = {
-        field: value
-        for field, value in run.environment.items()
-        if field not in _EXPECTED_DIFFERENCES and not field.startswith("gpu")
-    }
-    return run.machine | settings

@@ -1,7 +1,7 @@
-"""The tables of ``compare``, built from its pairs of cells."""
+"""The tables of ``compare``, built from its pairs of cells, and what it warns of and fails for."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,26 @@ from cs336sys.measure.comparison import (
     SAMPLING_SETTINGS,
     Compared,
     Comparison,
+    Matched,
     Pair,
+    Side,
+    machine_differences,
+    shared_metrics,
     significance_level,
 )
+from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table, Value
-from cs336sys.results import Cell, configuration_key
+from cs336sys.results import Cell, Results, configuration_key
+
+# From here on a table says that samples are worth fewer than their number: two thirds at 0.2.
+NOTED_AUTOCORRELATION = 0.2
+
+# What the intervals cover, by the level of which the noise was taken.
+_COVERED = {
+    "samples": "one run a side: what differs from run to run is not covered; take --rounds, or several files a side",
+    "rounds": "rounds of one run a side: what differs between processes is not covered; take several files a side",
+    "runs": "the noise is what the runs of a side differ by; how many a difference needs is in docs/compare.md",
+}
 
 
 def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_percent: float) -> list[Table]:
@@ -22,7 +37,7 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 
     Settings that tell the pairs apart are columns, those that all pairs share stand in a note of the first table.
     """
-    identity = [Column(name, name.replace("_", " ")) for name in identifying_settings(pairs)]
+    identity = [Column(name, name.replace("_", " ")) for name in _identifying_settings([pair.a for pair in pairs])]
     first, *others = [
         *(_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()),
         *_not_compared(pairs, identity),
@@ -31,9 +46,21 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
     return [replace(first, notes=(*first.notes, _shared_settings(pairs))), *others]
 
 
-def identifying_settings(pairs: Sequence[Pair]) -> list[str]:
-    """The fewest leading settings that tell the pairs apart: ``size``, without the ``d_model`` that follows from it."""
-    configurations = [cell_settings(pair.a) for pair in pairs]
+def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side], str]:
+    """What to call a side's configuration: by the settings that tell it from the others."""
+    sides = [*(pair.a for pair in pairs), *alone]
+    identifying = _identifying_settings(sides)
+
+    def name(side: Side) -> str:
+        values = cell_settings(side.shown)
+        return ", ".join(f"{setting} {values.get(setting)}" for setting in identifying) or "the cell"
+
+    return name
+
+
+def _identifying_settings(sides: Sequence[Side]) -> list[str]:
+    """The fewest leading settings that tell sides apart: ``size``, without the ``d_model`` that follows from it."""
+    configurations = [cell_settings(side.shown) for side in sides]
     identifying: list[str] = []
     told_apart = 1
     for name in dict.fromkeys(name for configuration in configurations for name in configuration):
@@ -51,7 +78,7 @@ def cell_settings(cell: Cell) -> dict[str, Any]:
 
 
 def _shared_settings(pairs: Sequence[Pair]) -> str:
-    configurations = [cell_settings(pair.a) for pair in pairs]
+    configurations = [cell_settings(pair.a.shown) for pair in pairs]
     shared = [
         f"{name} {value}"
         for name, value in configurations[0].items()
@@ -67,45 +94,80 @@ def _metric_table(
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
-        Column(f"a_median_{unit}", "A median", unit),
-        Column(f"b_median_{unit}", "B median", unit),
+        Column(f"a_mean_{unit}", "A mean", unit),
+        Column(f"b_mean_{unit}", "B mean", unit),
         Column("ratio", "B/A", "ratio"),
         Column("ratio_low", f"{interval} from", "ratio"),
         Column("ratio_high", "to", "ratio"),
         Column("p_value", "p", "p_value"),
         Column("verdict", "B is"),
+        Column("a_runs", "A runs", "count"),
+        Column("b_runs", "B runs", "count"),
+        Column("a_autocorrelation", "A lag 1", "correlation"),
+        Column("b_autocorrelation", "B lag 1", "correlation"),
     )
+    comparisons = [comparison for _, comparison in rows]
     legend = (
-        f"B/A: ratio of the medians with its {interval} bootstrap interval, "
-        f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: Mann-Whitney U; "
-        f"~: not significant, p >= {significance_level(confidence_percent):.3g}"
+        f"B/A: ratio of the means with its {interval} interval, "
+        f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: of equal means; "
+        f"~: not significant, p >= {significance_level(confidence_percent):.3g}; runs: rounds count; "
+        "lag 1: autocorrelation of samples"
     )
+    levels = dict.fromkeys(comparison.difference.level for comparison in comparisons if comparison.difference)
     return Table(
         metric,
         f"compare: {metric} of B against A",
         columns,
-        rows=[
-            cell_settings(pair.a)
-            | {
-                f"a_median_{unit}": comparison.a.median,
-                f"b_median_{unit}": comparison.b.median,
-                "ratio": comparison.ratio,
-                "ratio_low": comparison.ratio_low,
-                "ratio_high": comparison.ratio_high,
-                "p_value": comparison.p_value,
-                "verdict": comparison.verdict,
-            }
-            for pair, comparison in rows
-        ],
-        notes=(legend,),
+        rows=[cell_settings(pair.a.shown) | _numbers(comparison, unit) for pair, comparison in rows],
+        notes=(legend, *(_COVERED[level] for level in levels), *_drift(comparisons)),
     )
+
+
+def _numbers(comparison: Comparison, unit: str) -> dict[str, Value]:
+    row: dict[str, Value] = {
+        "verdict": comparison.verdict,
+        "a_runs": len(comparison.a.rounds),
+        "b_runs": len(comparison.b.rounds),
+        "a_autocorrelation": comparison.autocorrelation_a,
+        "b_autocorrelation": comparison.autocorrelation_b,
+    }
+    difference = comparison.difference
+    if difference is not None:
+        row |= {
+            f"a_mean_{unit}": difference.mean_a,
+            f"b_mean_{unit}": difference.mean_b,
+            "ratio": difference.ratio,
+            "ratio_low": difference.ratio_low,
+            "ratio_high": difference.ratio_high,
+            "p_value": difference.p_value,
+        }
+    return row
+
+
+def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """How much less the samples say that are most like those before them."""
+    sides = [(one.autocorrelation_a, one.a) for one in comparisons] + [
+        (one.autocorrelation_b, one.b) for one in comparisons
+    ]
+    known = [(lag, side) for lag, side in sides if lag is not None]
+    lag, side = max(known, key=lambda known: known[0], default=(0.0, None))
+    if side is not None and lag >= NOTED_AUTOCORRELATION:
+        worth = max(1.0, side.count * (1 - lag) / (1 + lag))
+        yield (
+            f"samples are like those before them, lag 1 up to {format_number(lag, 'correlation')}: "
+            f"{side.count} are worth about {worth:.0f} independent ones"
+        )
 
 
 def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> list[Table]:
     columns = (*identity, Column("a_status", "A"), Column("b_status", "B"), Column("reason", "reason"))
     rows = [
-        cell_settings(pair.a)
-        | {"a_status": pair.a.status, "b_status": pair.b.status, "reason": pair.b.reason or pair.a.reason}
+        cell_settings(pair.a.shown)
+        | {
+            "a_status": pair.a.status,
+            "b_status": pair.b.status,
+            "reason": pair.b.shown.reason or pair.a.shown.reason,
+        }
         for pair in pairs
         if not pair.is_measured
     ]
@@ -119,12 +181,14 @@ def _summary(compared: Compared) -> list[Table]:
         Column("faster", "faster", "count"),
         Column("slower", "slower", "count"),
         Column("not_significant", "~", "count"),
+        Column("undecided", "undecided", "count"),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
     rows: list[dict[str, Value]] = []
     for metric, pairs in compared.items():
         verdicts = [comparison.verdict for _, comparison in pairs]
-        ratios = [comparison.ratio for _, comparison in pairs if comparison.ratio is not None]
+        differences = [comparison.difference for _, comparison in pairs]
+        ratios = [difference.ratio for difference in differences if difference and difference.ratio is not None]
         rows.append(
             {
                 "metric": metric,
@@ -132,7 +196,72 @@ def _summary(compared: Compared) -> list[Table]:
                 "faster": verdicts.count("faster"),
                 "slower": verdicts.count("slower"),
                 "not_significant": verdicts.count("~"),
+                "undecided": verdicts.count("undecided"),
                 "geometric_mean_ratio": statistics.geometric_mean(ratios) if ratios else None,
             }
         )
     return [Table("summary", "compare: summary", columns, rows)] if rows else []
+
+
+def comparison_warnings(
+    matched: Matched, compared: Compared, asked: Sequence[str], a: Results, b: Results
+) -> Iterator[str]:
+    """What a reader of the tables must know."""
+    for name, sides in (
+        ("A", (*(pair.a for pair in matched.pairs), *matched.only_a)),
+        ("B", (*(pair.b for pair in matched.pairs), *matched.only_b)),
+    ):
+        left_out = sum(side.left_out for side in sides)
+        if left_out:
+            yield f"{name} holds {_count(left_out, 'cell')} of other code or another machine than its last: left out"
+    for name, alone in (("A", matched.only_a), ("B", matched.only_b)):
+        if alone:
+            yield f"not compared, because only {name} has them: {_count(len(alone), 'cell')}"
+    differences = machine_differences(matched.pairs, a, b)
+    if differences:
+        listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
+        yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
+    without = sum(pair.is_measured and not shared_metrics(pair, asked) for pair in matched.pairs)
+    if without:
+        yield f"not compared, because A or B lacks the series: {_count(without, 'cell')}"
+    comparisons = [comparison for rows in compared.values() for _, comparison in rows]
+    methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
+    for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
+        yield f"samples were taken by {of_a} in A and by {of_b} in B"
+    for reason in dict.fromkeys(comparison.reason for comparison in comparisons if comparison.reason):
+        count = sum(comparison.reason == reason for comparison in comparisons)
+        yield f"undecided, {_count(count, 'comparison')} of {len(comparisons)}: {reason}"
+
+
+def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
+    """The comparisons that are slower by more than the limit, and the cells that B could not measure and A could."""
+    name = _names(pairs)
+    for metric, rows in compared.items():
+        for pair, comparison in rows:
+            if comparison.verdict == "slower" and comparison.slower_percent > limit_percent:
+                yield f"{name(pair.a)}: {metric} is {format_quantity(comparison.slower_percent, 'percent')} slower"
+    for pair in pairs:
+        if pair.is_broken:
+            yield f"{name(pair.a)}: ok in A, {pair.b.status} in B"
+
+
+def undecided(matched: Matched, compared: Compared, asked: Sequence[str], limit_percent: float) -> Iterator[str]:
+    """What may be slower by more than the limit for all that the files say: too noisy, not finite, or not there."""
+    name = _names(matched.pairs, matched.only_a)
+    for metric, rows in compared.items():
+        for pair, comparison in rows:
+            if comparison.verdict == "undecided":
+                yield f"{name(pair.a)}: {metric}: {comparison.reason}"
+            elif comparison.verdict == "~" and comparison.slower_percent_at_most > limit_percent:
+                at_most = format_quantity(comparison.slower_percent_at_most, "percent")
+                yield f"{name(pair.a)}: {metric} may be slower by up to {at_most}: take more --steps or --rounds"
+    for pair in matched.pairs:
+        if pair.is_measured and not shared_metrics(pair, asked):
+            yield f"{name(pair.a)}: A or B lacks the series"
+    for side in matched.only_a:
+        if side.status == "ok":
+            yield f"{name(side)}: only A has it"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -34,6 +34,7 @@ UNITS = {
     "percent": Unit("%", digits=3, most_decimals=2),
     "ratio": Unit(most_decimals=3, scales=((1, "x"),)),
     "p_value": Unit(digits=2),
+    "correlation": Unit(most_decimals=2),
     "count": Unit(most_decimals=0),
     "parameters": Unit(most_decimals=2, scales=((1, ""), (1e3, " K"), (1e6, " M"), (1e9, " B"), (1e12, " T"))),
     # Messages and bandwidths are counted in powers of ten, memory in powers of two.

@@ -216,12 +216,13 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
     assert not {"round", "rounds"} & set(cell.configuration)
 
 
-def test_compare_pairs_a_round_with_the_same_round(tmp_path):
+def test_compare_takes_rounds_for_runs(tmp_path):
     path = tmp_path / "r.jsonl"
     invoke("--warmup", "0", "--mode", "forward", "--rounds", "2", "--save", str(path))
     result = CliRunner().invoke(app, ["compare", str(path), str(path), "--format", "json"])
-    rows = tables(result)["step_ms"]["rows"]
-    assert [(row["round"], row["ratio"]) for row in rows] == [(1, 1.0), (2, 1.0)]
+    table = tables(result)["step_ms"]
+    assert [(row["ratio"], row["a_runs"], row["b_runs"], row["verdict"]) for row in table["rows"]] == [(1.0, 2, 2, "~")]
+    assert "rounds of one run a side: what differs between processes is not covered" in table["notes"][1]
 
 
 def test_percentiles_on_request():
