@@ -15,6 +15,9 @@ import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
 from cs336sys.kernels import rms_norm, rope, swiglu
+from cs336sys.kernels.adamw import AdamW, optimizer
+from cs336sys.kernels.adamw import kernels as adamw_kernels
+from cs336sys.kernels.linear_cross_entropy import launchers as linear_cross_entropy
 
 BF16 = torch.bfloat16
 # Sizes decide nothing but what they are divisible by.
@@ -27,13 +30,16 @@ class Recorder:
     def __init__(self, kernel, report):
         self._kernel = kernel
         self._report = report
+        self._descriptions = {}  # by the hash of what was compiled: ptxas sees each once
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             log = io.StringIO()
             with contextlib.redirect_stdout(log):
                 compiled = self._kernel[grid](*args, **kwargs)
-            self._report.append(describe(compiled, log.getvalue()))
+            if compiled.hash not in self._descriptions:
+                self._descriptions[compiled.hash] = describe(compiled, log.getvalue())
+            self._report.append({"kernel": self._kernel.__name__, **self._descriptions[compiled.hash]})
 
         return launch
 
@@ -81,6 +87,23 @@ def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> No
     swiglu._backward(gate, up, grad, recomputes)
 
 
+def predict(vocab_size: int, dtype: torch.dtype = BF16) -> None:
+    targets = torch.zeros(2, dtype=torch.int64)
+    _, _, gradient, _, factor = linear_cross_entropy.forward(
+        empty(2, 16, dtype=dtype), empty(vocab_size, 16, dtype=dtype), targets, -100, 0.0, 0.0, dtype, True, False
+    )
+    linear_cross_entropy.scale(gradient, factor, dtype, overwrite=True)
+
+
+def update(dtype: torch.dtype, state_dtype: str, copies: bool = False) -> None:
+    parameter = torch.nn.Parameter(empty(ROWS, dtype=dtype))
+    parameter.grad = torch.empty_like(parameter)
+    adamw = AdamW([parameter], max_grad_norm=1.0, state_dtype=state_dtype)
+    if copies:
+        adamw.attach_copy(parameter, empty(ROWS))
+    adamw.step()
+
+
 CONFIGURATIONS = {
     "rms_norm 4096": lambda: norm(4096),
     "rms_norm 4096 residual": lambda: norm(4096, residual=True),
@@ -90,6 +113,13 @@ CONFIGURATIONS = {
     "rope 25x64 float32": lambda: rotate(25, 64, torch.float32),
     "swiglu 11008": lambda: gated(11008, recomputes=True),
     "swiglu 11008 float32": lambda: gated(11008, torch.float32),
+    "linear_cross_entropy 151936": lambda: predict(151_936),
+    "linear_cross_entropy 50257": lambda: predict(50_257),
+    "linear_cross_entropy 10000 float32": lambda: predict(10_000, torch.float32),
+    "adamw float32": lambda: update(torch.float32, "fp32"),
+    "adamw copies": lambda: update(torch.float32, "fp32", copies=True),
+    "adamw bfloat16": lambda: update(BF16, "bf16"),
+    "adamw split": lambda: update(BF16, "split"),
 }
 
 
@@ -97,8 +127,9 @@ def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
     launches: list[dict] = []
-    for module in (rms_norm, rope, swiglu):
+    for module in (rms_norm, rope, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None
+    for module in (rms_norm, rope, swiglu, linear_cross_entropy, adamw_kernels):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Recorder(value, launches))

@@ -211,6 +211,11 @@ def test_strides(layout, device):
     assert_matches_float64(*inputs)
 
 
+def test_every_other_of_a_row_of_targets(device):
+    hidden, weight, targets = make_inputs((6,), 10, 70, device=device)
+    assert_matches_float64(hidden, weight, targets.repeat_interleave(2)[::2])
+
+
 def test_huge_logits(device):
     hidden, weight, targets = make_inputs((6,), 8, 600, device=device)
     hidden *= 1e4

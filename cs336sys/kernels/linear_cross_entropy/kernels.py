@@ -5,6 +5,21 @@ import triton.language as tl
 
 
 @triton.jit
+def count_kernel(target_ptr, count_ptr, is_allowed_ptr, num_tokens, num_columns, ignore_index, TILE: tl.constexpr):
+    """One program counts the targets that are not ignored, and says whether all of these are in the vocabulary."""
+    count = tl.zeros((TILE,), tl.int64)
+    outside = tl.zeros((TILE,), tl.int32)
+    for start in range(0, num_tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        target = tl.load(target_ptr + token, mask=token < num_tokens, other=ignore_index)
+        is_counted = target != ignore_index
+        count += is_counted.to(tl.int64)
+        outside += (is_counted & ((target < 0) | (target >= num_columns))).to(tl.int32)
+    tl.store(count_ptr, tl.sum(count, axis=0))
+    tl.store(is_allowed_ptr, tl.sum(outside, axis=0) == 0)
+
+
+@triton.jit
 def _accumulate(x, maximum, total):
     """The largest logit so far, and the sum of the exponentials of what the others are below it."""
     larger = tl.maximum(maximum, tl.max(x, axis=0))

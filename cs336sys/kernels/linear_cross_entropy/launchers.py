@@ -5,7 +5,7 @@ import math
 import torch
 import triton
 
-from cs336sys.kernels.linear_cross_entropy.kernels import forward_kernel, scale_kernel
+from cs336sys.kernels.linear_cross_entropy.kernels import count_kernel, forward_kernel, scale_kernel
 from cs336sys.kernels.operators import as_rows, check_tensors
 
 # Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits, eight chunks of 32768 tokens.
@@ -21,6 +21,7 @@ MAX_COLUMN_TILE = 8192
 # 16 logits a thread.
 COLUMNS_OF_A_WARP = 512
 
+COUNT_TILE = 4096
 SCALE_TILE = 8192
 MAX_SCALE_PROGRAMS = 1024
 
@@ -55,16 +56,27 @@ def check_arguments(
         raise ValueError(f"z_loss is {z_loss}, but must be finite and at least 0")
 
 
-def _check_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """As in torch's cross-entropy: an IndexError on the CPU, a device-side assertion on a GPU, where no host waits."""
-    allowed = (targets >= 0) & (targets < vocab_size) | (targets == ignore_index)
+def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
+    """How many are not ignored, as a scalar where they are.
+
+    One that is not in the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
+    assertion on a GPU, for which no host waits.
+    """
+    count = torch.empty((), dtype=torch.int64, device=targets.device)
+    is_allowed = torch.empty((), dtype=torch.bool, device=targets.device)
+    with torch.cuda.device_of(targets):
+        count_kernel[(1,)](
+            targets, count, is_allowed, len(targets), vocab_size, ignore_index, TILE=COUNT_TILE, num_warps=16
+        )
     if targets.is_cuda:
-        torch._assert_async(allowed.all(), f"linear_cross_entropy: a target is not in [0, {vocab_size})")
-    elif not allowed.all():
+        torch._assert_async(is_allowed, f"linear_cross_entropy: a target is not in [0, {vocab_size})")
+    elif not is_allowed:
+        outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
         raise IndexError(
-            f"target {targets[~allowed][0].item()} is not in the vocabulary: it must be in [0, {vocab_size}) "
+            f"target {targets[outside][0].item()} is not in the vocabulary: it must be in [0, {vocab_size}) "
             f"or ignore_index ({ignore_index})"
         )
+    return count
 
 
 def _sums_dtype(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int, logits_bytes: int) -> torch.dtype:
@@ -118,10 +130,9 @@ def forward(
     check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype)
     check_tensors("linear_cross_entropy", forward_kernel, hidden=hidden, weight=weight)
     vocab_size, width = weight.shape
-    targets = targets.flatten()
+    targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
-    _check_targets(targets, vocab_size, ignore_index)
-    count = (targets != ignore_index).sum()
+    count = _count_targets(targets, vocab_size, ignore_index)
     rows = as_rows(hidden)
     compute_weight = weight.to(dtype)
 
