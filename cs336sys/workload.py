@@ -388,8 +388,11 @@ KERNELS = {
     "add-rms-norm": ("ours", "eager", "compiled", "quack"),
     "rope": ("ours", "eager", "compiled"),
     "swiglu": ("ours", "eager", "compiled", "liger"),
+    "linear-cross-entropy": ("ours", "eager", "compiled", "chunked", "liger"),
+    "adamw": ("ours", "eager", "fused"),
     "weighted-sum": ("ours", "eager", "compiled"),
 }
+CLASSIFIER = "linear-cross-entropy"
 KERNEL_IMPLEMENTATIONS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
 
 
@@ -399,8 +402,10 @@ class KernelWorkload(Configured):
 
     Attributes:
         op: one of :data:`KERNELS`.
-        implementation: ``ours``, ``eager`` PyTorch, the same ``compiled``, or that of a package.
+        implementation: ``ours``, ``eager`` PyTorch, the same ``compiled``, torch's ``fused`` optimizer, logits
+            ``chunked`` and recomputed, or that of a package.
         head_dim: of the heads into which ``rope`` splits the width; None for the others.
+        vocab_size: of ``linear-cross-entropy``; None for the others.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """
 
@@ -410,6 +415,7 @@ class KernelWorkload(Configured):
     width: int
     dtype: str = "bf16"
     head_dim: int | None = None
+    vocab_size: int | None = None
     device: str = "auto"
     seed: int = 0
     warmup_ms: float = 25.0
@@ -418,8 +424,9 @@ class KernelWorkload(Configured):
     def __post_init__(self) -> None:
         _check_choices(self, {"op": KERNELS, "dtype": PRECISIONS, "device": DEVICES})
         _check_choices(self, {"implementation": KERNELS[self.op]})
-        if (self.head_dim is not None) != (self.op == "rope"):
-            raise UsageError(f"head dim {self.head_dim}: op 'rope' needs one, and others have none")
+        for name, value, op in (("head dim", self.head_dim, "rope"), ("vocab size", self.vocab_size, CLASSIFIER)):
+            if (value is not None) != (self.op == op):
+                raise UsageError(f"{name} {value}: op '{op}' needs one, and others have none")
         if self.head_dim is not None and (self.head_dim % 2 or self.width % self.head_dim):
             raise UsageError(f"--head-dim {self.head_dim}: must be even and divide the width, {self.width}")
 

@@ -22,10 +22,10 @@ from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import DEVICES, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
+from cs336sys.workload import CLASSIFIER, DEVICES, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
-DEFAULT_SHAPES = {"cuda": ("32768", "4096"), "cpu": ("32", "128")}
+DEFAULT_SHAPES = {"cuda": ("32768", "4096", "151936"), "cpu": ("32", "128", "97")}
 
 
 def kernels(
@@ -42,6 +42,10 @@ def kernels(
         list[str] | None, typer.Option(help="Lengths of a row.", show_default="4096, on a CPU 128")
     ] = None,
     head_dim: Annotated[int, typer.Option(help="Of the heads that rope rotates.")] = 64,
+    vocab_size: Annotated[
+        list[str] | None,
+        typer.Option(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97"),
+    ] = None,
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
     baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
@@ -74,9 +78,10 @@ def kernels(
     split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
     check_output(output, format)
     check_plot(plot)
-    default_tokens, default_width = DEFAULT_SHAPES[choose_device(device).type]
+    default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
     token_counts = split_list(tokens or [default_tokens], "--tokens", at_least(1))
     widths = split_list(width or [default_width], "--width", at_least(1))
+    vocab_sizes = split_list(vocab_size or [default_vocab_size], "--vocab-size", at_least(2))
     configurations = [
         KernelWorkload(
             name,
@@ -85,12 +90,14 @@ def kernels(
             length,
             precision,
             head_dim if name == "rope" else None,
+            vocabulary,
             device,
             seed,
             warmup_ms,
             repetition_ms,
         ).configuration()
         for name, count, length, precision in product(ops, token_counts, widths, dtypes)
+        for vocabulary in (vocab_sizes if name == CLASSIFIER else [None])
         for implementation in chosen
         if implementation in KERNELS[name]
     ]

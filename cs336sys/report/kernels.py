@@ -13,6 +13,7 @@ _SHAPE_COLUMNS = {
     "tokens": Column("tokens", "tokens"),
     "width": Column("width", "width"),
     "head_dim": Column("head_dim", "head dim"),
+    "vocab_size": Column("vocab_size", "vocabulary"),
     "dtype": Column("dtype", "dtype"),
 }
 PARTS = ("forward", "backward", "end_to_end")
@@ -20,7 +21,12 @@ PARTS = ("forward", "backward", "end_to_end")
 
 def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times and rates of every implementation of every op, its largest error, and its speed-up over ``baseline``."""
-    varying = shown_settings(cells, _SHAPE_COLUMNS)
+    settings = {
+        name: column
+        for name, column in _SHAPE_COLUMNS.items()
+        if any(cell.configuration.get(name) is not None for cell in cells)
+    }
+    varying = shown_settings(cells, settings)
     baselines = {
         _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
     }
@@ -30,18 +36,19 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         *(Column(f"{part}_ms", _words(part), "ms") for part in PARTS),
         *(Column(f"{part}_gbps", _words(part), "gbps") for part in PARTS),
         *(Column(f"{part}_copy_percent", f"{_words(part)} of a copy", "percent") for part in PARTS),
+        Column("end_to_end_tflops", _words("end_to_end"), "tflops"),
         Column("end_to_end_speedup", f"end-to-end over {baseline}", "ratio"),
         Column("over_inputs_gib", "over inputs", "gib"),
         Column("error", "largest error"),
         Column("status", "status"),
     ]
     rows = [_row(cell, baselines.get(_shape(cell))) for cell in cells]
-    rates = [cell.derived["copy_gbps"] for cell in cells if cell.status == "ok"]
+    rates = [cell.derived["copy_gbps"] for cell in cells if cell.derived.get("copy_gbps") is not None]
     notes = ["medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"]
     if rates:
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
-    heading = title("kernels", cells, run, _SHAPE_COLUMNS, varying)
+    heading = title("kernels", cells, run, settings, varying)
     return [Table("kernels", heading, columns, rows, notes=(*notes, *_reasons(cells)))]
 
 
@@ -78,7 +85,7 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     """Share of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
     from matplotlib.figure import Figure
 
-    measured = [cell for cell in cells if cell.status == "ok"]
+    measured = [cell for cell in cells if cell.status == "ok" and "end_to_end_copy_percent" in cell.derived]
     groups = list(dict.fromkeys(_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     figure = Figure(figsize=(2 + 1.6 * max(2, len(groups)), 8.5), layout="constrained")
@@ -91,7 +98,7 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
                     f"{part}_copy_percent"
                 ]
                 for cell in measured
-                if cell.configuration["implementation"] == implementation
+                if cell.configuration["implementation"] == implementation and f"{part}_copy_percent" in cell.derived
             }
             drawing.bar(list(bars), list(bars.values()), width, label=implementation, color=f"C{number}")
         drawing.axhline(100, color="black", linewidth=0.8)

@@ -2,21 +2,20 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor
 
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import time_calls
-from cs336sys.results import Samples
 from cs336sys.workload import KernelWorkload
 
 if TYPE_CHECKING:
-    from cs336sys.experiments.kernels.operations import Function, Operation
+    from cs336sys.experiments.kernels.operation import Function, Operation
 
 # Largest relative error ||x - reference|| / ||reference|| of an output or a gradient that counts as right. bf16 rounds
 # to 8 bits, fp16 to 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums.
@@ -26,50 +25,11 @@ TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
-def random_inputs(operation: "Operation", workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-    """By name; the same for every implementation of a workload."""
-    from cs336sys.experiments.kernels.operations import DTYPES
-
-    generator = torch.Generator(device).manual_seed(workload.seed)
-
-    def random(shape: tuple[int, ...], dtype: torch.dtype = DTYPES[workload.dtype]) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    return {name: tensor.requires_grad_() for name, tensor in operation.inputs(workload, random).items()}
-
-
-def random_gradients(outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
-    generator = torch.Generator(outputs[0].device).manual_seed(workload.seed + 1)
-    return [
-        torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype) for output in outputs
-    ]
-
-
-def _call(function: "Function", inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    outputs = function(**inputs)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _results(function: "Function", inputs: dict[str, Tensor], gradients: list[Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    outputs = _call(function, inputs)
-    grads = torch.autograd.grad(outputs, tuple(inputs.values()), gradients)
-    names = ["out", "sum"][: len(outputs)] + [f"d{name}" for name in inputs]
-    return {name: tensor.detach() for name, tensor in zip(names, (*outputs, *grads), strict=True)}
-
-
 def relative_errors(
     function: "Function", operation: "Operation", workload: KernelWorkload, device: torch.device
 ) -> dict[str, float]:
     """``||x - reference|| / ||reference||`` of each output and each gradient, by name."""
-    inputs = random_inputs(operation, workload, device)
-    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
-    # A first call compiles, and has the shapes of the outputs.
-    gradients = random_gradients(_call(function, inputs), workload)
-    actual = _results(function, inputs, gradients)
-    # Some implementations write gradients over their inputs: nothing is used after them that they had.
-    gradients = random_gradients(tuple(actual[name] for name in list(actual)[: len(gradients)]), workload)
-    expected = _results(operation.reference(workload), exact, [gradient.double() for gradient in gradients])
+    actual, expected = operation.results(function, workload, device), operation.expected(workload, device)
     norm = torch.linalg.vector_norm
     return {name: (norm(actual[name].double() - tensor) / norm(tensor)).item() for name, tensor in expected.items()}
 
@@ -111,37 +71,25 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
         if wrong:
             return Outcome("wrong", {}, derived, f"relative error over {tolerance:g}: {', '.join(wrong)}")
         progress("timing")
-        inputs = random_inputs(operation, workload, device)
-        derived["over_inputs_gib"] = _memory_over_inputs(function, inputs, workload, device)
-        samples = _time(function, inputs, workload, device)
-    derived["copy_gbps"] = copy_gbps(device)
-    for part, moved_bytes in operation.moved_bytes(workload).items():
-        gbps = moved_bytes / samples[part].median / 1e6
-        derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / derived["copy_gbps"]}
+        calls = operation.calls(function, workload, device)
+        derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)
+        samples = {
+            part: time_calls(call, device, workload.warmup_ms, workload.repetition_ms) for part, call in calls.items()
+        }
+    for part, flops in operation.flops(workload).items():
+        derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
+    moved_bytes = operation.moved_bytes(workload)
+    derived["copy_gbps"] = copy_gbps(device) if moved_bytes else None
+    for part, count in moved_bytes.items():
+        gbps = count / samples[part].median / 1e6
+        derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / copy_gbps(device)}
     return Outcome("ok", samples, derived)
 
 
-def _memory_over_inputs(
-    function: "Function", inputs: dict[str, Tensor], workload: KernelWorkload, device: torch.device
-) -> float | None:
-    """GiB held at once beyond inputs and the outputs' gradients: outputs, gradients, what is kept, and scratch."""
-    gradients = random_gradients(_call(function, inputs), workload)
+def _memory_of(call: Callable[[], object], device: torch.device) -> float | None:
+    """GiB held at once beyond what is there already: results, what is kept for the backward pass, scratch."""
     before_gib = held_memory_gib(device)
     reset_peak_memory(device)
-    torch.autograd.grad(_call(function, inputs), tuple(inputs.values()), gradients)
+    call()
     peak_gib = peak_memory_gib(device)
     return None if peak_gib is None else peak_gib - before_gib
-
-
-def _time(
-    function: "Function", inputs: dict[str, Tensor], workload: KernelWorkload, device: torch.device
-) -> dict[str, Samples]:
-    leaves = tuple(inputs.values())
-    outputs = _call(function, inputs)
-    gradients = random_gradients(outputs, workload)
-    calls = {
-        "forward": lambda: _call(function, inputs),
-        "backward": lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True),
-        "end_to_end": lambda: torch.autograd.grad(_call(function, inputs), leaves, gradients),
-    }
-    return {part: time_calls(call, device, workload.warmup_ms, workload.repetition_ms) for part, call in calls.items()}

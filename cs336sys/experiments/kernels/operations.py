@@ -1,17 +1,26 @@
-"""The ops of ``kernels``: an entry each says what goes in, what is right, who computes it, and what it has to move."""
+"""The ops of ``kernels``: an entry each says what goes in, what is right, who computes it, what it costs at least."""
 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.kernels.operation import (
+    DifferentiatedFunction,
+    Function,
+    Implementations,
+    Operation,
+    Random,
+)
+from cs336sys.experiments.kernels.optimizer_step import OptimizerStep, foreach, fused, ours
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
 from cs336sys.kernels.rope import reference_rope, rope
 from cs336sys.kernels.swiglu import reference_swiglu, swiglu
@@ -19,43 +28,23 @@ from cs336sys.kernels.weighted_sum import reference_weighted_sum, weighted_sum
 from cs336sys.measure.device import choose_device
 from cs336sys.workload import KernelWorkload
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EPS = 1e-5
-
-Function = Callable[..., Tensor | tuple[Tensor, ...]]
-# Takes a shape and perhaps a dtype, which is otherwise the workload's.
-Random = Callable[..., Tensor]
+# Tokens whose logits are held at a time by what recomputes them: 1.2 GB in bf16 for a vocabulary of 151,936.
+CHUNK = 4096
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One op.
-
-    Attributes:
-        inputs: makes its arguments by name, of which all are differentiated.
-        reference: the function, right in float64.
-        implementations: by the names of the workload's; makes the function, or raises a CapabilityError.
-        moved_tensors: how many tensors of tokens x width elements forward and backward pass read or write at least.
-    """
-
-    inputs: Callable[[KernelWorkload, Random], dict[str, Tensor]]
-    reference: Callable[[KernelWorkload], Function]
-    implementations: Mapping[str, Callable[[KernelWorkload], Function]]
-    moved_tensors: tuple[int, int]
-
-    def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
-        forward, backward = (count * workload.tensor_bytes for count in self.moved_tensors)
-        return {"forward": forward, "backward": backward, "end_to_end": forward + backward}
-
-
-def _plain(ours: Function, reference: Function, **others: Callable[[], Function]) -> dict:
+def _plain(ours: Function, reference: Function, **others: Callable[[], Function]) -> Implementations:
     """Implementations that are the same for all workloads."""
     makers: dict[str, Callable[[], Function]] = {
         "ours": lambda: ours,
         "eager": lambda: reference,
         "compiled": lambda: torch.compile(reference, dynamic=False),
     }
-    return {name: lambda workload, make=make: make() for name, make in (makers | others).items()}
+    return {name: _for_any_workload(make) for name, make in (makers | others).items()}
+
+
+def _for_any_workload(make: Callable[[], Function]) -> Callable[[KernelWorkload], Function]:
+    return lambda workload: make()
 
 
 def _installed(module: str, distribution: str) -> Any:
@@ -103,14 +92,14 @@ def _rope_by_table(workload: KernelWorkload) -> Function:
     return _on_heads(workload, rotate)
 
 
-def _norm_inputs(workload: KernelWorkload, random: Random) -> dict[str, Tensor]:
+def _norm_inputs(workload: KernelWorkload, random: Random, generator: torch.Generator) -> dict[str, Tensor]:
     x = random((workload.tokens, workload.width))
     # In float32, as a model's parameters are under autocast.
     return {"x": x, "weight": random((workload.width,), torch.float32)}
 
 
-def _add_norm_inputs(workload: KernelWorkload, random: Random) -> dict[str, Tensor]:
-    return _norm_inputs(workload, random) | {"residual": random((workload.tokens, workload.width))}
+def _add_norm_inputs(workload: KernelWorkload, random: Random, generator: torch.Generator) -> dict[str, Tensor]:
+    return _norm_inputs(workload, random, generator) | {"residual": random((workload.tokens, workload.width))}
 
 
 def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -122,23 +111,48 @@ def _eager_add_rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Te
     return _eager_rms_norm(total, weight), total
 
 
-OPERATIONS = {
-    "rms-norm": Operation(
+def _classifier_inputs(workload: KernelWorkload, random: Random, generator: torch.Generator) -> dict[str, Tensor]:
+    assert workload.vocab_size is not None
+    # Logits near 1 in size.
+    weight = random((workload.vocab_size, workload.width)) * workload.width**-0.5
+    targets = torch.randint(workload.vocab_size, (workload.tokens,), generator=generator, device=generator.device)
+    return {"hidden": random((workload.tokens, workload.width)), "weight": weight, "targets": targets}
+
+
+def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction=reduction)
+
+
+def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Logits of a chunk of tokens at a time, and computed again in the backward pass."""
+    chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+    losses = [checkpoint(_cross_entropy, some, weight, of_them, "sum", use_reentrant=False) for some, of_them in chunks]
+    return torch.stack(losses).sum() / targets.numel()
+
+
+def _liger_cross_entropy() -> Function:
+    module = _installed("liger_kernel.ops.fused_linear_cross_entropy", "liger-kernel")
+    return lambda hidden, weight, targets: module.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "rms-norm": DifferentiatedFunction(
         _norm_inputs,
         lambda workload: functools.partial(reference_rms_norm, eps=EPS),
         _plain(functools.partial(rms_norm, eps=EPS), _eager_rms_norm, quack=_quack_rms_norm, liger=_liger_rms_norm),
         # Forward: x, y. Backward: x and the gradients of both.
         (2, 3),
     ),
-    "add-rms-norm": Operation(
+    "add-rms-norm": DifferentiatedFunction(
         _add_norm_inputs,
         lambda workload: functools.partial(reference_rms_norm, eps=EPS),
         _plain(functools.partial(rms_norm, eps=EPS), _eager_add_rms_norm, quack=_quack_add_rms_norm),
         # Forward: x, residual, their sum, y. Backward: the sum, both outputs' gradients, one that both inputs share.
         (4, 4),
     ),
-    "rope": Operation(
-        lambda workload, random: {"x": random((1, workload.tokens, workload.width))},
+    "rope": DifferentiatedFunction(
+        lambda workload, random, generator: {"x": random((1, workload.tokens, workload.width))},
         lambda workload: _on_heads(workload, reference_rope),
         {
             "ours": lambda workload: _on_heads(workload, rope),
@@ -147,15 +161,33 @@ OPERATIONS = {
         },
         (2, 2),
     ),
-    "swiglu": Operation(
-        lambda workload, random: {name: random((workload.tokens, workload.width)) for name in ("gate", "up")},
+    "swiglu": DifferentiatedFunction(
+        lambda workload, random, generator: {
+            "gate": random((workload.tokens, workload.width)),
+            "up": random((workload.tokens, workload.width)),
+        },
         lambda workload: reference_swiglu,
         _plain(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
         # Forward: gate, up, product. Backward: gate and up again, and the gradients of all three.
         (3, 5),
     ),
-    "weighted-sum": Operation(
-        lambda workload, random: {
+    "linear-cross-entropy": DifferentiatedFunction(
+        _classifier_inputs,
+        lambda workload: _chunked_cross_entropy,
+        _plain(
+            linear_cross_entropy,
+            _cross_entropy,
+            chunked=lambda: _chunked_cross_entropy,
+            liger=_liger_cross_entropy,
+        ),
+        # Logits, and the gradients of both inputs.
+        products=lambda workload: 3 * 2 * workload.elements * (workload.vocab_size or 0),
+    ),
+    "adamw": OptimizerStep(
+        {"ours": lambda workload: ours, "eager": lambda workload: foreach, "fused": lambda workload: fused}
+    ),
+    "weighted-sum": DifferentiatedFunction(
+        lambda workload, random, generator: {
             "x": random((workload.tokens, workload.width)),
             "weight": random((workload.width,)),
         },

@@ -1,0 +1,130 @@
+"""What an op of ``kernels`` is: its random inputs, what is right, and which calls are timed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cs336sys.workload import KernelWorkload
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Function = Callable[..., Any]
+# What an implementation does for a workload; a CapabilityError where it cannot.
+Implementations = Mapping[str, Callable[[KernelWorkload], Function]]
+# Takes a shape and perhaps a dtype, which is otherwise the workload's.
+Random = Callable[..., Tensor]
+
+
+class Operation(Protocol):
+    """One op, whose implementations are functions of the same kind."""
+
+    @property
+    def implementations(self) -> Implementations: ...
+
+    def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        """What a function makes of the workload's random inputs, by name."""
+
+    def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        """The same in float64."""
+
+    def calls(
+        self, function: Function, workload: KernelWorkload, device: torch.device
+    ) -> dict[str, Callable[[], object]]:
+        """What is timed, by part; ``end_to_end`` is among them."""
+
+    def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
+        """The least that each part must read and write; empty for matrix products."""
+
+    def flops(self, workload: KernelWorkload) -> dict[str, int]:
+        """Of matrix products, by part."""
+
+
+def random_tensors(workload: KernelWorkload, device: torch.device, stream: int = 0) -> tuple[Random, torch.Generator]:
+    """Makes normal random tensors, the same for every implementation; another ``stream`` makes others."""
+    generator = torch.Generator(device).manual_seed(workload.seed + stream)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype = DTYPES[workload.dtype]) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return random, generator
+
+
+@dataclass(frozen=True)
+class DifferentiatedFunction:
+    """A function of tensors, timed forward and backward.
+
+    Attributes:
+        inputs: makes its arguments by name; those of floating point are differentiated.
+        reference: the function, right in float64.
+        moved_tensors: how many tensors of tokens x width elements forward and backward pass read or write at least.
+        products: FLOPs of the matrix products of both passes.
+    """
+
+    inputs: Callable[[KernelWorkload, Random, torch.Generator], dict[str, Tensor]]
+    reference: Callable[[KernelWorkload], Function]
+    implementations: Implementations
+    moved_tensors: tuple[int, int] | None = None
+    products: Callable[[KernelWorkload], int] | None = field(default=None)
+
+    def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        return self._results(function, self._inputs(workload, device), workload)
+
+    def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        exact = {
+            name: tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
+            for name, tensor in self._inputs(workload, device).items()
+        }
+        return self._results(self.reference(workload), exact, workload)
+
+    def calls(
+        self, function: Function, workload: KernelWorkload, device: torch.device
+    ) -> dict[str, Callable[[], object]]:
+        inputs = self._inputs(workload, device)
+        leaves = _differentiated(inputs)
+        outputs = _as_tuple(function(**inputs))
+        gradients = _gradients(outputs, workload)
+        return {
+            "forward": lambda: function(**inputs),
+            "backward": lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True),
+            "end_to_end": lambda: torch.autograd.grad(_as_tuple(function(**inputs)), leaves, gradients),
+        }
+
+    def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
+        if self.moved_tensors is None:
+            return {}
+        forward, backward = (count * workload.tensor_bytes for count in self.moved_tensors)
+        return {"forward": forward, "backward": backward, "end_to_end": forward + backward}
+
+    def flops(self, workload: KernelWorkload) -> dict[str, int]:
+        # Of both passes alone: an implementation may do in one what others do in the other.
+        return {} if self.products is None else {"end_to_end": self.products(workload)}
+
+    def _inputs(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        inputs = self.inputs(workload, *random_tensors(workload, device))
+        return {
+            name: tensor.requires_grad_() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()
+        }
+
+    def _results(self, function: Function, inputs: dict[str, Tensor], workload: KernelWorkload) -> dict[str, Tensor]:
+        outputs = _as_tuple(function(**inputs))
+        grads = torch.autograd.grad(outputs, _differentiated(inputs), _gradients(outputs, workload))
+        names = [f"d{name}" for name, tensor in inputs.items() if tensor.requires_grad]
+        tensors = (*(output.detach() for output in outputs), *grads)
+        return dict(zip(["out", "sum"][: len(outputs)] + names, tensors, strict=True))
+
+
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _differentiated(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in inputs.values() if tensor.requires_grad)
+
+
+def _gradients(outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
+    """Of the outputs, the same for every implementation: 1 of a loss, as where training begins its backward pass."""
+    random, _ = random_tensors(workload, outputs[0].device, stream=1)
+    return [torch.ones_like(out) if out.dim() == 0 else random(out.shape).to(out.dtype) for out in outputs]
