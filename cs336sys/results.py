@@ -8,6 +8,7 @@ sweep loses nothing that was measured, and files can be concatenated. Numbers th
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Of a run's environment, what is known of the code, and what no timing depends on.
 _OF_THE_CODE = ("cs336sys", "git_commit", "git_dirty", "source_digest")
 _OF_NO_CONSEQUENCE = ("seed",)
+_MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,11 @@ class Run:
     def conditions(self) -> dict[str, Any]:
         """All but the code that a timing depends on: the machine, threads, matmul precision, variables.
 
-        Readings of the GPUs' clocks and temperatures (``gpu0_...``) are momentary and no part of it.
+        What a GPU's clock and temperature were at a moment is no part of it; its power limit is.
         """
         apart = (*_OF_THE_CODE, *_OF_NO_CONSEQUENCE)
         settings = {name: value for name, value in self.environment.items() if name not in apart}
-        return self.machine | {name: value for name, value in settings.items() if not name.startswith("gpu")}
+        return self.machine | {name: value for name, value in settings.items() if not _MOMENTARY.fullmatch(name)}
 
 
 def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:

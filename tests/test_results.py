@@ -127,11 +127,14 @@ def with_environment(**environment):
 
 
 def test_conditions_are_the_machine_and_what_was_set():
-    then = with_environment(OMP_NUM_THREADS="4", seed=1, git_commit="a", source_digest="1", gpu0_temperature_c=40.0)
-    now = with_environment(torch_threads=1, seed=2, git_commit="b", source_digest="2", gpu0_temperature_c=60.0)
+    then = with_environment(OMP_NUM_THREADS="4", seed=1, git_commit="a", source_digest="1", gpu0_power_w=40.0)
+    now = with_environment(torch_threads=1, seed=2, git_commit="b", source_digest="2", gpu0_power_w=60.0)
     assert then.conditions == {"device": "NVIDIA H200", "OMP_NUM_THREADS": "4"}
     assert differing_conditions(then, now) == {"OMP_NUM_THREADS": ("4", None), "torch_threads": (None, 1)}
     assert differing_conditions(then, replace(then, run_id="r2")) == {}
+    limited = with_environment(gpu0_max_sm_clock_mhz=1980.0, gpu0_sm_clock_mhz=345.0, gpu0_power_limit_w=500.0)
+    free = with_environment(gpu0_max_sm_clock_mhz=1980.0, gpu0_sm_clock_mhz=1980.0, gpu0_power_limit_w=700.0)
+    assert differing_conditions(limited, free) == {"gpu0_power_limit_w": (500.0, 700.0)}
     assert differing_conditions(None, now)["machine"] == ("not recorded", None)
 
 
