@@ -1,12 +1,13 @@
 """The ``cs336sys`` command: a table of subcommands, each imported only when it is asked for."""
 
+import sys
 from typing import Annotated, ClassVar
 
 import typer
 
 from cs336sys import __version__
+from cs336sys.commands.faults import end_like_ctrl_c_on_sigterm, exit_code_of, interruption_code, open_closed_streams
 from cs336sys.commands.lazy import HELP_OPTIONS, LazyGroup
-from cs336sys.errors import INTERRUPTED, CapabilityError, UsageError
 
 # Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.
 COMMANDS = (
@@ -31,14 +32,18 @@ class CommandTable(LazyGroup):
 
     modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
 
+    def main(self, *args, **settings):
+        if not settings.get("standalone_mode", True):
+            return super().main(*args, **settings)
+        settings["standalone_mode"] = False
+        return sys.exit(exit_code_of(lambda: super(CommandTable, self).main(*args, **settings)))
+
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except (UsageError, CapabilityError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as interrupt:
-            raise typer.Exit(INTERRUPTED) from interrupt
+            # Before typer makes its own of it.
+            raise typer.Exit(interruption_code(interrupt)) from interrupt
 
 
 app = typer.Typer(
@@ -68,4 +73,6 @@ def cs336sys(
 
 
 def main() -> None:
+    open_closed_streams()
+    end_like_ctrl_c_on_sigterm()
     app(auto_envvar_prefix="CS336SYS")

@@ -1,7 +1,11 @@
-"""What ends a command early: the errors that it ends with one sentence instead of a traceback, and Ctrl-C."""
+"""What ends a command early: the errors that it ends with one sentence instead of a traceback, Ctrl-C and SIGTERM."""
 
-# 128 and the number of SIGINT, as shells count.
+from collections.abc import Collection
+
+# 128 and the number of SIGINT, SIGPIPE and SIGTERM, as shells count.
 INTERRUPTED = 130
+READER_LEFT = 141
+TERMINATED = 143
 
 
 class UsageError(ValueError):
@@ -18,3 +22,27 @@ class CapabilityError(RuntimeError):
 
 class CaptureError(CapabilityError):
     """Work cannot be captured in a CUDA graph, as was noticed on the way: the process should compute nothing more."""
+
+
+class OutputError(RuntimeError):
+    """A result could not be written, to a file or to standard output: the command exits with 1."""
+
+    exit_code = 1
+
+
+class ReaderLeft(OutputError):
+    """Nobody reads standard output any more (``cs336sys ... | head -1``): the command ends without a word."""
+
+    exit_code = READER_LEFT
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what Ctrl-C does, but for the exit code."""
+
+
+def choose_from(value: str, names: Collection[str]) -> str:
+    """What to tell about a value that is none of the names: ``choose from fp32, bf16; did you mean bf16?``"""
+    import difflib
+
+    nearest = difflib.get_close_matches(value.lower(), names, n=1)
+    return f"choose from {', '.join(names)}" + (f"; did you mean {nearest[0]}?" if nearest else "")

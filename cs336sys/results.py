@@ -10,8 +10,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,36 +186,16 @@ def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] 
     return json_text({name: value for name, value in settings.items() if name not in ignore}, sort_keys=True)
 
 
-class ResultsFile:
-    """Appends runs and cells to a JSON-lines file.
-
-    Raises:
-        UsageError: the file cannot be opened for appending; raised by the constructor, before anything is measured.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = path.open("a+b")
-        except OSError as error:
-            raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
-        self._end_truncated_line()
-
-    def _end_truncated_line(self) -> None:
-        """Close a line that an earlier, killed run left half written, so that the next record starts its own."""
-        if self._stream.seek(0, 2) > 0:
-            self._stream.seek(-1, 2)
-            if self._stream.read(1) != b"\n":
-                self._stream.write(b"\n")
-
-    def append(self, record: Run | Cell) -> None:
-        line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
-        self._stream.write(json_text(line).encode() + b"\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.close()
+def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fewest leading settings that tell them apart: ``size``, without the ``d_model`` that follows from it."""
+    distinguishing: list[str] = []
+    told_apart = 1
+    for name in dict.fromkeys(name for configuration in configurations for name in configuration):
+        shown = [*distinguishing, name]
+        keys = {configuration_key({name: values.get(name) for name in shown}) for values in configurations}
+        if len(keys) > told_apart:
+            distinguishing, told_apart = shown, len(keys)
+    return distinguishing
 
 
 @dataclass(frozen=True)
@@ -239,7 +219,7 @@ def read_several(paths: str) -> Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read a file written by :class:`ResultsFile`; half-written lines (a killed run's last) are passed over.
+    """Read a file of :mod:`cs336sys.results_file`; half-written lines (a killed run's last) are passed over.
 
     Raises:
         UsageError: the file cannot be read, holds no results, or was written by a newer version.
@@ -251,15 +231,11 @@ def read_results(path: Path) -> Results:
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if b'NaN"' in line or b'Infinity"' in line:
-                record = _with_numbers(record)
-            version, kind = record.pop("schema_version"), record.pop("kind")
-        except (ValueError, TypeError, KeyError, AttributeError):
+        record = read_record(line)
+        if record is None:
             continue
-        if version != SCHEMA_VERSION:
-            raise UsageError(f"{path} has schema version {version}, this cs336sys reads version {SCHEMA_VERSION}")
+        kind = record.pop("kind")
+        check_version(path, record.pop("schema_version"))
         try:
             if kind == "run":
                 runs[record["run_id"]] = Run(**record | {"arguments": tuple(record["arguments"])})
@@ -270,6 +246,23 @@ def read_results(path: Path) -> Results:
     if not runs and not cells:
         raise UsageError(f"{path} holds no results: it should be a file written by --save")
     return Results(runs, tuple(cells))
+
+
+def read_record(line: bytes) -> dict[str, Any] | None:
+    """What a line holds; None for a line that is half written, or another program's."""
+    try:
+        record = json.loads(line)
+        if b'NaN"' in line or b'Infinity"' in line:
+            record = _with_numbers(record)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"schema_version", "kind"} <= record.keys() else None
+
+
+def check_version(path: Path, version: Any) -> None:
+    """Raise a UsageError if a record is of another version than this program's."""
+    if version != SCHEMA_VERSION:
+        raise UsageError(f"{path} has schema version {version}, this cs336sys reads version {SCHEMA_VERSION}")
 
 
 def _samples(record: dict[str, Any]) -> Samples:

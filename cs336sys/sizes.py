@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS = tuple(ELEMENT_BYTES)
@@ -78,7 +78,7 @@ def choose_size(
             head dimension, which rotary embeddings cannot split into pairs.
     """
     if name not in SIZES:
-        raise UsageError(f"unknown size '{name}': choose from {', '.join(SIZES)}")
+        raise UsageError(f"unknown size '{name}': {choose_from(name, SIZES)}")
     shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
     batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
     given: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}

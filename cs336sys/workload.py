@@ -11,7 +11,7 @@ from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
 
@@ -66,8 +66,9 @@ class Configured:
 
 def _check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
     for field, names in choices.items():
-        if getattr(workload, field) not in names:
-            raise UsageError(f"unknown {field} '{getattr(workload, field)}': choose from {', '.join(names)}")
+        value = getattr(workload, field)
+        if value not in names:
+            raise UsageError(f"unknown {field} '{value}': {choose_from(value, names)}")
 
 
 _CHOICES = {

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
-    {"", "errors", "processes", "sizes", "workload", "results", "accounting"},
+    {"", "errors", "processes", "sizes", "workload", "results", "results_file", "accounting"},
     {"kernels", "parallel", "measure", "cuda_graphs"},
     {"experiments"},
     {"report"},
@@ -31,7 +31,10 @@ RESERVED = {
 
 # Rooms whose modules and folders do not import each other, but for what they share.
 SHARED_AMONG_SIBLINGS = {
-    "commands": {f"commands.{name}" for name in ("lazy", "options", "ranks", "resuming", "sweep", "training_options")},
+    "commands": {
+        f"commands.{name}"
+        for name in ("faults", "lazy", "options", "progress", "ranks", "resuming", "sweep", "training_options")
+    },
     "experiments": {"experiments.training", "experiments.weight_check"},
 }
 

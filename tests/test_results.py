@@ -11,7 +11,6 @@ import cs336sys
 from cs336sys.errors import UsageError
 from cs336sys.results import (
     Cell,
-    ResultsFile,
     Run,
     Samples,
     code_name,
@@ -21,6 +20,7 @@ from cs336sys.results import (
     read_several,
     same_code,
 )
+from cs336sys.results_file import ResultsFile
 
 RUN = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"device": "NVIDIA H200"}, {"seed": 0})
 CELL = Cell(
@@ -198,6 +198,41 @@ def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):
         ResultsFile(tmp_path / "file" / "r.jsonl")
     with pytest.raises(UsageError, match="cannot write results to"):
         ResultsFile(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"notes of today\n", b"[1, 2]\n", b'{"kind": "cell"}\n'])
+def test_nothing_is_appended_to_another_programs_file(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
+        ResultsFile(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", b'{"schema_version": 1, "kind": "ru', b'{"schema_version": 1, "kind": "ru\n'])
+def test_a_file_that_is_empty_or_of_a_killed_run_is_appended_to(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    write(path, RUN, CELL)
+    assert read_results(path).cells == (CELL,)
+
+
+def test_nothing_is_appended_to_a_file_of_a_newer_version(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"schema_version": 99, "kind": "run"}\n')
+    with pytest.raises(UsageError, match="schema version 99"):
+        ResultsFile(path)
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path):
+    path = tmp_path / "r.jsonl"
+    first = ResultsFile(path)
+    with pytest.raises(
+        UsageError, match=r"cannot write results to .*: (process \d+ \(.*\)|another process) is writing"
+    ):
+        ResultsFile(path)
+    first.close()
+    ResultsFile(path).close()
 
 
 def test_configuration_key_does_not_depend_on_order():

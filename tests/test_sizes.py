@@ -55,7 +55,11 @@ def test_configuration_of_8b_does_not_depend_on_its_default_precision():
     ("field", "value", "sentence"),
     [
         ("precision", "fp8", "unknown precision 'fp8': choose from fp32, bf16, fp16"),
-        ("mode", "backward", "unknown mode 'backward': choose from forward, forward-backward, train"),
+        (
+            "mode",
+            "backward",
+            "unknown mode 'backward': choose from forward, forward-backward, train; did you mean forward-backward?",
+        ),
         ("steps", 0, "--steps 0: must be at least 1"),
         ("warmup", -1, "--warmup -1: must be at least 0"),
     ],

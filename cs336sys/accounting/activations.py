@@ -12,7 +12,7 @@ product's result: 4 in fp32, 2 in half precision.
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.parameters import parameters_by_component
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 ATTENTION = ("reference", "sdpa", "flash")
@@ -95,7 +95,7 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
     if attention not in ATTENTION:
-        raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
+        raise UsageError(f"unknown attention '{attention}': {choose_from(attention, ATTENTION)}")
     reference, casts = attention == "reference", autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
@@ -27,7 +27,7 @@ def bus_factor(collective: str, ranks: int) -> float:
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: must be at least 1")
     if collective not in COLLECTIVES:
-        raise UsageError(f"unknown collective '{collective}': choose from {', '.join(COLLECTIVES)}")
+        raise UsageError(f"unknown collective '{collective}': {choose_from(collective, COLLECTIVES)}")
     share = (ranks - 1) / ranks
     if collective == "all_reduce":
         return 2 * share

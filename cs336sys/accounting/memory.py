@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 
 from cs336sys.accounting.activations import ATTENTION, block_activations, saved_activations
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 GIB = 2**30
@@ -141,9 +141,9 @@ def widest_moments(
         UsageError: ``mode`` or ``attention`` is unknown.
     """
     if attention not in ATTENTION:
-        raise UsageError(f"unknown attention '{attention}': choose from {', '.join(ATTENTION)}")
+        raise UsageError(f"unknown attention '{attention}': {choose_from(attention, ATTENTION)}")
     if mode not in _MODES:
-        raise UsageError(f"unknown mode '{mode}': choose from {', '.join(_MODES)}")
+        raise UsageError(f"unknown mode '{mode}': {choose_from(mode, _MODES)}")
     if mode == "forward":
         moments = _forward_moments(size, precision, attention, autocast)
     else:

@@ -1,6 +1,7 @@
 """``cs336sys allreduce``: what communication costs on this machine's links."""
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,6 @@ from cs336sys.commands.options import (
     FormatOption,
     OutputOption,
     SaveOption,
-    at_least,
-    between,
     byte_count,
     check_choice,
     one_of,
@@ -24,6 +23,7 @@ from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
+from cs336sys.results import Cell
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.
@@ -46,8 +46,8 @@ def allreduce(
     factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
     world_size: WorldSizeOption = [],
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.")] = ["fp32"],
-    warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.")] = 5,
-    iterations: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.")] = 20,
+    warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.", min=0)] = 5,
+    iterations: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,
     device: DeviceOption = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth to this picture file.")] = None,
@@ -72,9 +72,6 @@ def allreduce(
     from cs336sys.report.parallel.allreduce import allreduce_plan, allreduce_tables
     from cs336sys.report.tables import check_output, emit
 
-    for name, value, lowest in (("--warmup", warmup, 0), ("--iterations", iterations, 1)):
-        split_list([str(value)], name, at_least(lowest))
-    split_list([str(timeout)], "--timeout", between(1, math.inf))
     collectives = split_list(collective, "--collective", one_of(COLLECTIVES))
     dtypes = split_list(dtype, "--dtype", one_of(tuple(COLLECTIVE_DTYPES)))
     world_sizes = choose_world_sizes(world_size)
@@ -101,13 +98,12 @@ def allreduce(
         cell_timeout=cell_timeout,
         across_ranks=True,
     )
-    if sweep.is_reported_here:
-        if plot is not None:
-            from cs336sys.report.parallel.allreduce_plots import plot_collectives
-
-            plot_collectives(sweep.cells, plot)
-        emit(allreduce_tables(sweep.cells, sweep.run), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: allreduce_tables(sweep.cells, sweep.run),
+        format=format,
+        output=output,
+        pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
+    )
 
 
 def message_sizes(values: list[str], factor: float) -> list[int]:
@@ -116,7 +112,7 @@ def message_sizes(values: list[str], factor: float) -> list[int]:
     Raises:
         UsageError: a value is no size or range, or the factor is not more than 1.
     """
-    if not 1 < factor < math.inf:
+    if factor <= 1:
         raise UsageError(f"--factor {factor:g}: must be more than 1")
 
     def convert(text: str) -> tuple[int, ...]:
@@ -148,3 +144,9 @@ def _backends(values: list[str], device: str) -> list[str]:
     from cs336sys.measure.device import choose_device
 
     return ["nccl" if choose_device(device).type == "cuda" else "gloo"]
+
+
+def _draw(cells: Sequence[Cell], path: Path) -> None:
+    from cs336sys.report.parallel.allreduce_plots import plot_collectives
+
+    plot_collectives(cells, path)

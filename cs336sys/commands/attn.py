@@ -17,13 +17,13 @@ PLAIN_ATTENTION = ("eager", "compiled")
 
 def attn(
     implementations: Annotated[list[str], typer.Option(help=f"{', '.join(PLAIN_ATTENTION)}.")] = ["eager,compiled"],
-    batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.", min=1)] = 8,
     d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["fp32"],
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    warmup: Annotated[int, typer.Option(help="Warm-up passes.")] = 10,
-    steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.")] = 100,
+    warmup: Annotated[int, typer.Option(help="Warm-up passes.", min=0)] = 10,
+    steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     save: SaveOption = None,
@@ -37,7 +37,7 @@ def attn(
     cs336sys attn --context 256,1024,4096,8192,16384 --d-model 16,32,64,128
     """
     from cs336sys.report.attention import attn_tables
-    from cs336sys.report.tables import check_output, emit
+    from cs336sys.report.tables import check_output
 
     axes = (
         split_list(context, "--context", at_least(1)),
@@ -45,8 +45,6 @@ def attn(
         split_list(dtype, "--dtype", one_of(PRECISIONS)),
         split_list(implementations, "--implementations", one_of(PLAIN_ATTENTION)),
     )
-    for name, value, lowest in (("--batch-size", batch_size, 1), ("--warmup", warmup, 0), ("--steps", steps, 1)):
-        split_list([str(value)], name, at_least(lowest))
     check_choice(device, "--device", DEVICES)
     check_output(output, format)
     configurations = [
@@ -64,5 +62,4 @@ def attn(
         resume=resume,
         cell_timeout=cell_timeout,
     )
-    emit(attn_tables(sweep.cells, sweep.run), format=format, output=output)
-    sweep.exit()
+    sweep.report(lambda: attn_tables(sweep.cells, sweep.run), format=format, output=output)

@@ -10,7 +10,6 @@ from cs336sys.commands.options import (
     FormatOption,
     OutputOption,
     SaveOption,
-    at_least,
     between,
     check_choice,
     split_list,
@@ -30,7 +29,7 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
-    rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.", min=1)] = 1,
     interleave: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +60,6 @@ def bench(
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
-    split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
@@ -88,8 +86,11 @@ def bench(
         cell_timeout=cell_timeout,
         fresh_worker=len({workload.warmup for workload in workloads}) > 1,
     )
-    emit(bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles),
+        format=format,
+        output=output,
+    )
 
 
 def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:

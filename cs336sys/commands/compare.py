@@ -46,8 +46,9 @@ def compare(
     limit_percent = None if fail_above is None else _percent(fail_above)
     if allow_undecided and limit_percent is None:
         raise UsageError("--allow-undecided needs --fail-above: nothing else fails")
-    if not 0 < confidence < 100:
-        raise UsageError(f"--confidence {confidence:g}: must be a percentage between 0 and 100")
+    # 0.95 would be read as less than one percent, and nobody means less than even chances.
+    if not 50 <= confidence < 100:
+        raise UsageError(f"--confidence {confidence:g}: must be a percentage from 50 to less than 100, such as 95")
     asked = split_list(metric, "--metric", str) if metric else []
     check_output(output, format)
     a, b = read_several(baseline), read_several(candidate)

@@ -1,7 +1,6 @@
 """``cs336sys ddp``: data parallel training, its strategies, and how much of the communication each hides."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -94,7 +93,6 @@ def ddp(
         )
         for strategy, bucket in _strategies(mode, bucket_mb)
     ]
-    split_list([str(timeout)], "--timeout", between(1, math.inf))
     if is_first_rank():
         check_output(output, format)
         check_plot(plot)
@@ -114,16 +112,17 @@ def ddp(
         cell_timeout=cell_timeout,
         across_ranks=True,
     )
-    if sweep.is_reported_here:
-        if plot is not None or plot_buckets is not None:
-            _draw(sweep.cells, plot, plot_buckets)
-        emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: ddp_tables(sweep.cells, sweep.run),
+        format=format,
+        output=output,
+        pictures=_pictures(sweep.cells, plot, plot_buckets),
+    )
 
 
 def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | None]]:
     """Modes with their bucket sizes; only ``bucketed`` has any."""
-    buckets = split_list(bucket_mb, "--bucket-mb", float)
+    buckets = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
     return [
         (strategy, bucket)
         for strategy in split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
@@ -131,10 +130,10 @@ def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float 
     ]
 
 
-def _draw(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> None:
+def _pictures(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> Iterator[Callable[[], None]]:
     from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 
     if timelines is not None:
-        plot_timelines(cells, timelines)
+        yield lambda: plot_timelines(cells, timelines)
     if buckets is not None:
-        plot_buckets(cells, buckets)
+        yield lambda: plot_buckets(cells, buckets)

@@ -1,6 +1,5 @@
 """``cs336sys flash``: our FlashAttention kernels against every implementation that the machine has."""
 
-import math
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +7,12 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options import (
+    BaselineOption,
     FormatOption,
     OutputOption,
     SaveOption,
     at_least,
-    between,
+    check_baseline,
     check_choice,
     one_of,
     split_list,
@@ -50,10 +50,12 @@ def flash(
     grid: Annotated[
         str | None, typer.Option(help="Shapes of the handouts instead: course or board.", show_default=False)
     ] = None,
-    baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
-    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
-    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.")] = 100.0,
-    rounds: Annotated[int, typer.Option(help="Times to go through a shape's implementations, samples pooled.")] = 1,
+    baseline: BaselineOption = None,
+    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
+    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,
+    rounds: Annotated[
+        int, typer.Option(help="Times to go through a shape's implementations, samples pooled.", min=1)
+    ] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -74,14 +76,14 @@ def flash(
     from cs336sys.report.attention import flash_tables, pool_flash_rounds
     from cs336sys.report.attention_plots import plot_flash
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output, emit
+    from cs336sys.report.tables import check_output
 
     shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}
     if grid is not None:
         shapes = GRIDS[check_choice(grid, "--grid", tuple(GRIDS))]
         causal = True
     chosen = split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS))
-    check_choice(baseline, "--baseline", IMPLEMENTATIONS)
+    over = check_baseline(baseline, chosen, "eager")
     batch_sizes, head_counts, contexts, head_dims = (
         split_list(shapes[name], f"--{name.replace('_', '-')}", at_least(1))
         for name in ("batch_size", "heads", "context", "head_dim")
@@ -90,9 +92,6 @@ def flash(
     if max(head_dims) > 256:
         raise UsageError(f"--head-dim {max(head_dims)}: must be at most 256")
     check_choice(device, "--device", DEVICES)
-    split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
-    split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
-    split_list([str(rounds)], "--rounds", at_least(1))
     check_output(output, format)
     check_plot(plot)
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
@@ -113,7 +112,9 @@ def flash(
         cell_timeout=cell_timeout,
     )
     cells = pool_flash_rounds(sweep.cells)
-    if plot is not None:
-        plot_flash(cells, plot)
-    emit(flash_tables(cells, sweep.run, baseline), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: flash_tables(cells, sweep.run, over),
+        format=format,
+        output=output,
+        pictures=[] if plot is None else [lambda: plot_flash(cells, plot)],
+    )

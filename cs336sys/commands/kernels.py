@@ -1,6 +1,5 @@
 """``cs336sys kernels``: our fused kernels against other implementations, and against the rate of a copy."""
 
-import math
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +7,12 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options import (
+    BaselineOption,
     FormatOption,
     OutputOption,
     SaveOption,
     at_least,
-    between,
+    check_baseline,
     check_choice,
     one_of,
     split_list,
@@ -41,15 +41,15 @@ def kernels(
     width: Annotated[
         list[str] | None, typer.Option(help="Lengths of a row.", show_default="4096, on a CPU 128")
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Of the heads that rope rotates.")] = 64,
+    head_dim: Annotated[int, typer.Option(help="Of the heads that rope rotates.", min=2)] = 64,
     vocab_size: Annotated[
         list[str] | None,
         typer.Option(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97"),
     ] = None,
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
-    baseline: Annotated[str, typer.Option(help="What speed-ups are measured over.")] = "eager",
-    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.")] = 25.0,
-    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.")] = 100.0,
+    baseline: BaselineOption = None,
+    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
+    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,
     plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -66,16 +66,13 @@ def kernels(
     from cs336sys.measure.device import choose_device
     from cs336sys.report.kernels import kernel_tables, plot_kernels
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output, emit
+    from cs336sys.report.tables import check_output
 
     ops = split_list(op, "--op", one_of(KERNELS))
     chosen = split_list(implementations, "--implementations", one_of(KERNEL_IMPLEMENTATIONS))
     dtypes = split_list(dtype, "--dtype", one_of(PRECISIONS))
-    check_choice(baseline, "--baseline", KERNEL_IMPLEMENTATIONS)
+    over = check_baseline(baseline, chosen, "eager")
     check_choice(device, "--device", DEVICES)
-    split_list([str(head_dim)], "--head-dim", at_least(2))
-    split_list([str(warmup_ms)], "--warmup-ms", between(0, math.inf))
-    split_list([str(repetition_ms)], "--repetition-ms", between(1, math.inf))
     check_output(output, format)
     check_plot(plot)
     default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
@@ -111,7 +108,9 @@ def kernels(
         resume=resume,
         cell_timeout=cell_timeout,
     )
-    if plot is not None:
-        plot_kernels(sweep.cells, plot)
-    emit(kernel_tables(sweep.cells, sweep.run, baseline), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: kernel_tables(sweep.cells, sweep.run, over),
+        format=format,
+        output=output,
+        pictures=[] if plot is None else [lambda: plot_kernels(sweep.cells, plot)],
+    )

@@ -4,11 +4,34 @@ import importlib
 from typing import ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from cs336sys.commands.options import with_option_groups
+from cs336sys.commands.options import with_read_options
+from cs336sys.errors import UsageError, choose_from
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+def _with_own_variables(parameters, ctx):
+    """Give every option a variable of its name: that of ``bench --num-layers`` ends in _NUM_LAYERS.
+
+    Typer's own are called after the function's parameters, and turn --version, --help and completion on, too.
+    """
+    for parameter in parameters:
+        if parameter.param_type_name != "option":
+            continue
+        parameter.allow_from_autoenv = False
+        # One line of help tells the rule.
+        parameter.show_envvar = False
+        if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
+            name = next(name for name in parameter.opts if name.startswith("--"))
+            parameter.envvar = f"{ctx.auto_envvar_prefix}_{name[2:].replace('-', '_').upper()}"
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx):
+        return _with_own_variables(super().get_params(ctx), ctx)
 
 
 class LazyGroup(TyperGroup):
@@ -20,6 +43,9 @@ class LazyGroup(TyperGroup):
 
     modules: ClassVar[dict[str, str]] = {}
 
+    def get_params(self, ctx):
+        return _with_own_variables(super().get_params(ctx), ctx)
+
     def list_commands(self, ctx):
         return list(self.modules)
 
@@ -30,5 +56,10 @@ class LazyGroup(TyperGroup):
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command(cmd_name, context_settings=HELP_OPTIONS)(with_option_groups(found))
+        command.command(cmd_name, cls=_Command, context_settings=HELP_OPTIONS)(with_read_options(found))
         return typer.main.get_command(command)
+
+    def resolve_command(self, ctx, args):
+        if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise UsageError(f"unknown command '{args[0]}': {choose_from(args[0], self.modules)}")
+        return super().resolve_command(ctx, args)

@@ -91,9 +91,11 @@ def memprof(
         cell_timeout=cell_timeout,
     )
     if dry_run:
-        emit(plan_tables(sweep.cells, shown), format=format, output=output)
+        sweep.report(lambda: plan_tables(sweep.cells, shown), format=format, output=output)
     else:
-        if snapshot is not None:
-            write_files(sweep.cells, sweep.run, snapshot)
-        emit(memory_tables(sweep.cells, sweep.run, shown), format=format, output=output)
-    sweep.exit()
+        sweep.report(
+            lambda: memory_tables(sweep.cells, sweep.run, shown),
+            format=format,
+            output=output,
+            pictures=[] if snapshot is None else [lambda: write_files(sweep.cells, sweep.run, snapshot)],
+        )

@@ -39,7 +39,7 @@ def nsys(
     ] = None,
     range_names: Annotated[
         list[str],
-        typer.Option("--range", help="A range that is a phase of that report; repeatable.", show_default=False),
+        typer.Option("--range", help="Ranges that are the phases of that report.", show_default=False),
     ] = [],
     model: options.ModelOptions = options.ModelOptions(["small"]),
     mode: options.ModeOption = "train",
@@ -56,7 +56,7 @@ def nsys(
     keep: Annotated[
         Path | None, typer.Option(help="Keep the profiler's files in this folder: for nsys-ui, for ui.perfetto.dev.")
     ] = None,
-    top: Annotated[int, typer.Option(help="Kernels shown of each phase.")] = 5,
+    top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
     dry_run: options.DryRunOption = False,
     save: SaveOption = None,
@@ -78,12 +78,14 @@ def nsys(
     from cs336sys.report.profile import profile_tables
     from cs336sys.report.tables import check_output, emit
 
-    if top < 1:
-        raise UsageError(f"--top {top}: must be at least 1")
     check_output(output, format)
     if source is not None:
         _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        emit(_tables_of_report(source, range_names, top, full_names), format=format, output=output)
+        emit(
+            _tables_of_report(source, range_names, top, full_names),
+            format=format,
+            output=output,
+        )
         return
     _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
@@ -112,9 +114,13 @@ def nsys(
         resume=resume,
         cell_timeout=cell_timeout,
     )
-    tables = profile_tables(sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision)
-    emit(tables, format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: profile_tables(
+            sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision
+        ),
+        format=format,
+        output=output,
+    )
 
 
 def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
@@ -132,7 +138,12 @@ def _tables_of_report(source: Path, range_names: Sequence[str], top: int, full_n
 
     capture = open_capture(source)
     try:
-        profile = summarize(capture, range_names)
+        known = capture.range_names()
+        # Programs may have commas in their ranges' names.
+        names = [
+            part for text in range_names for part in ([text] if text in known else split_list([text], "--range", str))
+        ]
+        profile = summarize(capture, names)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
     finally:

@@ -1,16 +1,19 @@
 """Options that several commands share, and the reading of their values."""
 
+import copy
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
+from typer.models import OptionInfo
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.outputs import FORMATS
 
 FormatOption = Annotated[
@@ -24,16 +27,30 @@ FormatOption = Annotated[
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result to this file instead of stdout.")
 ]
+BaselineOption = Annotated[
+    str | None, typer.Option("--baseline", help="Which of them speed-ups are over. Default: eager.", show_default=False)
+]
 SaveOption = Annotated[
     Path | None, typer.Option("--save", help="Append every cell with its raw samples to this .jsonl file.")
 ]
 
 
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer should see it: with the options of every group among its parameters in the group's place.
+# Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
+LARGEST_WHOLE_NUMBER = 10**12
+LARGEST_NUMBER = 1e18
+
+# Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
+LONGEST_S = 1e6
+
+
+def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer should see it: with every option of its groups, and with numbers as the text that they are.
 
     A group is a dataclass each of whose fields is an option, annotated as one. The parameter that takes it has an
     instance as its default, which holds the defaults of the options.
+
+    Numbers are read here and not by typer, so that all are refused alike: inf, nan, and what lies outside the option's
+    ``min`` and ``max`` (without these, outside what means anything).
     """
     groups: dict[str, Any] = {}
     options = []
@@ -45,17 +62,55 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
                 options.append(parameter.replace(name=field.name, annotation=field.type, default=default))
         else:
             options.append(parameter)
+    converters = {option.name: converter for option in options if (converter := _number_converter(option)) is not None}
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        for name, (option, convert) in converters.items():
+            if values[name] is not None:
+                values[name] = split_list([values[name]], option, convert)[0]
         read = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
         command(**values, **read)
 
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect.signature looks for
+        [_as_text(option) if option.name in converters else option for option in options]
+    )
     return run
+
+
+def _number_converter(parameter: inspect.Parameter) -> tuple[str, Callable[[str], float]] | None:
+    """The name of the option and how its value is read; None for an option that is no single number."""
+    kind, *metadata = get_args(parameter.annotation) or (None,)
+    info = next((entry for entry in metadata if isinstance(entry, OptionInfo)), None)
+    if info is None or not {int, float} & {kind, *get_args(kind)}:
+        return None
+    option = next((name for name in info.param_decls or () if name.startswith("--")), None)
+    option = option or f"--{parameter.name.replace('_', '-')}"
+    if float in {kind, *get_args(kind)}:
+        highest = LARGEST_NUMBER if info.max is None else info.max
+        return option, between(-highest if info.min is None else info.min, highest)
+    most = LARGEST_WHOLE_NUMBER if info.max is None else int(info.max)
+    return option, at_least(-most if info.min is None else int(info.min), most)
+
+
+def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The same option, of a text: its default as it would be typed."""
+    kind, *metadata = get_args(parameter.annotation)
+    is_optional = type(None) in get_args(kind)
+    is_whole = int in {kind, *get_args(kind)}
+    for position, entry in enumerate(metadata):
+        if isinstance(entry, OptionInfo):
+            metadata[position] = text = copy.copy(entry)
+            text.min = text.max = None
+            text.metavar = text.metavar or ("<int>" if is_whole else "<number>")
+    default = parameter.default
+    if isinstance(default, int | float):
+        default = f"{default:g}" if float(f"{default:g}") == default and not is_whole else str(default)
+    annotation: Any = Annotated[(str | None if is_optional else str, *metadata)]
+    return parameter.replace(annotation=annotation, default=default)
 
 
 Value = TypeVar("Value")
@@ -88,25 +143,44 @@ def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
     return split_list([value], option, one_of(choices))[0]
 
 
-def one_of(choices: Collection[str]) -> Callable[[str], str]:
+def check_baseline(baseline: str | None, chosen: Sequence[str], default: str) -> str:
+    """The implementation that ratios are over: ``--baseline``, or else the default, which need not be measured.
+
+    Raises:
+        UsageError: the baseline that was asked for is not measured, so that there would be no ratio.
+    """
+    if baseline is not None and baseline not in chosen:
+        raise UsageError(f"--baseline '{baseline}': is not measured: {choose_from(baseline, chosen)}")
+    return baseline or default
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
     """A converter for :func:`split_list` that takes only the given names."""
 
     def convert(text: str) -> str:
-        if text not in choices:
-            raise UsageError(f"choose from {', '.join(choices)}")
+        if text not in names:
+            raise UsageError(choose_from(text, names))
         return text
 
     return convert
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A converter for :func:`split_list` that takes whole numbers from ``minimum`` on."""
+def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:
+    """A converter for :func:`split_list` that takes whole numbers from ``minimum`` on, ``1e3`` and ``1000``."""
 
     def convert(text: str) -> int:
-        number = int(text)
-        if number < minimum:
+        try:
+            value = int(text)
+        except ValueError:
+            exact = _finite(text)
+            value = int(exact)
+            if value != exact:
+                raise UsageError("must be a whole number") from None
+        if value < minimum:
             raise UsageError(f"must be at least {minimum}")
-        return number
+        if value > most:
+            raise UsageError(f"must be between {minimum} and {most:g}")
+        return value
 
     return convert
 
@@ -115,12 +189,19 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``."""
 
     def convert(text: str) -> float:
-        number = float(text)
-        if not lowest <= number <= highest:
+        value = _finite(text)
+        if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")
-        return number
+        return value
 
     return convert
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise UsageError("must be a finite number")
+    return value
 
 
 _BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -133,6 +214,6 @@ def byte_count(text: str) -> int:
     if match is None or match[2] not in _BYTE_UNITS:
         raise UsageError("write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)")
     count = float(match[1]) * _BYTE_UNITS[match[2]]
-    if count < 1 or count != int(count):
-        raise UsageError("must be a whole number of bytes, at least 1")
+    if not 1 <= count <= LARGEST_NUMBER or count != int(count):
+        raise UsageError("must be a whole number of bytes, between 1 and 1e18")
     return int(count)

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption, one_of, split_list
+from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
 from cs336sys.commands.training_options import DeviceOption
-from cs336sys.errors import UsageError
 from cs336sys.workload import DEVICES
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def precision(
     from cs336sys.report.tables import check_output, emit
 
     chosen = split_list(precision, "--precision", one_of(AUTOCAST_PRECISIONS))
-    if device not in DEVICES:
-        raise UsageError(f"unknown device '{device}': choose from {', '.join(DEVICES)}")
+    check_choice(device, "--device", DEVICES)
     check_output(output, format)
 
     from cs336sys.measure.device import choose_device

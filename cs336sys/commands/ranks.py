@@ -12,9 +12,7 @@ For a command like ``allreduce``, ``ddp`` or ``shard``::
             return
         sweep = run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
                           across_ranks=True, ...)
-        if sweep.is_reported_here:
-            emit(ddp_tables(sweep.cells, sweep.run), format=format, output=output)
-        sweep.exit()
+        sweep.report(lambda: ddp_tables(sweep.cells, sweep.run), format=format, output=output)
 
 and its function that measures a cell, which is the same however the ranks were started::
 
@@ -42,7 +40,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cs336sys.commands.options import at_least, split_list
+from cs336sys.commands.options import LONGEST_S, at_least, split_list
 from cs336sys.errors import CapabilityError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
@@ -66,7 +64,9 @@ TraceOption = Annotated[
     Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
 ]
 
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that a rank waits for the others.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", help="Seconds that a rank waits for the others.", min=1, max=LONGEST_S)
+]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.

@@ -1,6 +1,6 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
-import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, between, one_of, split_list
+from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, one_of, split_list
 from cs336sys.commands.ranks import (
     BackendOption,
     HighPriorityOption,
@@ -20,6 +20,7 @@ from cs336sys.commands.ranks import (
 )
 from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.results import Cell
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
 
 
@@ -88,7 +89,6 @@ def shard(
         )
         for name, ahead in _strategies(strategy, prefetch)
     ]
-    split_list([str(timeout)], "--timeout", between(1, math.inf))
     if is_first_rank():
         check_output(output, format)
         check_plot(plot)
@@ -107,13 +107,12 @@ def shard(
         cell_timeout=cell_timeout,
         across_ranks=True,
     )
-    if sweep.is_reported_here:
-        if plot is not None:
-            from cs336sys.report.parallel.shard_plots import plot_memory
-
-            plot_memory(sweep.cells, plot)
-        emit(shard_tables(sweep.cells, sweep.run), format=format, output=output)
-    sweep.exit()
+    sweep.report(
+        lambda: shard_tables(sweep.cells, sweep.run),
+        format=format,
+        output=output,
+        pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
+    )
 
 
 def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int | None]]:
@@ -124,3 +123,9 @@ def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int
         for name in split_list(strategy, "--strategy", one_of(SHARDING_STRATEGIES))
         for units in (ahead if name == "fsdp" else [None])
     ]
+
+
+def _draw(cells: Sequence[Cell], path: Path) -> None:
+    from cs336sys.report.parallel.shard_plots import plot_memory
+
+    plot_memory(cells, path)

@@ -1,27 +1,32 @@
 """Runs the cells of a sweep one after another, keeps what was measured, and shows progress."""
 
-import os
+import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cs336sys.commands.faults import interruption_code, say
+from cs336sys.commands.options import LONGEST_S
+from cs336sys.commands.progress import showing_progress
 from cs336sys.commands.ranks import JoinedWorker
 from cs336sys.commands.resuming import ResumeOptions, known_cells, shown_run
-from cs336sys.errors import INTERRUPTED, CapabilityError, UsageError
+from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
-from cs336sys.results import Cell, ResultsFile, Run, configuration_key, read_results
+from cs336sys.results import Cell, Run, configuration_key, read_results
+from cs336sys.results_file import ResultsFile
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from cs336sys.measure.cells import Outcome
+    from cs336sys.report.tables import Table
 
 CellTimeoutOption = Annotated[
-    float | None, typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False)
+    float | None,
+    typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False, max=LONGEST_S),
 ]
 
 
@@ -33,36 +38,68 @@ class Sweep:
         cells: one for each configuration, in their order; fewer when it was interrupted.
         run: the machine they were measured on; None when it was interrupted before that was known, or with
             ``--resume-any`` where there were several.
+        interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
+        fault: why some of the cells are not in the ``--save`` file.
         ranks: where this process is one of the ranks that torchrun or Slurm started.
         stopped: those ranks could not go on after the last cell.
     """
 
     cells: tuple[Cell, ...]
     run: Run | None
-    interrupted: bool
+    interruption: int | None = None
     ranks: JoinedWorker | None = None
     stopped: bool = False
+    fault: OutputError | None = None
 
     @property
     def is_reported_here(self) -> bool:
         """False on all but the first of the ranks that torchrun or Slurm started: they print and draw nothing."""
         return self.ranks is None or self.ranks.is_first
 
-    def exit(self) -> None:
+    def report(
+        self,
+        tables: Callable[[], Sequence["Table"]],
+        *,
+        format: str | None,
+        output: Path | None,
+        pictures: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        """Print the tables and draw the pictures, if there is a cell and this process reports, and :meth:`exit`.
+
+        Tables come first: what cannot be drawn, or saved, has been seen.
+        """
+        from cs336sys.report.tables import emit
+
+        faults = [] if self.fault is None else [self.fault]
+        if self.cells and self.is_reported_here:
+            for write in (lambda: emit(tables(), format=format, output=output), *pictures):
+                try:
+                    write()
+                except OutputError as fault:
+                    faults.append(fault)
+        self.exit(faults)
+
+    def exit(self, faults: Sequence[OutputError] = ()) -> None:
         """End the command as the documented exit codes say, once the cells are printed.
 
-        Cells that ran out of memory, timed out or broke are results; a sweep in which nothing could be measured failed.
+        Cells that ran out of memory, timed out or are not supported are results beside others; a sweep in which a cell
+        was wrong or broke, or nothing could be measured, failed.
         """
+        for fault in faults:
+            if not isinstance(fault, ReaderLeft):
+                say(f"error: {fault}")
         statuses = {cell.status for cell in self.cells}
         if self.ranks is not None:
             self.ranks.wait_for_report()
             if self.stopped:
                 self.ranks.exit_at_once()
-        if self.interrupted:
-            raise typer.Exit(INTERRUPTED)
+        if self.interruption is not None:
+            raise typer.Exit(self.interruption)
+        if faults:
+            raise typer.Exit(faults[0].exit_code)
         if statuses and statuses <= {"unsupported"}:
             raise CapabilityError(self.cells[0].reason)
-        if "error" in statuses and "ok" not in statuses:
+        if statuses and ("ok" not in statuses or statuses & {"wrong", "error"}):
             raise typer.Exit(1)
 
 
@@ -100,81 +137,77 @@ def run_sweep(
     ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
     if ranks is not None and not ranks.is_first:
         save, resume = None, ResumeOptions()
-    results = read_results(save) if resume and save and save.exists() and save.stat().st_size else None
     file = ResultsFile(save) if save else None
+    results = read_results(save) if resume and save and save.stat().st_size else None
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
     run = None
-    interrupted = stopped = False
+    interruption = None
+    fault_is_told = stopped = False
+    is_shown = ranks is None or ranks.is_first
     try:
-        run = worker.run
-        known: dict[str, Cell] = {}
-        if results is not None:
-            found = known_cells(results, command, configurations, run, take_any=resume.resume_any)
-            known = found.cells
-            for note in found.notes:
-                print(note, file=sys.stderr)
-        if ranks is not None:
-            known = ranks.from_first_rank(known)
-        run_is_saved = False
-        with _progress_bar(ranks is None or ranks.is_first) as bar:
-            task = bar.add_task(command, total=len(configurations), stage="")
+        with (
+            showing_progress(command, configurations, is_shown=is_shown) as progress,
+            contextlib.closing(worker),
+        ):
+            run = worker.run
+            known: dict[str, Cell] = {}
+            if results is not None:
+                found = known_cells(results, command, configurations, run, take_any=resume.resume_any)
+                known = found.cells
+                for note in found.notes:
+                    say(note)
+            if ranks is not None:
+                known = ranks.from_first_rank(known)
+            run_is_saved = False
             for configuration in configurations:
                 cell = known.get(configuration_key(configuration))
+                started_s = time.monotonic()
+                took_s = None
                 if cell is None:
-                    outcome = worker.measure(
-                        configuration,
-                        timeout_s=cell_timeout,
-                        progress=lambda stage: bar.update(task, stage=stage),
-                    )
+                    outcome = worker.measure(configuration, timeout_s=cell_timeout, progress=progress.at_stage)
                     cell = _cell(command, configuration, outcome, run)
+                    took_s = time.monotonic() - started_s
                     if file is not None:
                         if not run_is_saved:
                             file.append(run)
                             run_is_saved = True
                         file.append(cell)
+                        if file.fault is not None and not fault_is_told:
+                            say(f"warning: {_unsaved(file, file.fault)}; it is tried again after every cell")
+                            fault_is_told = True
                     if fresh_worker and ranks is None:
                         worker.close()
                     # Ranks that torchrun started cannot be replaced.
                     stopped = ranks is not None and not outcome.leaves_worker_sound
                 cells.append(cell)
-                bar.advance(task)
+                progress.cell_done(cell, took_s)
                 if stopped:
                     break
         if ranks is not None and stopped:
             count = f"{len(cells)} of {len(configurations)} cells measured"
-            print(f"rank {ranks.identity.rank}: {cells[-1].status}: {cells[-1].reason}; {count}", file=sys.stderr)
-    except KeyboardInterrupt:
-        interrupted = True
-        if ranks is None or ranks.is_first:
-            print(f"interrupted: {len(cells)} of {len(configurations)} cells measured", file=sys.stderr)
+            say(f"rank {ranks.identity.rank}: {cells[-1].status}: {cells[-1].reason}; {count}")
+    except KeyboardInterrupt as interrupt:
+        interruption = interruption_code(interrupt)
+        if is_shown:
+            word = "terminated" if interruption == TERMINATED else "interrupted"
+            say(f"{word}: {len(cells)} of {len(configurations)} cells measured")
     finally:
-        worker.close()
         if file is not None:
             file.close()
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
-    return Sweep(tuple(cells), run, interrupted, ranks, stopped)
+    fault = None
+    if file is not None and file.fault is not None:
+        fault = OutputError(_unsaved(file, file.fault))
+    return Sweep(tuple(cells), run, interruption, ranks, stopped, fault)
+
+
+def _unsaved(file: ResultsFile, fault: OSError) -> str:
+    return f"cannot write results to {file.path}: {fault.strerror or fault}"
 
 
 def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run) -> Cell:
     return Cell(
         command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id=run.run_id
-    )
-
-
-def _progress_bar(is_shown: bool) -> "Progress":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[stage]}"),
-        console=console,
-        transient=True,
-        disable=not is_shown or not console.is_terminal or os.environ.get("TERM") == "dumb",
     )

@@ -1,7 +1,7 @@
 """The options that say which model is trained and how, shared by every command that trains one.
 
 A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
-of its options (see :func:`cs336sys.commands.options.with_option_groups`).
+of its options (see :func:`cs336sys.commands.options.with_read_options`).
 """
 
 import shutil
@@ -33,7 +33,7 @@ CudaGraphOption = Annotated[
     list[str], typer.Option("--cuda-graph", help="on: capture each phase of the step in a CUDA graph, and replay it.")
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
 SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU after every step; none: only at the end.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")

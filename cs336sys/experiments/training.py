@@ -333,6 +333,8 @@ def set_matmul_precision(workload: Workload) -> None:
     torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
     # Inductor recommends TF32 to those who have not asked for it; here --tf32 decides, and the results name it.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    # Said once by the first matrix product of a backward pass: autograd's thread has made none before.
+    warnings.filterwarnings("ignore", message=".*no current CUDA context")
 
 
 def check_replays(

@@ -7,6 +7,7 @@ from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.answers.model import attention_answers
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
+from cs336sys.report.noise import ratio
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import shown_settings, title
@@ -61,8 +62,11 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("status", "status"),
     ]
     note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
+    notes = [note, *_reasons(cells)]
+    if not baselines and any(cell.status == "ok" for cell in cells):
+        notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
     heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)
-    return [Table("flash", heading, columns, rows, notes=(note, *_reasons(cells)))]
+    return [Table("flash", heading, columns, rows, tuple(notes), "--rounds 5 or more --repetition-ms")]
 
 
 def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     for part in _PARTS:
         row[f"{part}_ms"] = cell.samples[part].median
         if baseline is not None:
-            row[f"{part}_speedup"] = baseline.samples[part].median / cell.samples[part].median
+            row[f"{part}_speedup"] = ratio(baseline.samples[part], cell.samples[part])
     for percent in (20, 80):
         row[f"end_to_end_p{percent}_ms"] = cell.samples["end_to_end"].percentile(percent)
     return row
@@ -98,7 +102,7 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     steps = ", ".join(sorted({f"{c.configuration['steps']} steps after {c.configuration['warmup']}" for c in cells}))
     notes = [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution"] if cells else []
     heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
-    tables = [Table("attn", heading, columns, rows, notes=(*notes, *_reasons(cells)))]
+    tables = [Table("attn", heading, columns, rows, (*notes, *_reasons(cells)), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
         tables.append(_worked_through(min(out_of_memory, key=lambda cell: _predicted(cell).peak)))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from cs336sys.report.outputs import write_figure
 from cs336sys.results import Cell
 
 
@@ -52,7 +53,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
     }
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=9)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _group(cell: Cell) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.noise import ratio as ratio_of_medians
+from cs336sys.report.noise import ratio_of_pairs
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import (
@@ -30,6 +32,8 @@ _CHECKED = (
 )
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
+
+_STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
 def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
@@ -143,7 +147,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
             *notes,
             f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} in turn, all held in memory",
         )
-    return Table("bench", heading, tuple(columns), rows, notes=notes)
+    return Table("bench", heading, tuple(columns), rows, notes, _STEADIER)
 
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     for cell in cells:
         baselines.setdefault(configuration_key(cell.configuration, ignore=ignored), cell)
     series = list(dict.fromkeys(name for cell in measured for name in cell.samples if name != "wall"))
-    ratio = _ratio_of_turns if interleaved else _ratio_of_medians
+    ratio = ratio_of_pairs if interleaved else ratio_of_medians
     rows = []
     for cell in measured:
         baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
@@ -196,19 +200,10 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         *(Column(f"{name}_speedup", name, "ratio") for name in series),
     )
     method = "median ratio of steps taken in turn" if interleaved else "ratio of medians within this run"
-    return Table("speedup", f"speed-up: {method}", columns, rows)
+    return Table("speedup", f"speed-up: {method}", columns, rows, steadier=_STEADIER)
 
 
 def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
     """Settings whose values were measured in turn, each with its values."""
     configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
-
-
-def _ratio_of_medians(baseline: Samples, samples: Samples) -> float:
-    return baseline.median / samples.median
-
-
-def _ratio_of_turns(baseline: Samples, samples: Samples) -> float:
-    # Of a round that was interrupted, one of the two may be missing.
-    return statistics.median(a / b for a, b in zip(baseline.measured, samples.measured, strict=False))

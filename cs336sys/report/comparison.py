@@ -19,7 +19,7 @@ from cs336sys.measure.comparison import (
 )
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table, Value
-from cs336sys.results import Cell, Results, configuration_key
+from cs336sys.results import Cell, Results, distinguishing_settings
 
 # From here on a table says that samples are worth fewer than their number: two thirds at 0.2.
 NOTED_AUTOCORRELATION = 0.2
@@ -60,15 +60,7 @@ def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side]
 
 def _identifying_settings(sides: Sequence[Side]) -> list[str]:
     """The fewest leading settings that tell sides apart: ``size``, without the ``d_model`` that follows from it."""
-    configurations = [cell_settings(side.shown) for side in sides]
-    identifying: list[str] = []
-    told_apart = 1
-    for name in dict.fromkeys(name for configuration in configurations for name in configuration):
-        shown = [*identifying, name]
-        keys = {configuration_key({name: values.get(name) for name in shown}) for values in configurations}
-        if len(keys) > told_apart:
-            identifying, told_apart = shown, len(keys)
-    return identifying
+    return distinguishing_settings([cell_settings(side.shown) for side in sides])
 
 
 def cell_settings(cell: Cell) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336sys.report.noise import ratio
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
@@ -49,7 +51,9 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
     heading = title("kernels", cells, run, settings, varying)
-    return [Table("kernels", heading, columns, rows, notes=(*notes, *_reasons(cells)))]
+    if not baselines and any(cell.status == "ok" for cell in cells):
+        notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
+    return [Table("kernels", heading, columns, rows, (*notes, *_reasons(cells)), "more --repetition-ms")]
 
 
 def _words(part: str) -> str:
@@ -66,7 +70,7 @@ def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     for part, samples in cell.samples.items():
         row[f"{part}_ms"] = samples.median
     if baseline is not None and cell.status == "ok":
-        row["end_to_end_speedup"] = baseline.samples["end_to_end"].median / cell.samples["end_to_end"].median
+        row["end_to_end_speedup"] = ratio(baseline.samples["end_to_end"], cell.samples["end_to_end"])
     return row
 
 
@@ -108,7 +112,7 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     if measured:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _label(cell: Cell) -> str:

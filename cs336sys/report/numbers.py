@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from cs336sys.report.noise import Interval, is_noisy
 from cs336sys.results import Samples
 
 MISSING = "-"
@@ -58,8 +59,11 @@ def unit_label(unit: str | None) -> str:
     return "" if unit is None else _rule(unit).label
 
 
-def format_value(value: "str | bool | int | float | Samples | None", unit: str | None = None) -> str:
-    """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None."""
+def format_value(value: "str | bool | int | float | Samples | Interval | None", unit: str | None = None) -> str:
+    """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
+
+    Samples that vary too much end in ``!``, and a difference that the noise may have made begins with ``~``.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -68,7 +72,11 @@ def format_value(value: "str | bool | int | float | Samples | None", unit: str |
         if not value.measured:
             return MISSING
         std = value.std if len(value.measured) > 1 else None
-        return format_mean_std(value.mean, std, unit or value.unit)
+        return format_mean_std(value.mean, std, unit or value.unit) + (" !" if is_noisy(value) else "")
+    if isinstance(value, Interval):
+        if value.is_range:
+            return f"{format_number(value.low, unit)} to {format_number(value.high, unit)}"
+        return ("~" if value.is_noise else "") + format_number(value.estimate, unit)
     return format_number(value, unit)
 
 
@@ -110,6 +118,17 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
     if math.isfinite(std) and round(std, decimals) == 0 < round(std, decimals + 1):
         decimals += 1
     return f"{_fixed(mean, decimals)} ± {_fixed(std, decimals)}{suffix}"
+
+
+def format_duration(seconds: float) -> str:
+    """A time for people to wait: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``1 h 05 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest_s:02} s" if minutes else f"{rest_s} s"
 
 
 def format_quantity(value: float | None, unit: str) -> str:

@@ -1,10 +1,29 @@
-"""What results can be written as, and finding out in time whether they can be."""
+"""What results can be written as, finding out in time whether they can be, and the writing itself."""
 
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import OutputError, ReaderLeft, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
+# The format of a file whose name says it.
+FORMAT_OF_ENDING = {
+    ".csv": "csv",
+    ".json": "json",
+    ".markdown": "markdown",
+    ".md": "markdown",
+    ".tex": "latex",
+    ".txt": "table",
+    ".typ": "typst",
+}
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -22,7 +41,7 @@ def check_writable(path: Path, option: str) -> None:
             # Another rank of the same command may have been faster.
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise unwritable(path, option, error) from error
+        raise UsageError(_unwritable(f"{option} {path}", error)) from error
 
 
 def check_plot(path: Path | None, option: str = "--plot") -> None:
@@ -38,5 +57,56 @@ def check_plot(path: Path | None, option: str = "--plot") -> None:
     check_writable(path, option)
 
 
-def unwritable(path: Path, option: str, error: OSError) -> UsageError:
-    return UsageError(f"cannot write {option} {path}: {error.strerror or error}")
+def write_file(path: Path, content: bytes, option: str) -> None:
+    """Write what an option asked for.
+
+    Raises:
+        OutputError: it cannot be written; that a disk is full is found out too late for anything else.
+    """
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise OutputError(_unwritable(f"{option} {path}", error)) from error
+
+
+def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata: dict[str, Any] | None = None) -> None:
+    """Write a picture in the format of its file's ending.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)
+    write_file(path, content.getvalue(), option)
+
+
+@contextlib.contextmanager
+def writing_stdout() -> Iterator[None]:
+    """What is written to standard output in this context has arrived at its end, or the reason is raised.
+
+    Raises:
+        ReaderLeft: its reader has gone.
+        OutputError: it cannot be written; the file behind it may be on a full disk.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        _discard_stdout()
+        raise ReaderLeft from error
+    except OSError as error:
+        _discard_stdout()
+        raise OutputError(_unwritable("standard output", error)) from error
+
+
+def _discard_stdout() -> None:
+    """Send what Python still holds to nowhere, or it would try again at its end, and print a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _unwritable(name: str, error: OSError) -> str:
+    return f"cannot write {name}: {error.strerror or error}"

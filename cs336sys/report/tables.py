@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import OutputError, UsageError, choose_from
+from cs336sys.report.noise import NOISY_PART, Interval, is_noisy
 from cs336sys.report.numbers import format_value, unit_label
-from cs336sys.report.outputs import FORMATS, check_writable, unwritable
+from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
 from cs336sys.results import Samples
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 TABLES_SCHEMA_VERSION = 1
 
-Value = str | bool | int | float | Samples | None
+# What --output calls standard output, as everywhere.
+STDOUT = Path("-")
+
+Value = str | bool | int | float | Samples | Interval | None
 
 # On a narrow terminal a text column is wrapped down to this width before the table is turned into records.
 _NARROWEST_TEXT = 20
@@ -58,6 +62,7 @@ class Table:
         title: its caption for people.
         rows: values by column key; a missing key is None, and a key that no column has is left out.
         notes: sentences printed below the table.
+        steadier: what makes its measurements less noisy, as options of the command: ``more --steps``.
     """
 
     name: str
@@ -65,6 +70,19 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Value]]
     notes: Sequence[str] = ()
+    steadier: str = ""
+
+    @property
+    def all_notes(self) -> list[str]:
+        """The notes, and what marks of noise in the table mean."""
+        values = [row.get(column.key) for row in self.rows for column in self.columns]
+        marks = []
+        if any(isinstance(value, Interval) and (value.is_noise or value.is_range) for value in values):
+            marks.append("~, or a range: what differs is within the noise, by the 95 % intervals of the medians")
+        if any(isinstance(value, Samples) and is_noisy(value) for value in values):
+            marks.append(f"!: the standard deviation is more than {100 * NOISY_PART:g} % of the mean")
+        advice = f"; steadier: {self.steadier}, and nothing else running" if self.steadier else ""
+        return [*self.notes, *(mark + advice for mark in marks)]
 
 
 def with_rows(*tables: Table | None) -> list[Table]:
@@ -79,7 +97,8 @@ def render(tables: Sequence[Table], format: str) -> str:
       value in any row are left out, titles and notes are shown, and nothing is cut to a width.
     - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. A column that holds samples,
       ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
-      number among them stands under ``_mean``. NaN and infinity are null, which is all that JSON has for them.
+      number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, beside
+      ``_low`` and ``_high``. NaN and infinity are null, which is all that JSON has for them.
     - ``csv``: likewise with mean and std, without titles and notes; several tables are separated by an empty line.
 
     Numbers for programs are not rounded.
@@ -92,28 +111,38 @@ def render(tables: Sequence[Table], format: str) -> str:
 
 
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None) -> None:
-    """Write the tables to the file ``output``, or else to stdout.
+    """Write the tables to the file ``output``, or else (None, ``-``) to stdout.
 
-    Without a format a terminal gets ``table`` drawn by rich, and everything else gets ``markdown``.
+    Without a format a file gets that of its name's ending, a terminal ``table`` drawn by rich, and everything else
+    ``markdown``.
 
     Raises:
-        UsageError: the format is unknown, or ``output`` cannot be written.
+        UsageError: the format is unknown.
+        OutputError: ``output`` cannot be written, and stdout got the tables instead; or that cannot be written.
     """
-    if output is None and format in (None, "table") and sys.stdout.isatty():
-        from rich.console import Console
-
-        print_tables(tables, Console())
+    if output is None or output == STDOUT:
+        _print(tables, format)
         return
-    text = render(tables, format or "markdown")
-    if output is None:
+    text = render(tables, format or FORMAT_OF_ENDING.get(output.suffix.lower(), "markdown"))
+    try:
+        write_file(output, text.encode(), "--output")
+    except OutputError:
+        _print(tables, format)
+        raise
+
+
+def _print(tables: Sequence[Table], format: str | None) -> None:
+    if sys.stdout is None:
+        raise OutputError("cannot write the result: standard output is closed; give a file with --output")
+    with writing_stdout():
+        if format in (None, "table") and sys.stdout.isatty():
+            from rich.console import Console
+
+            print_tables(tables, Console())
+            return
         encoding = sys.stdout.encoding or "utf-8"
         # A terminal without Unicode shows ? for ±; numbers that took an hour to measure must not end in a traceback.
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(output, "--output", error) from error
+        sys.stdout.write(render(tables, format or "markdown").encode(encoding, "replace").decode(encoding))
 
 
 def check_output(output: Path | None, format: str | None = None) -> None:
@@ -124,13 +153,13 @@ def check_output(output: Path | None, format: str | None = None) -> None:
     """
     if format is not None:
         _check_format(format)
-    if output is not None:
+    if output is not None and output != STDOUT:
         check_writable(output, "--output")
 
 
 def _check_format(format: str) -> None:
     if format not in FORMATS:
-        raise UsageError(f"unknown format '{format}': choose from {', '.join(FORMATS)}")
+        raise UsageError(f"unknown format '{format}': {choose_from(format, FORMATS)}")
 
 
 def _is_empty(value: Value) -> bool:
@@ -187,7 +216,7 @@ def _join(parts: Sequence[str]) -> str:
 def _text(tables: Sequence[Table]) -> str:
     return _join(
         [
-            "\n".join([table.title, _tabulate(_grid(table), "rounded_outline"), *map(_one_line, table.notes)])
+            "\n".join([table.title, _tabulate(_grid(table), "rounded_outline"), *map(_one_line, table.all_notes)])
             for table in tables
         ]
     )
@@ -197,7 +226,7 @@ def _markdown(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         grid = _tabulate(_grid(table).map(_escape_markdown), "pipe")
-        notes = "\n".join(f"- {_escape_markdown(_one_line(note))}" for note in table.notes)
+        notes = "\n".join(f"- {_escape_markdown(_one_line(note))}" for note in table.all_notes)
         parts += [f"### {_escape_markdown(table.title)}", grid, notes]
     return _join(parts)
 
@@ -215,7 +244,7 @@ def _latex(tables: Sequence[Table]) -> str:
         body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
         # LaTeX would take a [ at a row's start for the option of the \\ before it.
         body = re.sub(r"(?m)^ *\[", " {[}", body)
-        notes = [rf"\par\footnotesize {_escape_latex(_one_line(note))}" for note in table.notes]
+        notes = [rf"\par\footnotesize {_escape_latex(_one_line(note))}" for note in table.all_notes]
         caption = rf"\caption{{{_escape_latex(table.title)}}}"
         lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
         parts.append("\n".join(lines).replace("±", r"$\pm$"))
@@ -243,7 +272,7 @@ def _typst(tables: Sequence[Table]) -> str:
             "  ),",
             ")",
         ]
-        parts += ["\n".join(lines), *(f"#{_typst_string(_one_line(note))}" for note in table.notes)]
+        parts += ["\n".join(lines), *(f"#{_typst_string(_one_line(note))}" for note in table.all_notes)]
     return _join(parts)
 
 
@@ -255,11 +284,16 @@ def _typst_string(text: str) -> str:
 def _flat_rows(
     table: Table, statistics: Sequence[str]
 ) -> tuple[list[str], list[list[str | bool | int | float | None]]]:
-    """Keys and rows for programs: a column of samples becomes one column for each of its statistics."""
+    """Keys and rows for programs: a column of samples or intervals becomes one column for each of their statistics."""
     keys: list[str] = []
     rows: list[list] = [[] for _ in table.rows]
     for column in table.columns:
         values = [row.get(column.key) for row in table.rows]
+        if any(isinstance(value, Interval) for value in values):
+            keys += [column.key, f"{column.key}_low", f"{column.key}_high"]
+            for row, value in zip(rows, values, strict=True):
+                row += [value.estimate, value.low, value.high] if isinstance(value, Interval) else [value, None, None]
+            continue
         if not any(isinstance(value, Samples) for value in values):
             keys.append(column.key)
             for row, value in zip(rows, values, strict=True):
@@ -294,7 +328,7 @@ def _json(tables: Sequence[Table]) -> str:
     for table in tables:
         keys, rows = _flat_rows(table, ("mean", "std", "median"))
         objects = [dict(zip(keys, map(_finite, row), strict=True)) for row in rows]
-        documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": list(table.notes)})
+        documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 
 
@@ -331,7 +365,7 @@ def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> No
             drawing for drawing in drawings if Measurement.get(console, unlimited, drawing).minimum <= console.width
         ]
         console.print(fitting[0] if fitting else _rich_records(table.title, grid))
-        for note in table.notes:
+        for note in table.all_notes:
             console.print(Text(_one_line(note)))
 
 

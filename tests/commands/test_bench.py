@@ -324,7 +324,7 @@ def test_interrupted_sweep_prints_what_was_measured(tmp_path):
         stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "| tiny" in stdout
-    assert stderr.strip() == "interrupted: 1 of 2 cells measured"
+    assert stderr.splitlines()[-1] == "interrupted: 1 of 2 cells measured"
 
 
 def test_options_can_be_set_by_variables():

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.results import Cell, ResultsFile, Run, Samples
+from cs336sys.results import Cell, Run, Samples
+from cs336sys.results_file import ResultsFile
 
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
@@ -307,7 +308,8 @@ def test_too_few_samples_to_be_significant(save):
         (["--fail-above", "nan"], "--fail-above 'nan': must be a percentage of at least 0, such as 5%"),
         (["--fail-above", "%"], "--fail-above '%': must be a percentage of at least 0, such as 5%"),
         (["--allow-undecided"], "--allow-undecided needs --fail-above: nothing else fails"),
-        (["--confidence", "100"], "--confidence 100: must be a percentage between 0 and 100"),
+        (["--confidence", "100"], "--confidence 100: must be a percentage from 50 to less than 100, such as 95"),
+        (["--confidence", "0.95"], "--confidence 0.95: must be a percentage from 50 to less than 100, such as 95"),
         (["--metric", "loss"], "no cell has samples of loss in both files: choose --metric from step_ms"),
         (["--format", "pdf"], "unknown format 'pdf': choose from table, markdown, csv, json, latex, typst"),
         (["--output", "a.jsonl/x"], "cannot write --output a.jsonl/x: File exists"),

@@ -210,7 +210,22 @@ def test_ranges_of_another_program(tmp_path):
     assert "attention" not in found
     result = invoke("nsys", "--from", path, "--range", "decoder")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.strip().endswith("--range 'decoder': the capture has no range of this name; it has 'decode'")
+    names = "'decode', 'prefill, layer 0'"
+    assert result.stderr.endswith(f": --range 'decoder': the capture has no range of this name; it has {names}\n")
+
+
+def test_ranges_are_a_list_whose_every_name_is_shown_where_one_is_wrong(tmp_path):
+    recorder = NsysReport(tmp_path / "other.sqlite")
+    names = ["load", "prefill", "decode", "sample", "wait", "write"]
+    for number, name in enumerate(names):
+        recorder.range(name, 100 * number, 100 * number + 90)
+        recorder.kernel("nvjet", 100 * number + 10, 100 * number + 20, 100 * number + 30)
+    path = recorder.write()
+    found = tables(invoke("nsys", "--from", path, "--range", "prefill,decode", "--format", "json"))
+    assert [row["phase"] for row in found["phases"]["rows"]] == ["prefill", "decode"]
+    refused = invoke("nsys", "--from", path, "--range", "prefill,step")
+    assert refused.exit_code == 2
+    assert all(f"'{name}'" in refused.stderr for name in names)
 
 
 def test_different_kernels_of_one_short_name_are_numbered(tmp_path):
@@ -269,7 +284,7 @@ def test_under_nsys_what_makes_no_sense_is_refused(arguments, sentence):
     ("arguments", "code", "sentence"),
     [
         (["--size", "huge"], 2, "--size 'huge': choose from tiny, small"),
-        (["--top", "0"], 2, "--top 0: must be at least 1"),
+        (["--top", "0"], 2, "--top '0': must be at least 1"),
         (["--profiler", "ncu"], 2, "--profiler 'ncu': choose from auto, nsys, torch"),
         (
             ["--profiler", "nsys", "--device", "cpu"],

@@ -1,5 +1,11 @@
-import pytest
+import itertools
+import re
 
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
 from cs336sys.commands.options import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
 
@@ -24,3 +30,109 @@ def test_a_value_that_cannot_be_is_named_with_its_rule(values, convert, sentence
     with pytest.raises(UsageError) as refused:
         split_list(values, "--x", convert)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("inf", "must be a finite number"),
+        ("nan", "must be a finite number"),
+        ("1e23", "must be between 1 and 1e+12"),
+        ("9" * 5000, "must be a finite number"),
+        ("1.5", "must be a whole number"),
+        ("-1e3", "must be at least 1"),
+    ],
+)
+def test_a_number_that_no_machine_holds_is_refused(value, rule):
+    with pytest.raises(UsageError, match=f"^--x '{value}': ") as refused:
+        split_list([value], "--x", at_least(1))
+    assert str(refused.value).endswith(f": {rule}")
+
+
+def test_numbers_may_be_written_with_an_exponent():
+    assert split_list(["1e3", "20"], "--x", at_least(1)) == [1000, 20]
+
+
+def commands(group, context):
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        below = typer.Context(command, parent=context, info_name=name)
+        yield from commands(command, below) if hasattr(command, "list_commands") else [(below, command)]
+
+
+@pytest.fixture(scope="module")
+def every_command():
+    root = typer.main.get_command(app)
+    return list(commands(root, typer.Context(root, info_name="cs336sys", auto_envvar_prefix="CS336SYS")))
+
+
+def numbers_of(command):
+    return [option for option in command.params if getattr(option, "metavar", None) in ("<int>", "<number>")]
+
+
+def test_every_option_that_is_a_number_refuses_what_is_none(every_command):
+    """Alone, before anything else is looked at: no file, no other option, no torch."""
+    values = itertools.cycle(("inf", "nan", "1e23"))
+    tried = 0
+    for context, command in every_command:
+        for option in numbers_of(command):
+            value = next(values)
+            arguments = [*context.command_path.split()[1:], option.opts[0], value]
+            if command.name == "compare":
+                arguments += ["a.jsonl", "b.jsonl"]
+            result = CliRunner().invoke(app, arguments)
+            assert result.exit_code == 2, arguments
+            assert result.stderr.startswith(f"error: {option.opts[0]} '{value}': must be "), arguments
+            assert result.stderr.count("\n") == 1, arguments
+            tried += 1
+    assert tried > 60
+
+
+def test_every_option_is_set_by_the_variable_of_its_name(every_command):
+    found = {}
+    for context, command in every_command:
+        for option in command.get_params(context):
+            if option.param_type_name == "option" and option.expose_value and not option.is_eager:
+                name = option.opts[0].removeprefix("--").replace("-", "_").upper()
+                path = "_".join(context.command_path.split()[1:]).upper()
+                assert option.envvar == f"CS336SYS_{path}_{name}"
+                found[option.envvar] = option
+    assert {"CS336SYS_NSYS_FROM", "CS336SYS_NSYS_RANGE", "CS336SYS_ACCOUNT_XXL_NUM_BLOCKS"} <= found.keys()
+
+
+@pytest.mark.parametrize("variable", ["VERSION", "HELP", "SHOW_COMPLETION", "ACCOUNT_HELP", "ACCOUNT_XXL_HELP"])
+def test_no_variable_turns_a_command_into_help(variable):
+    result = CliRunner().invoke(
+        app, ["account", "xxl"], env={f"CS336SYS_{variable}": "1"}, auto_envvar_prefix="CS336SYS"
+    )
+    assert result.exit_code == 0
+    assert "126 blocks" in result.stdout
+
+
+def test_a_variable_is_read_as_the_option():
+    result = CliRunner().invoke(app, ["nsys"], env={"CS336SYS_NSYS_FROM": "no.sqlite"}, auto_envvar_prefix="CS336SYS")
+    assert (result.exit_code, result.stderr) == (2, "error: cannot read no.sqlite: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["benhc"], "unknown command 'benhc': choose from bench, nsys, .*; did you mean bench?"),
+        (["account", "memry"], "unknown command 'memry': choose from memory, .*; did you mean memory?"),
+        (["zzz"], "unknown command 'zzz': choose from bench, .*, doctor"),
+        (["bench", "--size", "Smal"], "--size 'Smal': choose from tiny, small, .*; did you mean small?"),
+        (["bench", "--mode", "trian"], "unknown mode 'trian': choose from .*; did you mean train?"),
+        (["bench", "--format", "jsn"], "unknown format 'jsn': choose from .*; did you mean json?"),
+        (["bench", "--sizee", "small"], "no such option: --sizee .*--size.*"),
+        (["bench", "--size"], "option '--size' requires an argument"),
+        (["compare", "a"], "missing argument .*B.jsonl.*"),
+        (
+            ["flash", "--baseline", "triton", "--implementations", "eager"],
+            "--baseline 'triton': is not measured: choose from eager",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence_with_the_nearest_name(arguments, sentence):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert re.fullmatch(f"error: {sentence}\n".replace("?", "[?]"), result.stderr), result.stderr

@@ -94,7 +94,7 @@ def test_on_the_gpu_by_default():
     ("arguments", "sentence"),
     [
         (["--precision", "fp32"], "error: --precision 'fp32': choose from fp16, bf16\n"),
-        (["--device", "tpu"], "error: unknown device 'tpu': choose from auto, cuda, cpu\n"),
+        (["--device", "tpu"], "error: --device 'tpu': choose from auto, cuda, cpu; did you mean cpu?\n"),
         (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
         (["--output", "/dev/null/a/b"], "error: cannot write --output /dev/null/a/b: Not a directory\n"),
     ],

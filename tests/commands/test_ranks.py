@@ -118,7 +118,7 @@ def test_ranks_that_measured_nothing_exit_after_the_first_has_reported(monkeypat
     monkeypatch.setattr(launch, "outside_store", lambda: store)
     workers = [JoinedWorker("math:sqrt", (), RankIdentity(rank, 2, rank)) for rank in range(2)]
     cells = (Cell("bench", {}, "unsupported", reason="none of us can"),)
-    sweeps = [Sweep(cells, None, interrupted=False, ranks=worker) for worker in workers]
+    sweeps = [Sweep(cells, None, ranks=worker) for worker in workers]
     ended = []
 
     def end(rank):

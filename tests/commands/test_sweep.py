@@ -1,14 +1,24 @@
 """A sweep keeps what it measured, whatever happens to its cells."""
 
+import contextlib
+import errno
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 
 import pytest
 import typer
 
 from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import Sweep, run_sweep
-from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.results import Cell, read_results
+from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
+from cs336sys.measure.cells import Outcome
+from cs336sys.report.tables import Column, Table, render
+from cs336sys.results import Cell, Run, read_results
+from cs336sys.results_file import ResultsFile
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
 RESUME = ResumeOptions(resume=True)
@@ -30,7 +40,8 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
     path = tmp_path / "r.jsonl"
     measured = sweep(ACTIONS, save=path, cell_timeout=12)
     assert [cell.status for cell in measured.cells] == STATUSES
-    measured.exit()
+    with pytest.raises(typer.Exit):
+        measured.exit()
     results = read_results(path)
     assert list(results.runs) == [measured.run.run_id]
     assert results.cells == measured.cells
@@ -56,7 +67,7 @@ def test_resume_measures_again_what_was_measured_under_other_conditions(tmp_path
     taken = sweep(("measure",), save=path, resume=ResumeOptions(resume_any=True))
     assert len(read_results(path).cells) == 1
     assert taken.run == read_results(path).runs[taken.cells[0].run_id], "titles name the machine of the cells"
-    assert capsys.readouterr().err.startswith("--resume-any takes 1 cell that the file holds from other conditions: ")
+    assert "--resume-any takes 1 cell that the file holds from other conditions: " in capsys.readouterr().err
     sweep(("measure",), save=path, resume=RESUME)
     assert len(read_results(path).cells) == 2
     assert f"OMP_NUM_THREADS (77 then, {now} now)" in capsys.readouterr().err
@@ -84,23 +95,197 @@ def cells(*statuses):
     return tuple(Cell("bench", {}, status, reason="because") for status in statuses)
 
 
-@pytest.mark.parametrize("statuses", [(), ("ok", "oom", "error"), ("oom", "timeout"), ("ok", "unsupported")])
+@pytest.mark.parametrize("statuses", [(), ("ok",), ("ok", "oom", "timeout"), ("ok", "unsupported")])
 def test_sweep_with_results_ends_well(statuses):
-    Sweep(cells(*statuses), None, interrupted=False).exit()
+    Sweep(cells(*statuses), None).exit()
 
 
-def test_sweep_without_results_fails():
+@pytest.mark.parametrize(
+    "statuses",
+    [("ok", "wrong"), ("ok", "error"), ("error", "oom"), ("timeout", "timeout"), ("oom",), ("oom", "unsupported")],
+)
+def test_sweep_with_a_broken_or_wrong_cell_or_without_any_measured_fails(statuses):
     with pytest.raises(typer.Exit) as ended:
-        Sweep(cells("error", "oom"), None, interrupted=False).exit()
+        Sweep(cells(*statuses), None).exit()
     assert ended.value.exit_code == 1
 
 
 def test_sweep_that_the_machine_supports_nothing_of_says_why():
     with pytest.raises(CapabilityError, match="because"):
-        Sweep(cells("unsupported", "unsupported"), None, interrupted=False).exit()
+        Sweep(cells("unsupported", "unsupported"), None).exit()
 
 
-def test_interrupted_sweep_ends_with_130():
+@pytest.mark.parametrize("interruption", [INTERRUPTED, TERMINATED])
+def test_interrupted_sweep_ends_as_shells_expect(interruption):
     with pytest.raises(typer.Exit) as ended:
-        Sweep(cells("ok"), None, interrupted=True).exit()
-    assert ended.value.exit_code == 130
+        Sweep(cells("ok", "error"), None, interruption).exit()
+    assert ended.value.exit_code == interruption
+
+
+TABLE = Table("bench", "bench: tiny", (Column("size", "size"),), [{"size": "tiny"}])
+
+
+def report(measured, capsys, **options):
+    with pytest.raises(typer.Exit) as ended:
+        measured.report(lambda: [TABLE], **{"format": None, "output": None, **options})
+    return ended.value.exit_code, *capsys.readouterr()
+
+
+def test_no_table_is_printed_of_no_cell(capsys):
+    assert report(Sweep((), None, INTERRUPTED), capsys) == (130, "", "")
+
+
+def test_what_cannot_be_saved_or_drawn_is_printed_first(capsys):
+    """In this order: the table, then a sentence for each of them; pictures after the first that fails are drawn."""
+    drawn = []
+
+    def fail():
+        raise OutputError("cannot write --plot p.png: No space left on device")
+
+    measured = Sweep(cells("ok"), None, fault=OutputError("cannot write results to r.jsonl: No space left on device"))
+    code, out, err = report(measured, capsys, pictures=[fail, lambda: drawn.append("second")])
+    assert (code, out) == (1, render([TABLE], "markdown"))
+    assert err == (
+        "error: cannot write results to r.jsonl: No space left on device\n"
+        "error: cannot write --plot p.png: No space left on device\n"
+    )
+    assert drawn == ["second"]
+
+
+class FakeWorker:
+    """Measures in no time and in this process."""
+
+    run = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"torch": "2.13"}, {})
+
+    def __init__(self, measure, arguments):
+        pass
+
+    def measure(self, configuration, *, timeout_s, progress):
+        if configuration["action"] == "terminate":
+            raise Terminated
+        return Outcome("ok" if configuration["action"] == "measure" else "oom", reason=configuration.get("reason"))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def fake_worker(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker", FakeWorker)
+
+
+def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, tmp_path, capsys):
+    saved = tmp_path / "r.jsonl"
+    sweep(("measure",), save=saved)
+    capsys.readouterr()
+    configurations = [
+        {"size": "tiny", "action": "measure"},
+        {"size": "tiny", "action": "out of memory", "reason": "no room"},
+        {"size": "small", "action": "measure"},
+    ]
+    run_sweep("bench", "fake:cells", configurations)
+    assert capsys.readouterr().err.splitlines() == [
+        "bench: 1 of 3: ok: size tiny, action measure: 0.0 s, about 0.0 s left",
+        "bench: 2 of 3: oom (no room): size tiny, action out of memory: 0.0 s, about 0.0 s left",
+        "bench: 3 of 3: ok: size small, action measure: 0.0 s",
+    ]
+    sweep(("measure",), save=saved, resume=ResumeOptions(resume_any=True))
+    assert capsys.readouterr().err.endswith("bench: 1 of 1: ok: from the file\n")
+
+
+def test_sigterm_keeps_what_was_measured(fake_worker, capsys):
+    ended = sweep(("measure", "terminate", "measure"))
+    assert ([cell.status for cell in ended.cells], ended.interruption) == (["ok"], TERMINATED)
+    assert capsys.readouterr().err.endswith("\nterminated: 1 of 3 cells measured\n")
+
+
+def test_a_full_disk_costs_only_what_it_had_no_room_for(fake_worker, tmp_path, monkeypatch, capsys):
+    """The disk is full during the second of three cells: that one is written with the third."""
+    path = tmp_path / "r.jsonl"
+    append, truncate = ResultsFile.append, []
+
+    def fill(file, record):
+        full = isinstance(record, Cell) and record.configuration["action"] == "full"
+        with monkeypatch.context() as patched:
+            if full:
+                patched.setattr(file, "_stream", FullDisk(file._stream, truncate))
+            append(file, record)
+        if full:
+            # Nothing but whole records.
+            assert [cell.configuration["action"] for cell in read_results(path).cells] == ["measure"]
+
+    monkeypatch.setattr(ResultsFile, "append", fill)
+    ended = sweep(("measure", "full", "measure again"), save=path)
+    assert truncate
+    assert ended.fault is None
+    assert [cell.configuration["action"] for cell in read_results(path).cells] == ["measure", "full", "measure again"]
+    warning = f"warning: cannot write results to {path}: No space left on device; it is tried again after every cell\n"
+    assert warning in capsys.readouterr().err
+
+
+def test_a_disk_that_stays_full_fails_the_sweep(fake_worker, tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    sweep(("measure",), save=path)
+    before = path.read_bytes()
+    open_file = ResultsFile.__init__
+
+    def open_on_full_disk(file, path):
+        open_file(file, path)
+        file._stream = FullDisk(file._stream, [])
+
+    monkeypatch.setattr(ResultsFile, "__init__", open_on_full_disk)
+    ended = sweep(("measure again",), save=path)
+    assert str(ended.fault) == f"cannot write results to {path}: No space left on device"
+    assert path.read_bytes() == before
+
+
+class FullDisk:
+    """A file on a disk that has room for ten more bytes."""
+
+    def __init__(self, stream, truncated):
+        self._stream, self._truncated, self._room = stream, truncated, 10
+
+    def write(self, data):
+        if not self._room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._stream.write(data[: self._room])
+        self._room -= written
+        return written
+
+    def truncate(self, size):
+        self._truncated.append(size)
+        return self._stream.truncate(size)
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+
+def on_a_terminal(script):
+    """What a Python program leaves on a terminal as wide as this: its lines, without what moves the cursor."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    # The end of a terminal is an error on Linux and no bytes elsewhere.
+    with contextlib.suppress(OSError):
+        while block := os.read(ours, 4096):
+            shown += block
+    os.close(ours)
+    assert process.wait() == 0
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown.decode()))
+
+
+def test_what_workers_write_stands_above_the_bar():
+    lines = on_a_terminal(
+        "import os, subprocess\n"
+        "from cs336sys.commands.progress import showing_progress\n"
+        "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
+        "    progress.at_stage('forward')\n"
+        "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning of torch >&2', shell=True)\n"
+        "os.write(2, b'the end')\n"
+    )
+    assert "a warning of torch" in lines
+    assert any(line.startswith("bench ") and "0/1" in line and line.endswith("forward") for line in lines)
+    assert lines[-1].endswith("the end")
+    assert not any("USDT" in line for line in lines)

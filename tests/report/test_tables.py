@@ -3,11 +3,12 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
 from cs336sys.report.tables import Column, Table, check_output, emit, print_tables, render
 from cs336sys.results import Samples
@@ -378,9 +379,36 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
         check_output(existing, "pdf")
 
 
-def test_emit_reports_an_output_that_became_unwritable(tmp_path):
-    with pytest.raises(UsageError, match=r"^cannot write --output .*: Is a directory$"):
+def test_what_cannot_be_written_to_the_output_is_printed(tmp_path, capsys):
+    with pytest.raises(OutputError, match=r"^cannot write --output .*: Is a directory$"):
         emit([SWEEP], output=tmp_path)
+    assert capsys.readouterr().out == render([SWEEP], "markdown")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "format"),
+    [
+        ("x.json", None, "json"),
+        ("x.CSV", None, "csv"),
+        ("x.tex", None, "latex"),
+        ("x.typ", None, "typst"),
+        ("x.txt", None, "table"),
+        ("x.md", None, "markdown"),
+        ("results", None, "markdown"),
+        ("x.json", "csv", "csv"),
+    ],
+)
+def test_format_follows_the_name_of_the_file_unless_said(tmp_path, name, asked, format):
+    emit([SWEEP], format=asked, output=tmp_path / name)
+    assert (tmp_path / name).read_text() == render([SWEEP], format)
+
+
+def test_a_dash_is_standard_output(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    check_output(Path("-"))
+    emit([SWEEP], output=Path("-"))
+    assert capsys.readouterr().out == render([SWEEP], "markdown")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_format_leaves_the_output_alone(tmp_path):

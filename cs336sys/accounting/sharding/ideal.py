@@ -15,7 +15,7 @@ symbols.
 from dataclasses import dataclass
 
 from cs336sys.accounting.derivation import Number
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 
 OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 
@@ -90,4 +90,4 @@ def sent_bytes(
 
 def _check(strategy: str) -> None:
     if strategy not in OWN_SHARDING_STRATEGIES:
-        raise UsageError(f"unknown strategy '{strategy}': choose from {', '.join(OWN_SHARDING_STRATEGIES)}")
+        raise UsageError(f"unknown strategy '{strategy}': {choose_from(strategy, OWN_SHARDING_STRATEGIES)}")

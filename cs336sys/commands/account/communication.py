@@ -1,6 +1,5 @@
 """``account collectives`` and ``account buckets``: rings, and gradients in buckets."""
 
-import math
 from typing import Annotated
 
 import typer
@@ -70,7 +69,7 @@ def buckets(
     else:
         total = float(split_list([gradients], "--gradients", byte_count)[0])
         title = gradients
-    megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, math.inf))
+    megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
     _check_positive(bandwidth, "--bandwidth")
     _check_positive(call_us, "--call-us")
     check_output(output, format)
@@ -79,5 +78,5 @@ def buckets(
 
 
 def _check_positive(value: float, option: str) -> None:
-    if not 0 < value < math.inf:
+    if value <= 0:
         raise UsageError(f"{option} {value:g}: must be positive")

@@ -61,9 +61,9 @@ def parallel(
         raise UsageError(f"--devices {count}: must be at least 1")
     check_output(output, format)
     check_plot(plot)
+    emit(parallel_tables(chosen, layer, count, asked_mesh), format=format, output=output)
     if plot is not None:
         plot_parallel(chosen, layer, plot)
-    emit(parallel_tables(chosen, layer, count, asked_mesh), format=format, output=output)
 
 
 def _read_mesh(text: str, devices: int | None) -> Mesh:

@@ -73,7 +73,6 @@ def memory(
             split_list(strategy, "--strategy", one_of(OWN_SHARDING_STRATEGIES)),
         )
     ]
-    tables = rank_memory_tables(steps)
+    emit(rank_memory_tables(steps), format=format, output=output)
     if plot is not None:
         plot_rank_memory(steps, plot)
-    emit(tables, format=format, output=output)

@@ -6,7 +6,7 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, at_least, between, check_choice, one_of, split_list
+from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
@@ -51,13 +51,13 @@ def flops(
 
 
 def attention(
-    batch_size: Annotated[int, typer.Option(help="Batch size times heads.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Batch size times heads.", min=1)] = 8,
     d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
     dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     implementations: Annotated[list[str], typer.Option(help="eager, flash.")] = ["eager,flash"],
-    capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.")] = 80.0,
+    capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -72,8 +72,6 @@ def attention(
     head_dims = split_list(d_model, "--d-model", at_least(1))
     chosen = split_list(implementations, "--implementations", one_of(ATTENTION_IMPLEMENTATIONS))
     check_choice(dtype, "--dtype", PRECISIONS)
-    split_list([str(batch_size)], "--batch-size", at_least(1))
-    split_list([str(capacity_gib)], "--capacity-gib", between(1e-3, 1e6))
     check_output(output, format)
     tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
     emit(tables, format=format, output=output)

@@ -154,8 +154,10 @@ def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
     for name in phases:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
-            choices = ", ".join(f"'{choice}'" for choice in near) or frequent
-            raise UsageError(f"--range '{name}': the capture has no range of this name; it has {choices}")
+            shown = list(dict.fromkeys([*near, *names]))[: max(8, len(near))]
+            rest = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+            listed = ", ".join(f"'{choice}'" for choice in shown)
+            raise UsageError(f"--range '{name}': the capture has no range of this name; it has {listed}{rest}")
 
 
 def _select_ranges(tables: sqlite3.Connection, kind: str, names: Sequence[str], *, same_thread: bool) -> None:

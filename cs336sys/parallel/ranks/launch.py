@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.errors import CapabilityError, CaptureError, UsageError
+from cs336sys.errors import CapabilityError, CaptureError, UsageError, choose_from
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ranks.process import join_process_group, leave_process_group
 from cs336sys.parallel.ranks.spawned import SpawnedRanks
@@ -113,7 +113,7 @@ def _check(world_size: int, backend: str, timeout_s: float, outside: RankIdentit
     if world_size < 1:
         raise UsageError(f"world size {world_size}: must be at least 1")
     if backend not in BACKENDS:
-        raise UsageError(f"unknown backend '{backend}': choose from {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown backend '{backend}': {choose_from(backend, BACKENDS)}")
     if not timeout_s > 0:
         raise UsageError(f"timeout {timeout_s} s: must be positive")
     if outside is not None and outside.world_size != world_size:

@@ -16,6 +16,7 @@ from cs336sys.accounting.parallelism import (
     most_devices,
 )
 from cs336sys.accounting.sharding.step import ShardedStep, rank_peak
+from cs336sys.report.outputs import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +43,7 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
         drawing.set_ylabel(f"{which}, ms")
     rates = f"C {layer.flops_per_s:g} FLOP/s, W {layer.bytes_per_s:g} B/s"
     figure.suptitle(f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {rates}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
@@ -63,7 +64,7 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     drawing.set_xticks(range(len(labels)), labels, fontsize=8)
     drawing.set_ylabel("memory of a rank at its peak, GiB")
     drawing.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:

@@ -7,7 +7,7 @@ from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
 from cs336sys.report.memory.page import memory_page
 from cs336sys.report.memory.plots import plot_timeline
 from cs336sys.report.memory.tables import memory_tables
-from cs336sys.report.outputs import check_writable, unwritable
+from cs336sys.report.outputs import check_writable, write_file
 from cs336sys.report.titles import machine_words
 from cs336sys.results import Cell, Run
 from cs336sys.workload import MemoryWorkload
@@ -27,7 +27,7 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
     """The timeline of every measured cell as ``.png`` and ``.svg``, and its page as ``.html``.
 
     Raises:
-        UsageError: a file cannot be written.
+        OutputError: a file cannot be written.
     """
     for cell in cells:
         if cell.status != "ok":
@@ -35,12 +35,9 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
         workload = MemoryWorkload.from_configuration(cell.configuration)
         path = directory / workload.name
         title = ", ".join([_title(workload), *machine_words(run)])
-        try:
-            plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
-            page = memory_page(cell, title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
-            path.with_name(f"{path.name}.html").write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise unwritable(path, "--snapshot", error) from error
+        plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
+        page = memory_page(cell, title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
+        write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
 
 
 def _title(workload: MemoryWorkload) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.numbers import format_quantity
+from cs336sys.report.outputs import write_figure
 from cs336sys.results import Cell
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def plot_timeline(cell: Cell, title: str, *paths: Path) -> None:
         figure = timeline_figure(cell.derived, title)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=150, metadata=metadata)
+            write_figure(figure, path, "--snapshot", metadata)
 
 
 def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.numbers import format_number
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.parallel.allreduce import Group, fit_of, groups_of
 from cs336sys.results import Cell
 
@@ -46,7 +47,7 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
                 drawing.legend(fontsize=7)
             if number:
                 drawing.set_ylabel("")
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _draw_time_over_size(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:

@@ -7,6 +7,7 @@ from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_on_
 from cs336sys.accounting.collectives import AlphaBeta
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.noise import Interval, difference, ratio
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
@@ -24,6 +25,8 @@ _ALWAYS_SHOWN = ("precision", "compile")
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "bucket_mb", "trace")
 
+STEADIER = "more --steps, fewer ranks than cores"
+
 _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
@@ -39,6 +42,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
             rows,
             notes=(*_step_notes(cells), *method_notes(cells)),
+            steadier=STEADIER,
         )
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -74,7 +78,7 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
         return configuration_key(cell.configuration, ignore=compared)
 
     baselines = {
-        comparison(cell): cell.samples["step"].median
+        comparison(cell): cell.samples["step"]
         for cell in cells
         if cell.configuration["strategy"] == baseline and cell.status == "ok"
     }
@@ -85,9 +89,24 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
         row |= cell.derived | {"status": cell.status}
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
         if cell.status == "ok" and comparison(cell) in baselines:
-            row["speedup"] = baselines[comparison(cell)] / cell.samples["step"].median
-        rows.append(row)
+            row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
+        rows.append(row | _exposed(cell))
     return rows
+
+
+def _exposed(cell: Cell) -> dict[str, Any]:
+    """What communication costs the step, and how much of it that hides, as far as these samples can tell."""
+    if "unsynchronized" not in cell.samples:
+        return {}
+    step_ms = cell.samples["step"].median
+    exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
+    low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
+    found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0)}
+    if cell.derived.get("hidden_percent") is not None:
+        alone_ms = cell.samples["communication"].median
+        most, least = (min(max(100 * (1 - ms / alone_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
+        found["hidden_percent"] = Interval(cell.derived["hidden_percent"], least, most, is_range=exposed.is_noise)
+    return found
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
@@ -131,7 +150,8 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
         "one profiled step of rank 0",
     )
-    return Table("phases", "phases of the step", columns, [row for row in rows if row["status"] == "ok"], notes)
+    measured = [row for row in rows if row["status"] == "ok"]
+    return Table("phases", "phases of the step", columns, measured, notes, STEADIER)
 
 
 def link_of(cell: Cell) -> AlphaBeta:
@@ -160,7 +180,7 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
                     "buckets": count,
                     "mean_bucket_bytes": total / count,
                     "predicted_ms": 1e3 * predicted_s,
-                    "exposed_ms": cell.derived["exposed_ms"],
+                    "exposed_ms": _exposed(cell)["exposed_ms"],
                     "step_ms": cell.samples["step"],
                 }
             )
@@ -174,7 +194,8 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
         Column("exposed_ms", "exposed", "ms"),
         Column("step_ms", "step", "ms"),
     )
-    return Table("buckets", "bucket sizes and the model of their overhead", columns, rows, tuple(dict.fromkeys(notes)))
+    heading = "bucket sizes and the model of their overhead"
+    return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), STEADIER)
 
 
 def _optimum(sweep: Sequence[Cell]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.buckets import overhead_on_link_s
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.parallel.ddp import PARALLEL_SETTING_COLUMNS, bucket_sweeps, link_of
 from cs336sys.report.titles import shown_settings
 from cs336sys.results import Cell
@@ -38,7 +39,7 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
         _draw_timeline(drawing, cell.derived["timeline"])
         drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
     axes[-1].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
@@ -99,4 +100,4 @@ def plot_buckets(cells: Sequence[Cell], path: Path) -> None:
         drawing.set_title(" ".join(names), fontsize=9)
         drawing.grid(alpha=0.3)
         drawing.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path, "--plot-buckets")

@@ -13,7 +13,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.ddp import check_notes, parallel_phase_table, step_rows
+from cs336sys.report.parallel.ddp import STEADIER, check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -65,6 +65,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
             rows,
             notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells)),
+            steadier=STEADIER,
         )
     ]
     if measured:

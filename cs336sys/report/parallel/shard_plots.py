@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.parallel.shard import COMPONENTS, SHARDING_SETTING_COLUMNS, memory_of
 from cs336sys.report.tables import Column
 from cs336sys.report.titles import shown_settings
@@ -41,7 +42,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
     handles = [Patch(color=_COLORS[name], label=header) for name, header in COMPONENTS.items()]
     handles.append(Patch(facecolor="none", edgecolor="black", linewidth=0.7, label="predicted"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7)
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> None:

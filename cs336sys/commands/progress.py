@@ -1,0 +1,135 @@
+"""How far a sweep is: a bar on a terminal, and a line for every finished cell where standard error is a file."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cs336sys.commands.faults import say
+from cs336sys.results import Cell, distinguishing_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
+_TRACER_LINES = "USDT:"
+
+
+class Progress(Protocol):
+    """What a sweep tells while it goes on."""
+
+    def at_stage(self, stage: str) -> None:
+        """What the cell that is measured now has come to."""
+
+    def cell_done(self, cell: Cell, took_s: float | None) -> None:
+        """A cell was measured, or taken from a file: then ``took_s`` is None."""
+
+
+@contextlib.contextmanager
+def showing_progress(
+    command: str, configurations: Sequence[Mapping[str, Any]], *, is_shown: bool
+) -> Iterator[Progress]:
+    """Progress of a sweep over ``configurations`` on standard error; nowhere if it is not shown here."""
+    from rich.console import Console
+
+    if not is_shown:
+        yield _Unseen()
+    elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
+        # Not closed here: processes that outlive the sweep may still have something to say.
+        console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
+        with _stderr_above_the_bar(console), _bar(console, command, len(configurations)) as bar:
+            yield bar
+    else:
+        yield _Lines(command, configurations)
+
+
+class _Unseen:
+    def at_stage(self, stage: str) -> None:
+        pass
+
+    def cell_done(self, cell: Cell, took_s: float | None) -> None:
+        pass
+
+
+class _Lines:
+    """``bench: 2 of 8: ok: size small, precision bf16: 12.3 s, about 1 min 14 s left``"""
+
+    def __init__(self, command: str, configurations: Sequence[Mapping[str, Any]]):
+        self._command = command
+        self._count = len(configurations)
+        self._settings = distinguishing_settings(configurations)
+        self._done = 0
+        self._durations_s: list[float] = []
+
+    def at_stage(self, stage: str) -> None:
+        pass
+
+    def cell_done(self, cell: Cell, took_s: float | None) -> None:
+        from cs336sys.report.numbers import format_duration
+
+        self._done += 1
+        settings = ", ".join(f"{name} {cell.configuration.get(name)}" for name in self._settings)
+        outcome = cell.status if cell.reason is None else f"{cell.status} ({cell.reason})"
+        time = "from the file" if took_s is None else format_duration(took_s)
+        if took_s is not None:
+            self._durations_s.append(took_s)
+        left = self._count - self._done
+        if left and self._durations_s:
+            remaining_s = left * sum(self._durations_s) / len(self._durations_s)
+            time += f", about {format_duration(remaining_s)} left"
+        say(": ".join(filter(None, [self._command, f"{self._done} of {self._count}", outcome, settings, time])))
+
+
+@contextlib.contextmanager
+def _stderr_above_the_bar(console: "Console") -> Iterator[None]:
+    """Print on the console what this process, and those that it starts meanwhile, write to standard error.
+
+    They write past the console, and would write into its bar.
+    """
+    reading, writing = os.pipe()
+    terminal = os.dup(2)
+    os.dup2(writing, 2)
+    os.close(writing)
+    reader = threading.Thread(target=_print_lines, args=(reading, console), daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        # Until all of those processes have ended, or as long as nobody minds to wait.
+        reader.join(1.0)
+
+
+def _print_lines(descriptor: int, console: "Console") -> None:
+    with open(descriptor, errors="replace") as lines:
+        for line in lines:
+            if not line.startswith(_TRACER_LINES):
+                console.print(line.rstrip(), markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _bar(console: "Console", command: str, count: int) -> Iterator[Progress]:
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[stage]}"),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as drawn:
+        task = drawn.add_task(command, total=count, stage="")
+
+        class Bar:
+            def at_stage(self, stage: str) -> None:
+                drawn.update(task, stage=stage)
+
+            def cell_done(self, cell: Cell, took_s: float | None) -> None:
+                drawn.advance(task)
+
+        yield Bar()

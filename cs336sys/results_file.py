@@ -1,0 +1,121 @@
+"""Appending to a results file: on a full disk, after a killed run, beside another process."""
+
+import contextlib
+import os
+import stat
+from dataclasses import asdict
+from pathlib import Path
+
+from cs336sys.errors import UsageError
+from cs336sys.results import SCHEMA_VERSION, Cell, Run, check_version, json_text, read_record
+
+
+class ResultsFile:
+    """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
+
+    Attributes:
+        fault: why the last records are not in the file (its disk is full). They are kept and tried again with the next;
+            until then the file holds whole records alone.
+
+    Raises:
+        UsageError: the file cannot be opened for appending, holds something else than results, or another process is
+            appending to it; raised by the constructor, before anything is measured.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fault: OSError | None = None
+        self._unwritten: list[bytes] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that a failed write has written what the file's size says.
+            self._stream = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+        try:
+            self._lock()
+            self._check_content()
+            self._end_truncated_line()
+        except BaseException as error:
+            self._stream.close()
+            if isinstance(error, OSError):
+                raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+            raise
+
+    def append(self, record: Run | Cell) -> None:
+        """Write a record, after those that could not be written before; see :attr:`fault`."""
+        line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
+        self._unwritten.append(json_text(line).encode() + b"\n")
+        self._write()
+
+    def close(self) -> None:
+        try:
+            self._write()
+            self._stream.close()
+        except OSError as error:
+            self.fault = error
+
+    def _write(self) -> None:
+        self.fault = None
+        while self._unwritten and self.fault is None:
+            line = self._unwritten[0]
+            size = self._stream.seek(0, 2)
+            try:
+                while line:
+                    line = line[self._stream.write(line) :]
+                del self._unwritten[0]
+            except OSError as error:
+                self.fault = error
+                with contextlib.suppress(OSError):
+                    self._stream.truncate(size)
+
+    def _lock(self) -> None:
+        """Keep other processes out until the file is closed, where the system and the file's can do that."""
+        try:
+            import fcntl
+        except ModuleNotFoundError:
+            return
+        if not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+            return
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _lock_holder(os.fstat(self._stream.fileno()))
+            raise UsageError(
+                f"cannot write results to {self.path}: {holder} is writing to it; wait for that or give another file"
+            ) from None
+        except OSError:
+            # Some network file systems know no locks.
+            return
+
+    def _check_content(self) -> None:
+        self._stream.seek(0)
+        first_line = self._stream.readline(2**20)
+        if not first_line:
+            return
+        record = read_record(first_line)
+        if record is not None:
+            check_version(self.path, record["schema_version"])
+        # A killed run may have left half of its first line.
+        elif not first_line.startswith(b'{"schema_version"'):
+            raise UsageError(f"cannot write results to {self.path}: it holds something else; give another file")
+
+    def _end_truncated_line(self) -> None:
+        """Close a line that an earlier, killed run left half written, so that the next record starts its own."""
+        if self._stream.seek(0, 2) > 0:
+            self._stream.seek(-1, 2)
+            if self._stream.read(1) != b"\n":
+                self._stream.write(b"\n")
+
+
+def _lock_holder(file: os.stat_result) -> str:
+    """Which process has locked a file, as far as the system says."""
+    inode = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2367490 0 EOF
+            match line.split():
+                case [_, "FLOCK", _, _, process_id, locked, *_] if locked == inode:
+                    command = Path("/proc", process_id, "cmdline").read_bytes().replace(b"\0", b" ")
+                    return f"process {process_id} ({command.decode(errors='replace').strip()})"
+    return "another process"
