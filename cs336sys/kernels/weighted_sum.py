@@ -1,16 +1,13 @@
 """The course's first Triton kernel: a weighted sum over the last dimension, forward and backward (handout, 4.2.1)."""
 
-import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from cs336sys.errors import CapabilityError
 from cs336sys.kernels.autograd import once_differentiable
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from cs336sys.kernels.operators import as_rows, check_tensors
 
 # A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
 ROW_TILE = 16
@@ -96,21 +93,13 @@ def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"dtype {x.dtype} is not supported: weighted_sum takes {', '.join(map(str, DTYPES))}")
-    if x.device != weight.device:
-        raise ValueError(f"x and weight must be on the same device, got {x.device} and {weight.device}")
-    if not x.is_cuda and isinstance(_forward_kernel, triton.JITFunction):
-        raise CapabilityError(
-            f"weighted_sum runs on CUDA tensors, got {x.device}: set TRITON_INTERPRET=1 before the first import "
-            "to run it on the CPU in Triton's interpreter"
-        )
+    check_tensors("weighted_sum", _forward_kernel, x=x, weight=weight)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     _check_inputs(x, weight)
     num_columns = x.shape[-1]
-    rows = x.reshape(math.prod(x.shape[:-1]), num_columns)
+    rows = as_rows(x)
     output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         _forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
@@ -129,7 +118,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_columns = x.shape[-1]
-    rows = x.reshape(math.prod(x.shape[:-1]), num_columns)
+    rows = as_rows(x)
     grad_output = grad_output.reshape(len(rows))
     grad_rows = torch.empty_like(rows)
     num_strips = triton.cdiv(len(rows), BACKWARD_ROWS)

@@ -130,7 +130,7 @@ def test_offsets_beyond_2_31_elements():
         pytest.param(torch.ones(2, 3), torch.ones(3).half(), TypeError, "float32 and torch.float16", id="dtypes"),
         pytest.param(torch.ones(3).double(), torch.ones(3).double(), TypeError, "torch.float64 is not", id="float64"),
         pytest.param(torch.ones(3).int(), torch.ones(3).int(), TypeError, "torch.int32 is not", id="int32"),
-        pytest.param(torch.ones(3), torch.ones(3, device="meta"), ValueError, "got cpu and meta", id="devices"),
+        pytest.param(torch.ones(3), torch.ones(3, device="meta"), ValueError, "x on cpu, weight on meta", id="devices"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(x, weight, error, sentence):

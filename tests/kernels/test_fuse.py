@@ -1,0 +1,130 @@
+"""A model with fused kernels trains as without, and is the same model before and after."""
+
+import copy
+
+import pytest
+import torch
+from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.nn_utils import cross_entropy
+from torch import nn
+
+from cs336sys.errors import UsageError
+from cs336sys.kernels import fuse as module
+from cs336sys.kernels.fuse import fuse
+
+
+@pytest.fixture
+def model(device):
+    torch.manual_seed(0)
+    with device:
+        return BasicsTransformerLM(23, context_length=12, d_model=24, num_layers=2, num_heads=2, d_ff=40)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """How often each kernel was called."""
+    counts = {}
+
+    def counted(name):
+        kernel = getattr(module, name)
+
+        def count(*arguments, **options):
+            counts[name] = counts.get(name, 0) + 1
+            return kernel(*arguments, **options)
+
+        return count
+
+    for name in ("rms_norm", "rope", "swiglu"):
+        monkeypatch.setattr(module, name, counted(name))
+    return counts
+
+
+def losses(model, steps):
+    torch.manual_seed(1)
+    device = next(model.parameters()).device
+    tokens = torch.randint(23, (steps, 2, 13), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in tokens:
+        loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+def test_trains_as_without(model, called):
+    plain = copy.deepcopy(model)
+    keys = list(model.state_dict())
+    fuse(model)
+    assert list(losses(model, 4)) == pytest.approx(list(losses(plain, 4)), abs=1e-5)
+    assert called == {"rms_norm": 4 * 5, "rope": 4 * 4, "swiglu": 4 * 2}
+    assert list(model.state_dict()) == keys
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_undone(model, called):
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    before = model(tokens)
+    handle = fuse(model)
+    fused = model(tokens)
+    handle.undo()
+    handle.undo()
+    called.clear()
+    assert torch.equal(model(tokens), before)
+    assert called == {}
+    torch.testing.assert_close(fused, before)
+    assert "forward" not in model.layers[0].ln1.__dict__
+
+
+def test_copies_are_fused_by_themselves(model, called):
+    handle = fuse(model)
+    other = copy.deepcopy(model)
+    handle.undo()
+    with torch.no_grad():
+        other.layers[0].ln1.weight.zero_()
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    assert not torch.equal(other(tokens), model(tokens))
+    assert called["swiglu"] == 2
+
+
+def test_theta_may_be_the_models(model):
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    expected = model(tokens)
+    del model.positional_encoder.theta
+    fuse(model)
+    torch.testing.assert_close(model(tokens), expected)
+
+
+def renamed(module, name):
+    module.__class__ = type(name, (type(module),), {})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda model: [renamed(layer.ffn, "GatedMLP") for layer in model.layers], "BasicsTransformerLM has no SwiGLU"),
+        (
+            lambda model: delattr(model.layers[1].ffn, "w3"),
+            r"layers.1.ffn \(SwiGLU\) has no w3: fused kernels need w1,",
+        ),
+        (lambda model: delattr(model.layers[0].ln2, "eps"), r"layers.0.ln2 \(RMSNorm\) has no eps"),
+        (
+            lambda model: [delattr(model.positional_encoder, "theta"), model.config.pop("rope_theta")],
+            r"positional_encoder \(RotaryEmbedding\) has no theta",
+        ),
+        (fuse, "has a forward pass of its own already"),
+    ],
+    ids=["class", "attribute", "eps", "theta", "twice"],
+)
+def test_what_it_does_not_know_is_refused(model, change, sentence):
+    change(model)
+    changed = [module for module in model.modules() if "forward" in module.__dict__]
+    with pytest.raises(UsageError, match=sentence):
+        fuse(model)
+    assert [module for module in model.modules() if "forward" in module.__dict__] == changed
+
+
+def test_any_other_model_is_refused():
+    with pytest.raises(UsageError, match="Linear has no RMSNorm"):
+        fuse(nn.Linear(2, 2))
