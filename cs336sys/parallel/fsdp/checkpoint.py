@@ -2,7 +2,8 @@
 
 A checkpoint is a folder of ``torch.distributed.checkpoint``: one file for each rank that saved, with its slices, and
 ``.metadata``, which says what is where. Its keys are ``model/<name>``, ``optimizer/<state>/<name>``,
-``optimizer_groups`` and ``extra``. All ranks must share a file system. Objects are pickled: load only what you trust.
+``optimizer_groups`` and ``extra``. All ranks must share a file system. Loading runs no code that is in it
+(``plain_data.py``).
 """
 
 import os
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
+from cs336sys.parallel.fsdp.plain_data import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.same_on_ranks import same_on_every_rank
 
@@ -37,21 +39,27 @@ def save_checkpoint(
 
     Args:
         optimizer: one over ``sharded.parameters()``.
-        extra: anything that can be pickled, for example the step and a scheduler's state; the same on every rank.
+        extra: plain data, for example the step and a scheduler's state: tensors, numbers, strings, bools, None, and
+            lists, tuples and dicts of these; the same on every rank.
 
     Raises:
-        UsageError: the optimizer has other parameters, or a state that cannot be cut like its parameter.
+        UsageError: the optimizer has other parameters, or a state that cannot be cut like its parameter; ``extra``, an
+            option of the optimizer or a part of its state is not plain data (the message says which, and its type).
         OSError: on every rank; the checkpoint that existed before is still complete.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     with same_on_every_rank():
-        state = _model_state(sharded) | {"extra": _pickled(extra)}
+        require_plain("extra", extra)
+        # In a list, because a tensor alone would be saved as such.
+        state = _model_state(sharded) | {"extra": [extra]}
         if optimizer is not None:
             state |= _optimizer_state(sharded, optimizer)
     _on_first_rank(lambda: _make_empty(partial))
     try:
-        dcp.save(state, checkpoint_id=partial)
+        # Otherwise dictionaries and lists would be split into further keys, or have theirs turned into strings.
+        whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.save(state, checkpoint_id=str(partial), planner=whole)
     except dcp.api.CheckpointException as error:
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
     _on_first_rank(lambda: _replace(path, partial))
@@ -64,28 +72,55 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
         optimizer: one over ``sharded.parameters()``, with the groups it was saved with; it need not have made a step.
 
     Returns:
-        what was saved as ``extra``.
+        what was saved as ``extra``; tensors in it are on the CPU.
 
     Raises:
         UsageError: on every rank, before anything is changed: there is no complete checkpoint (the message says what is
-            missing, and whether there is a previous one), or it is that of another model or optimizer (the message
-            gives names and shapes).
+            missing, and whether there is a previous one), it is that of another model or optimizer (the message
+            gives names and shapes), or something in it could run code.
     """
     path = Path(path)
     _on_first_rank(lambda: _check_whole(path))
-    saved = dcp.FileSystemReader(path).read_metadata()
+    reader = PlainReader(path)
+    saved = reader.read_metadata()
     state = _model_state(sharded)
     _check_same_model(state, saved, path)
-    objects: dict[str, Any] = {key: None for key in ("extra", "optimizer_groups") if key in saved.state_dict_metadata}
-    dcp.load(objects, checkpoint_id=path)
-    objects = {key: pickle.loads(value) for key, value in objects.items()}
+    objects = _load_objects(reader, saved, path, with_optimizer=optimizer is not None)
     if optimizer is not None:
         _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
         state |= _room_for_optimizer_state(sharded, saved)
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner())
     if optimizer is not None:
-        _set_optimizer_state(sharded, optimizer, state, objects["optimizer_groups"])
+        _set_optimizer_state(sharded, optimizer, state | objects, objects["optimizer_groups"])
     return objects["extra"]
+
+
+def _load_objects(reader: PlainReader, saved: Metadata, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    """What is no tensor, by key.
+
+    Raises:
+        UsageError: on every rank, if it is not plain data.
+    """
+    objects: dict[str, Any] = {
+        key: None
+        for key, entry in saved.state_dict_metadata.items()
+        if isinstance(entry, BytesStorageMetadata) and (with_optimizer or not key.startswith("optimizer"))
+    }
+    try:
+        dcp.load(objects, storage_reader=reader, planner=PlainLoadPlanner())
+    except dcp.api.CheckpointException as error:
+        refusals = [raised for raised, _ in error.failures.values() if isinstance(raised, UsageError)]
+        if refusals:
+            raise UsageError(f"checkpoint {path}: {refusals[0]}") from error
+        raise
+    if "extra" not in objects:
+        raise UsageError(f"checkpoint {path} has no extra: choose one that save_checkpoint wrote")
+    for key in ("extra", "optimizer_groups"):
+        if isinstance(objects.get(key), bytes):
+            objects[key] = load_old_plain(f"{key} of checkpoint {path}", objects[key])
+        elif key == "extra":
+            (objects[key],) = objects[key]
+    return objects
 
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
@@ -103,11 +138,6 @@ def _as_dtensor(parameter: ShardedParameter, own: Tensor) -> DTensor:
     mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
     strides = torch.empty(parameter.shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)
-
-
-def _pickled(value: Any) -> bytes:
-    # Otherwise dictionaries and lists would be split into further keys.
-    return pickle.dumps(value)
 
 
 def _names(sharded: FSDP) -> dict[Tensor, str]:
@@ -129,7 +159,9 @@ def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[d
 
 
 def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state: dict[str, Any] = {"optimizer_groups": _pickled(_optimizer_groups(sharded, optimizer))}
+    groups = _optimizer_groups(sharded, optimizer)
+    require_plain("optimizer_groups", groups)
+    state: dict[str, Any] = {"optimizer_groups": groups}
     names = _names(sharded)
     for parameter, values in optimizer.state.items():
         name = names[parameter]
@@ -141,6 +173,8 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
                         "only state of the slice's shape can be shared out to other ranks"
                     )
                 value = _as_dtensor(sharded.sharded_parameters[name], value)
+            else:
+                require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
     return state
 
@@ -148,17 +182,16 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
 def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
     room: dict[str, Any] = {}
     for saved_key, entry in saved.state_dict_metadata.items():
-        if not saved_key.startswith("optimizer/"):
+        if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
         _, _, name = saved_key.split("/", 2)
-        if not isinstance(entry, TensorStorageMetadata):
-            room[saved_key] = None
-        elif name in sharded.sharded_parameters and len(entry.size) > 0:
+        dtype = entry.properties.dtype
+        if name in sharded.sharded_parameters and len(entry.size) > 0:
             parameter = sharded.sharded_parameters[name]
-            own = torch.empty_like(parameter.shard, dtype=entry.properties.dtype, requires_grad=False)
+            own = torch.empty_like(parameter.shard, dtype=dtype, requires_grad=False)
             room[saved_key] = _as_dtensor(parameter, own)
         else:
-            room[saved_key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
 
 
@@ -172,8 +205,17 @@ def _set_optimizer_state(
             _, key, name = saved_key.split("/", 2)
             own = value.to_local() if isinstance(value, DTensor) else value
             by_index.setdefault(indices[name], {})[key] = own
-    numbered = [group | {"params": [indices[name] for name in group["params"]]} for group in groups]
+    numbered = [
+        {key: _on_device_of(current.get(key), value) for key, value in group.items()}
+        | {"params": [indices[name] for name in group["params"]]}
+        for group, current in zip(groups, optimizer.param_groups, strict=True)
+    ]
     optimizer.load_state_dict({"state": by_index, "param_groups": numbered})
+
+
+def _on_device_of(current: Any, value: Any) -> Any:
+    """An option that was loaded, where the optimizer has it: a learning rate may be a tensor on a GPU."""
+    return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
 
 
 def _check_same_groups(
@@ -243,7 +285,7 @@ def _check_whole(path: Path) -> None:
     if not path.is_dir():
         raise UsageError(f"there is no checkpoint {path}{instead}")
     try:
-        saved = dcp.FileSystemReader(path).read_metadata()
+        saved = PlainReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"checkpoint {path} is not whole: its .metadata cannot be read ({error}){instead}") from error
     ends: dict[str, int] = {}

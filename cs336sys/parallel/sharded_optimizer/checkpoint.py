@@ -61,9 +61,11 @@ def gather_states(
                     receive_from(rank, list(received.values()))
                 state = {key: received[key].cpu() if key in received else value for key, value in state.items()}
             parts.setdefault(index, []).append((elements, state))
-    return {
-        index: _joined(parts[index], parameters[index]) if sliced else parts[index][0][1] for index in sorted(parts)
-    }
+    whole = {}
+    for index in sorted(parts):
+        (_, first), *_ = parts[index]
+        whole[index] = _joined(parts[index], parameters[index]) if sliced else _with_strides(first, parameters[index])
+    return whole
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -123,7 +125,7 @@ def take_own_states(
             key: _in_memory_order(value, parameters[index])[owned[index].start : owned[index].stop].clone()
             if share["flat"] and _is_elementwise(key, value, parameters[index].shape)
             else _copy(value)
-            for key, value in state.items()
+            for key, value in _with_strides(state, parameters[index]).items()
         }
         for index, state in states.items()
         if owned[index]
@@ -180,6 +182,17 @@ def _joined(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> St
                 joined[elements.start : elements.stop] = state[key]
             whole[key] = joined.as_strided(parameter.shape, parameter.stride())
     return whole
+
+
+def _with_strides(state: State, parameter: nn.Parameter) -> State:
+    """The state with its elementwise tensors laid out as the parameter is, which fused optimizers take for granted."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return {
+        key: torch.empty_strided(parameter.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+        if _is_elementwise(key, value, parameter.shape) and value.stride() != strides
+        else value
+        for key, value in state.items()
+    }
 
 
 def _in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -1,14 +1,18 @@
 """What the ranks of test_fsdp_checkpoint run: functions that spawned processes can import."""
 
+import os
+import pickle
+from collections import Counter, OrderedDict
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu
-from small_models import error_of, share
+from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu, on_rank
+from small_models import PartlyUsed, error_of, share
 from torch import nn
 
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from cs336sys.parallel.fsdp.checkpoint import _model_state, _optimizer_state, load_checkpoint, save_checkpoint
 
 
 def build(optimizer="adamw", seed=0, **settings):
@@ -144,3 +148,79 @@ def save_before_the_first_step_and_in_an_accumulation(path):
         sharded.finish_gradient_synchronization()
         results.append(on_cpu({name: parameter.grad for name, parameter in sharded.module.named_parameters()}))
     return empty, results
+
+
+class RunsCode:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+PLAIN = {
+    "step": 2,
+    "scheduler": {"last_lr": [0.1, 1e-3], "milestones": Counter({3: 1}), "best": None, "mode": "min", ("a", 1): True},
+    "random": (torch.arange(5, dtype=torch.uint8), 2**70, complex(1, -1)),
+    "averages": OrderedDict(weight=torch.ones(2, 3, dtype=torch.bfloat16)),
+}
+
+NOT_PLAIN = {
+    "extra['sizes'] is of type builtins.set: ": {"sizes": {1, 2}},
+    "extra[1]['run'][0] is of type small_models.PartlyUsed: ": [0, {"run": (PartlyUsed(),)}],
+    "a key of extra is of type torch.dtype: ": {torch.float32: 1},
+    "extra is of type fsdp_checkpoint_ranks.RunsCode: ": RunsCode(""),
+}
+
+
+def save_and_load(path, value):
+    """What is loaded of ``extra``, and what a learning rate that is a tensor becomes."""
+    sharded = FSDP(on_rank(nn.Linear(3, 5)))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=torch.tensor(0.25))
+    save_checkpoint(path, sharded, optimizer, value)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    return load_checkpoint(path, sharded, optimizer), optimizer.param_groups[0]["lr"]
+
+
+def refuse_to_save(path):
+    """By the beginning of the expected message, the error of saving what is not plain data; what is on the disk."""
+    sharded = FSDP(nn.Linear(3, 5))
+    errors = {message: error_of(save_checkpoint, path, sharded, None, value) for message, value in NOT_PLAIN.items()}
+    optimizer = torch.optim.SGD([{"params": sharded.parameters(), "name": RunsCode("")}], lr=0.1)
+    message = "optimizer_groups[0]['name'] is of type fsdp_checkpoint_ranks.RunsCode: "
+    errors[message] = error_of(save_checkpoint, path, sharded, optimizer)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    optimizer.state[sharded.module.bias]["seen"] = {1}
+    errors["seen of bias is of type builtins.set: "] = error_of(save_checkpoint, path, sharded, optimizer)
+    return errors, path.parent.exists() and sorted(path.parent.iterdir())
+
+
+def load_what_others_wrote(path, what, value=None):
+    """The error of loading a checkpoint that holds ``value`` in place of plain data; ``extra``; the learning rate.
+
+    None stands for what makes the folder ``ran`` beside the checkpoint, if code in it runs.
+    """
+    value = RunsCode(path.parent / "ran") if value is None else value
+    sharded = FSDP(nn.Linear(3, 5))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.25, momentum=0.9)
+    optimizer.state[sharded.module.weight]["momentum_buffer"] = torch.ones_like(sharded.module.weight)
+    state = _model_state(sharded) | {"extra": [None]} | _optimizer_state(sharded, optimizer)
+    if what == "everything pickled":
+        state |= {key: pickle.dumps(state[key]) for key in ("optimizer_groups",)} | {"extra": pickle.dumps(value)}
+    elif what != "metadata":
+        state[what] = value
+    whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(state, checkpoint_id=path, planner=whole)
+    if what == "metadata" and dist.get_rank() == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(value))
+    dist.barrier()
+    optimizer.param_groups[0]["lr"] = 0.0
+    extra = None
+
+    def load():
+        nonlocal extra
+        extra = load_checkpoint(path, sharded, optimizer)
+
+    return error_of(load), extra, optimizer.param_groups[0]["lr"]

@@ -117,3 +117,58 @@ def test_saving_before_the_first_step_and_between_accumulated_passes(ranks, tmp_
         assert undisturbed.keys() == saved.keys()
         for name, gradient in undisturbed.items():
             assert gradient is saved[name] is None or torch.equal(gradient, saved[name])
+
+
+def test_plain_data_beside_the_model_comes_back_as_it_was(ranks, tmp_path):
+    for value in (checkpoint_ranks.PLAIN, torch.ones(3), None):
+        for extra, rate in ranks(2).run(checkpoint_ranks.save_and_load, tmp_path / "saved", value):
+            assert repr(extra) == repr(value)
+            assert rate == 0.25
+
+
+def test_what_is_not_plain_data_is_refused_when_saving(ranks, tmp_path):
+    for errors, found in ranks(2).run(checkpoint_ranks.refuse_to_save, tmp_path / "folder" / "saved"):
+        for beginning, (kind, message) in errors.items():
+            assert kind == "UsageError"
+            assert message == (
+                f"{beginning}checkpoints hold tensors, numbers, strings, bools, None, and lists, tuples and dicts of "
+                "these, because loading anything else may run code"
+            )
+        assert not found
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (
+            "metadata",
+            "the checkpoint's .metadata asks for posix.mkdir, which could run code and is in no list that tor",
+        ),
+        ("extra", "extra is more than plain data, and loading it could run code: do not trust it"),
+        ("optimizer_groups", "optimizer_groups is more than plain data"),
+        ("optimizer/step/weight", "optimizer/step/weight is more than plain data"),
+        ("model/weight", "is of another model: weight is missing there"),
+        (
+            "everything pickled",
+            "was pickled by an earlier version and asks for posix.mkdir, which could run code: load",
+        ),
+    ],
+)
+def test_loading_runs_no_code(ranks, tmp_path, what, reason):
+    path = tmp_path / "saved"
+    for (kind, message), extra, rate in ranks(2).run(checkpoint_ranks.load_what_others_wrote, path, what):
+        assert kind == "UsageError"
+        assert reason in message
+        assert extra is None
+        assert rate == 0.0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_checkpoints_of_earlier_versions_load_if_they_hold_plain_data(ranks, tmp_path):
+    value = {"step": 2, "scheduler": {"last_lr": [0.1], "best": None}, "pair": (1, "a")}
+    for error, extra, rate in ranks(2).run(
+        checkpoint_ranks.load_what_others_wrote, tmp_path / "saved", "everything pickled", value
+    ):
+        assert error is None
+        assert extra == value
+        assert rate == 0.25

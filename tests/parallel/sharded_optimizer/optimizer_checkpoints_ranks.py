@@ -4,8 +4,8 @@ import copy
 
 import torch
 import torch.distributed as dist
-from optimizer_models import CLASSES, network, sharded, train_step
-from small_models import batch, error_of, weights
+from optimizer_models import CLASSES, finish, network, sharded, train_step
+from small_models import batch, error_of, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
@@ -123,3 +123,37 @@ def load_hooks(mode):
     optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("load post"))
     optimizer.load_state_dict(optimizer.state_dict())
     return seen, optimizer.param_groups[0]["lr"]
+
+
+def convolutions(device):
+    """A convolutional network whose weights are stored with the channels last."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(24, 5)
+    return nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+
+
+def images(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 3, 6, 6, generator=generator), torch.randn(12, 5, generator=generator)
+
+
+def train_convolutions(mode, device, steps, weights_and_state=None):
+    """Train by a fused AdamW, on the first rank's values or from weights and a state: weights, whole state."""
+    model = convolutions(device)
+    if weights_and_state is not None:
+        model.load_state_dict(weights_and_state[0])
+    fused = {"lr": 0.01, "fused": True}
+    wrapped, optimizer = model, None
+    if mode == "alone":
+        optimizer = torch.optim.AdamW(model.parameters(), **fused)
+    else:
+        wrapped, optimizer = sharded(mode, model, torch.optim.AdamW, **fused)
+    if weights_and_state is not None:
+        optimizer.load_state_dict(weights_and_state[1])
+    for step in steps:
+        inputs, targets = images(step) if mode == "alone" else map(share, images(step))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(inputs.to(device)), targets.to(device)).backward()
+        finish(wrapped)
+        optimizer.step()
+    return weights(model), optimizer.state_dict() if mode == "alone" else optimizer.consolidated_state_dict()

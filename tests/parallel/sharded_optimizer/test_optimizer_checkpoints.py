@@ -126,6 +126,46 @@ def test_hooks_of_state_dicts(ranks, mode):
     assert result == (["pre", "post", "load pre", "load post"], 0.5)
 
 
+def assert_strides_survive(ranks, mode, device):
+    """Fused optimizers take for granted that state is laid out as its parameter is."""
+    run = optimizer_checkpoints_ranks.train_convolutions
+    expected, _ = run("alone", device, range(5))
+    (saved_weights, state), _ = ranks.run(run, mode, device, range(2))
+    layouts = [parameter.stride() for parameter in optimizer_checkpoints_ranks.convolutions("cpu").parameters()]
+    for index, kept in state["state"].items():
+        assert kept["exp_avg"].stride() == kept["exp_avg_sq"].stride() == layouts[index], index
+    # A file in which they are lost, as earlier ones, is good for a sharded optimizer.
+    lost = {
+        index: {key: value.contiguous() if value.dim() else value for key, value in kept.items()}
+        for index, kept in state["state"].items()
+    }
+    for resumed in (
+        ranks.run(run, mode, device, range(2, 5), (saved_weights, state))[1],
+        ranks.run(run, mode, device, range(2, 5), (saved_weights, {**state, "state": lost}))[1],
+        # Last, because it goes on in the memory of the state.
+        run("alone", device, range(2, 5), (saved_weights, state)),
+    ):
+        assert_same(resumed[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@each_mode
+def test_training_of_channels_last_weights_goes_on_with_a_fused_optimizer(ranks, mode):
+    assert_strides_survive(ranks(2), mode, "cpu")
+
+
+@pytest.mark.gpu
+def test_training_of_channels_last_weights_goes_on_on_a_gpu():
+    with launch.start(2, backend="gloo") as ranks:
+        assert_strides_survive(ranks, "default", "cuda")
+
+
+@pytest.mark.multigpu
+@each_mode
+def test_training_of_channels_last_weights_goes_on_on_two_gpus(mode):
+    with launch.start(2, backend="nccl") as ranks:
+        assert_strides_survive(ranks, mode, "cuda")
+
+
 @pytest.mark.multigpu
 @each_mode
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])

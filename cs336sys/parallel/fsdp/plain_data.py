@@ -1,0 +1,127 @@
+"""What a checkpoint holds beside its tensors, saved and loaded so that no code can hide in it.
+
+``torch.distributed.checkpoint`` pickles what is no tensor, and its list of what is where. Whoever unpickles runs what
+the author of the file wrote. Here values are plain data and loaded by torch's unpickler for those, and the list by one
+that knows the classes of such lists and no other.
+"""
+
+import io
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from cs336sys.errors import UsageError
+
+_SINGLE = (bool, int, float, complex, str, NoneType, Tensor, nn.Parameter)
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+# What torch's lists are made of; and dtypes.
+_OF_METADATA = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    # The folder, where it was given as a path. The name is that of Python 3.13 and later.
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+def require_plain(name: str, value: Any) -> None:
+    """Refuse a value that could not be loaded without running code, or that would be loaded as another type.
+
+    Raises:
+        UsageError: naming the first part that is not a tensor, number, string, bool, None, list, tuple or dict.
+    """
+    kind = type(value)
+    if kind in _MAPPINGS:
+        for key, part in value.items():
+            require_plain(f"a key of {name}", key)
+            require_plain(f"{name}[{key!r}]", part)
+    elif kind in _SEQUENCES:
+        for index, part in enumerate(value):
+            require_plain(f"{name}[{index}]", part)
+    elif kind not in _SINGLE:
+        raise UsageError(
+            f"{name} is of type {kind.__module__}.{kind.__qualname__}: checkpoints hold tensors, numbers, strings, "
+            "bools, None, and lists, tuples and dicts of these, because loading anything else may run code"
+        )
+
+
+class PlainReader(dcp.FileSystemReader):
+    """Reads a checkpoint's list of what is where, ``.metadata``, without running code from it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The list.
+
+        Raises:
+            UsageError: something is in it that is in no list of torch's.
+            OSError, EOFError, pickle.UnpicklingError: it is missing or cut short.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainLoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads what is no tensor as plain data; torch's loads it, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UsageError(
+                f"{key} is more than plain data, and loading it could run code: do not trust it"
+            ) from error
+
+
+def load_old_plain(name: str, pickled: bytes) -> Any:
+    """What checkpoints held before values had to be plain, in a pickle of its own, if it needs no class to be loaded.
+
+    Raises:
+        UsageError: it does.
+    """
+    return _OldUnpickler(name, pickled).load()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _OF_METADATA:
+            return super().find_class(module, name)
+        raise UsageError(
+            f"the checkpoint's .metadata asks for {module}.{name}, which could run code and is in no list that torch "
+            "saves: do not trust it"
+        )
+
+
+class _OldUnpickler(pickle.Unpickler):
+    def __init__(self, name: str, pickled: bytes):
+        super().__init__(io.BytesIO(pickled))
+        self._name = name
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise UsageError(
+            f"{self._name} was pickled by an earlier version and asks for {module}.{name}, which could run code: "
+            "load it with the version that saved it, and save it again with plain data"
+        )
