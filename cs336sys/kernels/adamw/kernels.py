@@ -3,8 +3,12 @@
 import triton
 import triton.language as tl
 
-# Rows of the table, or sums of squares, that the preparing program takes at once.
-PREPARE_TILE = 512
+# Rows of the table and sums of squares that the preparing program takes at once.
+ROW_TILE = 512
+SUM_TILE = 8192
+
+# The fewest that pass all of BigCrush (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405, table 2).
+PHILOX_ROUNDS = tl.constexpr(7)
 
 # Columns of the table of tensors, int64. OTHER: low bits of a split weight, or a copy of the weight; NUMBER: the
 # parameter's place in the optimizer; ALIGNED: 1 if all addresses are multiples of 16.
@@ -18,7 +22,7 @@ WEIGHT, GRADIENT, EXP_AVG, EXP_AVG_SQ, OTHER, STEP, NUM_ELEMENTS, NUMBER, GROUP,
 SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 NUM_SETTINGS = tl.constexpr(len(SETTINGS))
 
-# Factors of a tensor in this step, float32: 1 - lr * weight_decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), eps,
+# Factors of a tensor in this step, float32: 1 - lr * weight_decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), eps,
 # 1 - beta1, beta2, 1 - beta2.
 NUM_FACTORS = tl.constexpr(7)
 
@@ -74,7 +78,7 @@ def _update(
     VECTORS: tl.constexpr,
 ):
     weight_address, gradient_address, exp_avg_address, exp_avg_sq_address, other_address = addresses
-    keep, step_size, root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
+    keep, step_size, inverse_root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
 
     gradient = tl.load(_pointers(gradient_address, offset, GRADIENT_DTYPE, VECTORS), mask=mask).to(tl.float32) * clip
     exp_avg = _load_moment(exp_avg_address, offset, mask, BFLOAT16_MOMENTS, VECTORS)
@@ -92,10 +96,11 @@ def _update(
         weight_pointers = _pointers(weight_address, offset, tl.float32, VECTORS)
         weight = tl.load(weight_pointers, mask=mask)
 
-    exp_avg += exp_avg_share * (gradient - exp_avg)
-    exp_avg_sq = exp_avg_sq_decay * exp_avg_sq + exp_avg_sq_share * gradient * gradient
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root) + eps
-    weight = keep * weight - tl.div_rn(step_size * exp_avg, denominator)
+    # Fused where it says so and nowhere else: all variants of this kernel must give the same bits.
+    exp_avg = tl.fma(exp_avg_share, gradient - exp_avg, exp_avg)
+    exp_avg_sq = tl.fma(exp_avg_sq_share * gradient, gradient, exp_avg_sq_decay * exp_avg_sq)
+    denominator = tl.fma(tl.sqrt(exp_avg_sq), inverse_root, eps)
+    weight = tl.fma(keep, weight, -(step_size * exp_avg) / denominator)
 
     _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)
     _store_moment(exp_avg_sq_address, offset, mask, exp_avg_sq, moment_bits >> 16, BFLOAT16_MOMENTS, VECTORS)
@@ -150,13 +155,14 @@ def _update_chunk(
     if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
         seed = tl.load(tl.load(row_ptr + STEP).to(tl.pointer_type(tl.float32))).to(tl.int32)
         number = tl.load(row_ptr + NUMBER).to(tl.uint32)
+        high = (start >> 32).to(tl.uint32)
     for tile in range(0, CHUNK, 2 * HALF_TILE):
         first = start + tile + tl.arange(0, HALF_TILE)
         random_bits = 0, 0, 0, 0
         if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
             # Other bits for every element of every parameter in every step, and the same in every run.
-            low, high = (first & 0xFFFFFFFF).to(tl.uint32), (first >> 32).to(tl.uint32)
-            random_bits = tl.philox(seed, low, high, low * 0 + number, low * 0)
+            low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)
+            random_bits = tl.philox(seed, low, zero + high, zero + number, zero, PHILOX_ROUNDS)
         for half in tl.static_range(2):
             offset = first + half * HALF_TILE
             _update(
@@ -281,21 +287,22 @@ def prepare_kernel(
     num_sums,
     max_norm,
     CLIPPED: tl.constexpr,
-    TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    SUM_TILE: tl.constexpr,
 ):
     """One program counts the step of every parameter, and computes its factors and that of clipping."""
     if CLIPPED:
-        sums = tl.zeros((TILE,), tl.float64)
-        for start in range(0, num_sums, TILE):
-            place = start + tl.arange(0, TILE)
+        sums = tl.zeros((SUM_TILE,), tl.float64)
+        for start in range(0, num_sums, SUM_TILE):
+            place = start + tl.arange(0, SUM_TILE)
             sums += tl.load(sums_ptr + place, mask=place < num_sums, other=0.0).to(tl.float64)
         norm = tl.sqrt(tl.sum(sums, axis=0)).to(tl.float32)
         clip = max_norm / (norm + 1e-6)
         tl.store(clip_ptr, norm)
         # A norm of NaN makes all gradients NaN, as torch.nn.utils.clip_grad_norm_ does.
         tl.store(clip_ptr + 1, tl.where(clip > 1.0, 1.0, clip))
-    for start in range(0, num_rows, TILE):
-        row = start + tl.arange(0, TILE)
+    for start in range(0, num_rows, ROW_TILE):
+        row = start + tl.arange(0, ROW_TILE)
         mask = row < num_rows
         row_ptr = rows_ptr + row * NUM_COLUMNS
         step_ptr = tl.load(row_ptr + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
@@ -310,7 +317,7 @@ def prepare_kernel(
         factor_ptr = factors_ptr + row * NUM_FACTORS
         tl.store(factor_ptr, 1.0 - lr * tl.load(group_ptr + 4), mask=mask)
         tl.store(factor_ptr + 1, lr / (1.0 - tl.exp(count * tl.log(beta1))), mask=mask)
-        tl.store(factor_ptr + 2, tl.sqrt(1.0 - tl.exp(count * tl.log(beta2))), mask=mask)
+        tl.store(factor_ptr + 2, 1.0 / tl.sqrt(1.0 - tl.exp(count * tl.log(beta2))), mask=mask)
         tl.store(factor_ptr + 3, tl.load(group_ptr + 3), mask=mask)
         tl.store(factor_ptr + 4, 1.0 - beta1, mask=mask)
         tl.store(factor_ptr + 5, beta2, mask=mask)
@@ -319,5 +326,5 @@ def prepare_kernel(
 
 # Elements of a program, which walks through them in tiles of two halves. The interpreter takes as long for few elements
 # as for many.
-CHUNK, HALF_TILE = (16384, 1024) if isinstance(update_kernel, triton.JITFunction) else (65536, 32768)
+CHUNK, HALF_TILE = (4096, 1024) if isinstance(update_kernel, triton.JITFunction) else (65536, 32768)
 NUM_WARPS = 4

@@ -196,7 +196,9 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
         len(chunks.sums_of_squares),
         0.0 if max_norm is None else max_norm,
         CLIPPED=max_norm is not None,
-        TILE=kernels.PREPARE_TILE,
+        ROW_TILE=kernels.ROW_TILE,
+        SUM_TILE=kernels.SUM_TILE,
+        num_warps=16,
     )
     for variant, first, count in chunks.launches:
         if count:
@@ -210,5 +212,6 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
                 CHUNK=kernels.CHUNK,
                 HALF_TILE=kernels.HALF_TILE,
                 num_warps=kernels.NUM_WARPS,
+                enable_fp_fusion=False,
                 **variant.constants(),
             )

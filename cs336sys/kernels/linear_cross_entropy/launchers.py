@@ -14,10 +14,12 @@ CHUNK_BYTES = 1_250_000_000
 CHUNK_ALIGNMENT = 128
 # Rows of a chunk begin at multiples of this many logits, so that every row is read 128 bits at a time.
 ROW_ALIGNMENT = 64
+# cuBLAS is slow at products of which a side is no multiple of this, even if all rows are aligned.
+PRODUCT_ALIGNMENT = 8
 # Sums over chunks are kept in float32 beside a bfloat16 gradient if that leaves room for this many tokens.
 MIN_CHUNK_TOKENS = 1024
 
-MAX_COLUMN_TILE = 8192
+MAX_COLUMN_TILE = 4096
 # 16 logits a thread.
 COLUMNS_OF_A_WARP = 512
 
@@ -150,12 +152,15 @@ def forward(
 
     step = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
     row_stride = token_bytes // dtype.itemsize
+    aligned = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT
+    parts = [part for part in (slice(0, aligned), slice(aligned, vocab_size)) if part.stop > part.start]
     buffer = torch.empty((min(step, num_tokens), row_stride), dtype=dtype, device=hidden.device)
     column_tile = min(MAX_COLUMN_TILE, max(COLUMNS_OF_A_WARP, triton.next_power_of_2(vocab_size)))
     for start in range(0, num_tokens, step):
         chunk = slice(start, min(start + step, num_tokens))
         logits = buffer[: chunk.stop - start, :vocab_size]
-        torch.mm(rows[chunk], compute_weight.mT, out=logits)
+        for part in parts:
+            torch.mm(rows[chunk], compute_weight[part].mT, out=logits[:, part])
         with torch.cuda.device_of(hidden):
             forward_kernel[(len(logits),)](
                 logits,
@@ -173,11 +178,14 @@ def forward(
                 AVERAGED=dtype != torch.float16,
                 COLUMN_TILE=column_tile,
                 num_warps=column_tile // COLUMNS_OF_A_WARP,
+                enable_fp_fusion=True,
             )
-        if needs_grad_hidden:
-            torch.mm(logits, compute_weight, out=grad_hidden[chunk])
-        if needs_grad_weight:
-            _add_product(grad_weight, logits, rows[chunk], is_first=start == 0)
+        for part in parts:
+            if needs_grad_hidden:
+                grad = grad_hidden[chunk]
+                torch.addmm(grad, logits[:, part], compute_weight[part], beta=0 if part.start == 0 else 1, out=grad)
+            if needs_grad_weight:
+                _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
     del buffer
 
     if weight.dtype == torch.bfloat16:
