@@ -71,16 +71,16 @@ def _mean_gradients(module: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-def shared_memory(kind: str, wrapper: str) -> dict[str, float]:
+def shared_memory(kind: str, wrapper: str, device: str = "cpu") -> dict[str, float]:
     """How far each gradient is off the mean."""
     torch.manual_seed(0)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if kind == "embedding":
-        module = EmbeddingWithPositions().double()
-        inputs = [torch.randint(7, (1, 5)) for _ in range(world_size)]
+        module = EmbeddingWithPositions().double().to(device)
+        inputs = [torch.randint(7, (1, 5)).to(device) for _ in range(world_size)]
     else:
-        module = SumOfTwo().double()
-        inputs = [torch.randn(4, 6).double() for _ in range(world_size)]
+        module = SumOfTwo().double().to(device)
+        inputs = [torch.randn(4, 6).double().to(device) for _ in range(world_size)]
     expected = _mean_gradients(copy.deepcopy(module), inputs)
     if wrapper == "optimizer-flat":
         optimizer = ShardedOptimizer(module.named_parameters(), torch.optim.SGD, flat=True, lr=1.0)
@@ -157,11 +157,11 @@ class VectorsAlone(nn.Module):
         return x * self.scale + self.shift
 
 
-def without_a_unit_in_the_backward_pass(how: str) -> float:
+def without_a_unit_in_the_backward_pass(how: str, device: str = "cpu") -> float:
     """How far replicated gradients are off the mean over ranks, after two passes that add up."""
     torch.manual_seed(0)
-    module = (VectorsAlone() if how == "vectors alone" else ScaledLinear(how)).double()
-    inputs = [torch.randn(3, 4).double() for _ in range(dist.get_world_size())]
+    module = (VectorsAlone() if how == "vectors alone" else ScaledLinear(how)).double().to(device)
+    inputs = [torch.randn(3, 4).double().to(device) for _ in range(dist.get_world_size())]
     plain = copy.deepcopy(module)
     (sum(2 * (plain(one) ** 2).mean() for one in inputs) / len(inputs)).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
@@ -171,6 +171,15 @@ def without_a_unit_in_the_backward_pass(how: str) -> float:
     sharded.finish_gradient_synchronization()
     replicated = sharded.replicated_parameters
     return max(_error(parameter.grad, expected[name]) for name, parameter in replicated.items() if name in expected)
+
+
+def on_gpus(kinds: list[str], hows: list[str]) -> dict[str, float]:
+    """The worst of :func:`shared_memory` and :func:`without_a_unit_in_the_backward_pass`, by case, on this GPU."""
+    found = {}
+    for wrapper in [*WRAPPERS, "optimizer-flat"]:
+        for kind in kinds:
+            found[f"{kind}, {wrapper}"] = max(shared_memory(kind, wrapper, "cuda").values())
+    return found | {how: without_a_unit_in_the_backward_pass(how, "cuda") for how in hows}
 
 
 def frozen_after_training() -> bool:

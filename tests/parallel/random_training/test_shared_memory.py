@@ -4,9 +4,14 @@ import pytest
 import shared_memory_ranks
 from shared_memory_ranks import WRAPPERS
 
+from cs336sys.parallel.ranks import launch
+
+KINDS = ["embedding", "sum of views"]
+HOWS = ["frozen unit", "unit without gradients", "vectors alone"]
+
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "optimizer-flat"])
-@pytest.mark.parametrize("kind", ["embedding", "sum of views"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_share_memory_are_not_averaged_in_it(ranks, kind, wrapper):
     for world_size in (2, 3):
         for errors in ranks(world_size).run(shared_memory_ranks.shared_memory, kind, wrapper):
@@ -18,9 +23,15 @@ def test_no_gradient_of_a_transformer_is_copied_for_it(ranks, wrapper):
     assert ranks(2).run(shared_memory_ranks.copies_of_a_transformer, wrapper) == [0, 0]
 
 
-@pytest.mark.parametrize("how", ["frozen unit", "unit without gradients", "vectors alone"])
+@pytest.mark.parametrize("how", HOWS)
 def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_through(ranks, how):
     assert max(ranks(2).run(shared_memory_ranks.without_a_unit_in_the_backward_pass, how)) < 1e-12
+
+
+@pytest.mark.multigpu
+def test_gradients_are_the_mean_on_two_gpus():
+    for errors in launch.run(shared_memory_ranks.on_gpus, KINDS, HOWS, world_size=2, backend="nccl"):
+        assert max(errors.values()) < 1e-12, errors
 
 
 def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers(ranks):
