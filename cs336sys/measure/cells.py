@@ -201,6 +201,8 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
     except (CapabilityError, UsageError) as error:
         return Outcome("unsupported", reason=str(error), spoilt=isinstance(error, CaptureError))
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
+            return Outcome("unsupported", reason="needs the package triton, which is not installed")
         if _is_out_of_memory(error):
             return Outcome("oom", reason=f"out of memory at {stage}: {_first_sentences(error)}")
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What samples can tell apart: medians with intervals that assume no distribution of the noise."""
+"""What samples can tell apart: medians with intervals, which assume no distribution of the noise if they can."""
 
 import math
 import statistics
@@ -12,6 +12,8 @@ NOISY_PART = 0.2
 
 # Two-sided; what an interval of 95 % leaves out.
 _LEFT_OUT = 0.05
+# Of so few, the greatest and the least are not far enough apart: as many standard errors of a mean, by Student's t.
+_STUDENTS = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 # From here on the binomial distribution is as good as normal: ranks differ by less than one.
 _MANY = 100
 
@@ -45,12 +47,15 @@ def is_noisy(samples: Samples) -> bool:
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """The k-th least and the k-th greatest value, of which 95 of 100 pairs have the true median between them.
 
-    Of five values or fewer, the least and the greatest, which have it with probability 1 - 2^(1 - n) only; of one,
-    nothing is known. (Order statistics: Conover, Practical Nonparametric Statistics, 3.2.)
+    (Order statistics: Conover, Practical Nonparametric Statistics, 3.2.) Five values or fewer are taken to be normally
+    distributed; of one, nothing is known.
     """
     count = len(values)
     if count < 2:
         return -math.inf, math.inf
+    if count in _STUDENTS:
+        middle, reach = statistics.median(values), _STUDENTS[count] * statistics.stdev(values) / math.sqrt(count)
+        return middle - reach, middle + reach
     rank = 1
     if count > _MANY:
         deviations = statistics.NormalDist().inv_cdf(1 - _LEFT_OUT / 2)

@@ -1,6 +1,7 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_on_link_bytes, overhead_on_link_s
@@ -12,7 +13,7 @@ from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
-from cs336sys.workload import ParallelWorkload
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 PARALLEL_SETTING_COLUMNS = {
     "world_size": Column("world_size", "ranks"),
@@ -100,6 +101,9 @@ def _exposed(cell: Cell) -> dict[str, Any]:
         return {}
     step_ms = cell.samples["step"].median
     exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
+    if exposed.estimate < 0 and cell.configuration["strategy"] in DATA_PARALLEL_STRATEGIES:
+        # Nothing is computed less for being communicated: the noise is as large as this at least.
+        exposed = replace(exposed, high=max(exposed.high, -exposed.low))
     low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
     found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0)}
     if cell.derived.get("hidden_percent") is not None:
