@@ -11,6 +11,11 @@ from torch.autograd import DeviceType
 
 from cs336sys.results import Samples
 
+# What is written to empty an L2 cache of what calls left there: several times an H200's 50 MB.
+_L2_FLUSH_BYTES = 256_000_000
+# A GPU's clocks in a millisecond, at most.
+_CYCLES_PER_MS = 2_000_000
+
 # A moment on the GPU, or by the CPU clock in seconds.
 Mark = torch.cuda.Event | float
 
@@ -105,6 +110,50 @@ def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, 
     timer = torch.utils.benchmark.Timer("call()", globals={"call": call})
     measurement = timer.blocked_autorange(min_run_time=repetition_ms / 1e3)
     return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
+
+
+def time_queued_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, repetition_ms: float) -> Samples:
+    """Times of what one call does on a GPU (ms), with a cold L2 cache and without waiting for the CPU to launch it.
+
+    Each call is queued behind a wait on the GPU that lasts twice as long as the CPU needs to launch it. On a CPU it is
+    timed as by :func:`time_calls`.
+
+    Args:
+        warmup_ms, repetition_ms: how long calls and what is between them are repeated, five times at least.
+    """
+    if device.type != "cuda":
+        return time_calls(call, device, warmup_ms, repetition_ms)
+    cache = torch.empty(_L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def run(wait_ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        torch.cuda._sleep(int(wait_ms * _CYCLES_PER_MS))
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def timed(function: Callable[[], Any]) -> float:
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        return (time.perf_counter() - started) * 1e3
+
+    # The first call may compile.
+    call()
+    wait_ms = 2 * max(timed(call) for _ in range(3))
+
+    def turn() -> None:
+        run(wait_ms)
+        torch.cuda.synchronize(device)
+
+    turn_ms = timed(turn)
+    for _ in range(int(warmup_ms / turn_ms)):
+        run(wait_ms)
+    events = [run(wait_ms) for _ in range(max(5, int(repetition_ms / turn_ms)))]
+    torch.cuda.synchronize(device)
+    return Samples("ms", "cuda events, queued", tuple(start.elapsed_time(end) for start, end in events))
 
 
 def mark(on_gpu: bool) -> Mark:

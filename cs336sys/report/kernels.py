@@ -88,6 +88,7 @@ def _reasons(cells: Sequence[Cell]) -> tuple[str, ...]:
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     """Share of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     measured = [cell for cell in cells if cell.status == "ok" and "end_to_end_copy_percent" in cell.derived]
     groups = list(dict.fromkeys(_label(cell) for cell in measured))
@@ -104,14 +105,14 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
                 for cell in measured
                 if cell.configuration["implementation"] == implementation and f"{part}_copy_percent" in cell.derived
             }
-            drawing.bar(list(bars), list(bars.values()), width, label=implementation, color=f"C{number}")
+            drawing.bar(list(bars), list(bars.values()), width, color=f"C{number}")
         drawing.axhline(100, color="black", linewidth=0.8)
         drawing.set_ylabel(f"{_words(part)}, % of a copy")
         drawing.grid(axis="y", alpha=0.3)
     axes[-1].set_xticks(range(len(groups)), groups, fontsize=8)
     if measured:
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+        handles = [Patch(color=f"C{number}", label=name) for number, name in enumerate(implementations)]
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=9)
     write_figure(figure, path)
 
 

@@ -11,15 +11,16 @@ import torch._functorch.config
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.timing import time_calls
+from cs336sys.measure.timing import time_queued_calls
 from cs336sys.workload import KernelWorkload
 
 if TYPE_CHECKING:
     from cs336sys.experiments.kernels.operation import Function, Operation
 
 # Largest relative error ||x - reference|| / ||reference|| of an output or a gradient that counts as right. bf16 rounds
-# to 8 bits, fp16 to 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums.
-TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
+# to 8 bits, fp16 to 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused
+# AdamW, whose second moment is off by 1.3e-5 because it rounds 1 - beta2.
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
 
 # What the copy rate is measured with: large beside a GPU's cache; on a CPU as large as what the interpreter can chew.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -39,7 +40,7 @@ def copy_gbps(device: torch.device) -> float:
     """Bytes that a copy within the device's memory reads and writes, in 1e9 a second."""
     source = torch.empty(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    samples = time_calls(lambda: target.copy_(source), device, warmup_ms=25, repetition_ms=100)
+    samples = time_queued_calls(lambda: target.copy_(source), device, warmup_ms=25, repetition_ms=100)
     return 2 * source.nbytes / samples.median / 1e6
 
 
@@ -74,7 +75,8 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
         calls = operation.calls(function, workload, device)
         derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)
         samples = {
-            part: time_calls(call, device, workload.warmup_ms, workload.repetition_ms) for part, call in calls.items()
+            part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
+            for part, call in calls.items()
         }
     for part, flops in operation.flops(workload).items():
         derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
