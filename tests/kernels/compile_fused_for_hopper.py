@@ -22,6 +22,8 @@ from cs336sys.kernels.linear_cross_entropy import launchers as linear_cross_entr
 BF16 = torch.bfloat16
 # Sizes decide nothing but what they are divisible by.
 ROWS = 64
+# Staged loads go to shared memory, ahead of their use.
+MEMORY_INSTRUCTIONS = {"load_bits": "LDG", "staged_load_bits": "LDGSTS", "store_bits": "STG"}
 
 
 class Recorder:
@@ -52,7 +54,7 @@ def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
         "num_warps": compiled.metadata.num_warps,
         "shared_bytes": compiled.metadata.shared,
-        **{name: bits_of(instruction, sass) for name, instruction in (("load_bits", "LDG"), ("store_bits", "STG"))},
+        **{name: bits_of(instruction, sass) for name, instruction in MEMORY_INSTRUCTIONS.items()},
     }
 
 

@@ -46,18 +46,26 @@ def test_nothing_is_spilled(compiled):
 
 def test_tensors_are_read_and_written_128_bits_at_a_time(compiled):
     for name, kernel in launches(compiled):
-        # One number a row may be narrower.
+        # One number a row may be narrower; what is loaded ahead is there once for each of four stages.
         narrow = [
             (bits, count)
-            for kind in ("load_bits", "store_bits")
+            for kind, most in (("load_bits", 2), ("staged_load_bits", 4), ("store_bits", 2))
             for bits, count in kernel[kind].items()
-            if bits != "128" and count > 2
+            if bits != "128" and count > most
         ]
         if kernel["kernel"] == "count_kernel":
             continue  # reads one number a token and writes two
         assert not narrow, name
         assert kernel["load_bits"]["128"] > 0, name
         assert kernel["store_bits"]["128"] > 0, name
+
+
+def test_backward_of_rms_norm_loads_ahead(compiled):
+    """Three tiles of each of the two tensors or, with a residual's gradient, three."""
+    for configuration, tensors in (("rms_norm 1600", 2), ("rms_norm 4096 residual", 3)):
+        _, backward = compiled[configuration]
+        # A thread has 16 elements of a tile, in two loads; the loop's own are the fourth.
+        assert backward["staged_load_bits"]["128"] == 4 * tensors * 2, backward
 
 
 def test_rotating_moves_nothing_between_threads(compiled):
