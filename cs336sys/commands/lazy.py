@@ -1,6 +1,9 @@
 """Groups of commands that are imported only when they are asked for, so that help stays fast."""
 
-import importlib
+import ast
+import copy
+import importlib.util
+from pathlib import Path
 from typing import ClassVar
 
 import typer
@@ -58,6 +61,22 @@ class LazyGroup(TyperGroup):
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         command.command(cmd_name, cls=_Command, context_settings=HELP_OPTIONS)(with_read_options(found))
         return typer.main.get_command(command)
+
+    def format_help(self, ctx, formatter):
+        # A list of commands needs what each says of itself, and that can be read without its imports and its options.
+        listed = copy.copy(self)
+        vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
+        super(LazyGroup, listed).format_help(ctx, formatter)
+
+    def _described(self, name):
+        """A command that does nothing, with the docstring of the one in its module; None if that is a group."""
+        module = importlib.util.find_spec(self.modules[name])
+        assert module is not None
+        assert module.origin is not None
+        for statement in ast.parse(Path(module.origin).read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.FunctionDef) and statement.name == name:
+                return TyperCommand(name, help=ast.get_docstring(statement))
+        return None
 
     def resolve_command(self, ctx, args):
         if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
