@@ -126,15 +126,15 @@ def load_hooks(mode):
 
 
 def convolutions(device):
-    """A convolutional network whose weights are stored with the channels last."""
+    """A convolutional network whose weights are stored with the channels last; in fp64, as GPUs convolve in TF32."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(24, 5)
-    return nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+    return nn.Sequential(*layers).to(device, torch.float64, memory_format=torch.channels_last)
 
 
 def images(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, 3, 6, 6, generator=generator), torch.randn(12, 5, generator=generator)
+    return tuple(torch.randn(*shape, generator=generator).double() for shape in ((12, 3, 6, 6), (12, 5)))
 
 
 def train_convolutions(mode, device, steps, weights_and_state=None):

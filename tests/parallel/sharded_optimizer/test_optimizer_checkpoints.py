@@ -145,7 +145,7 @@ def assert_strides_survive(ranks, mode, device):
         # Last, because it goes on in the memory of the state.
         run("alone", device, range(2, 5), (saved_weights, state)),
     ):
-        assert_same(resumed[0], expected, rtol=1e-3, atol=1e-4)
+        assert_same(resumed[0], expected, atol=1e-9)
 
 
 @each_mode
