@@ -16,6 +16,7 @@ from cs336sys.kernels.operators import (
     num_multiprocessors,
     result_dtype,
 )
+from cs336sys.kernels.partial_sums import sum_of_partials
 
 # One H200, triton 3.6, bf16, 32768 rows (16384 of 8192 and more): microseconds, and the share of a copy's 4.25 TB/s.
 # Forward, 1024 elements a warp, against four or eight times as many warps and against programs that walk along rows:
@@ -428,7 +429,7 @@ def _backward(
             STAGES=settings.stages,
             num_warps=settings.num_warps,
         )
-    return grad_x, grad_residual, partial_grad_weight.sum(dim=0).to(weight.dtype)
+    return grad_x, grad_residual, sum_of_partials(partial_grad_weight, weight.dtype)
 
 
 _forward_operator = define_operator(

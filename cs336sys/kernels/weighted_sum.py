@@ -8,6 +8,7 @@ import triton.language as tl
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import as_rows, check_tensors
+from cs336sys.kernels.partial_sums import sum_of_partials
 
 # A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
 ROW_TILE = 16
@@ -142,7 +143,7 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) 
             COLUMN_TILE=COLUMN_TILE,
             ROWS=BACKWARD_ROWS,
         )
-    return grad_rows.reshape(x.shape), partial_grad_weight.sum(dim=0).to(weight.dtype)
+    return grad_rows.reshape(x.shape), sum_of_partials(partial_grad_weight, weight.dtype)
 
 
 class WeightedSum(torch.autograd.Function):

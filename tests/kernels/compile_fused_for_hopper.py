@@ -14,7 +14,7 @@ import torch
 import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
-from cs336sys.kernels import rms_norm, rope, swiglu
+from cs336sys.kernels import partial_sums, rms_norm, rope, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
 from cs336sys.kernels.adamw import kernels as adamw_kernels
 from cs336sys.kernels.linear_cross_entropy import launchers as linear_cross_entropy
@@ -131,7 +131,7 @@ def main() -> None:
     launches: list[dict] = []
     for module in (rms_norm, rope, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None
-    for module in (rms_norm, rope, swiglu, linear_cross_entropy, adamw_kernels):
+    for module in (rms_norm, partial_sums, rope, swiglu, linear_cross_entropy, adamw_kernels):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Recorder(value, launches))

@@ -57,13 +57,14 @@ def test_tensors_are_read_and_written_128_bits_at_a_time(compiled):
             continue  # reads one number a token and writes two
         assert not narrow, name
         assert kernel["load_bits"]["128"] > 0, name
-        assert kernel["store_bits"]["128"] > 0, name
+        # What adds up partial sums writes one number a column.
+        assert kernel["kernel"] == "_sum_kernel" or kernel["store_bits"]["128"] > 0, name
 
 
 def test_backward_of_rms_norm_loads_ahead(compiled):
     """Three tiles of each of the two tensors or, with a residual's gradient, three."""
     for configuration, tensors in (("rms_norm 1600", 2), ("rms_norm 4096 residual", 3)):
-        _, backward = compiled[configuration]
+        _, backward, _ = compiled[configuration]
         # A thread has 16 elements of a tile, in two loads; the loop's own are the fourth.
         assert backward["staged_load_bits"]["128"] == 4 * tensors * 2, backward
 
