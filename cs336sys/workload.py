@@ -209,6 +209,14 @@ STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
 
+# In place of a bucket size: buckets of whole blocks.
+WHOLE_BLOCKS = "block"
+
+
+def bucket_name(bucket_mb: float | str) -> str:
+    """What a bucket size is called: ``25 MB``, ``blocks``."""
+    return f"{bucket_mb}s" if isinstance(bucket_mb, str) else f"{bucket_mb:g} MB"
+
 
 @dataclass(frozen=True)
 class ParallelWorkload(Configured):
@@ -218,7 +226,8 @@ class ParallelWorkload(Configured):
         training: its batch is that of all ranks together, each takes an equal part; its mode is ``train``.
         strategy: one of :data:`STRATEGIES`.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
-        bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes); for ``bucketed``, else None.
+        bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
+            for ``bucketed``, else None.
         gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
@@ -231,7 +240,7 @@ class ParallelWorkload(Configured):
     strategy: str
     world_size: int = 2
     backend: str = "auto"
-    bucket_mb: float | None = None
+    bucket_mb: float | str | None = None
     gradient_dtype: str = "fp32"
     high_priority: bool = False
     trace: str | None = None
@@ -255,7 +264,10 @@ class ParallelWorkload(Configured):
             raise UsageError(f"--world-size {self.world_size}: must be at least 1")
         if (self.bucket_mb is not None) != (self.strategy == "bucketed"):
             raise UsageError(f"bucket size {self.bucket_mb}: strategy 'bucketed' needs one, and others have none")
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+        if isinstance(self.bucket_mb, str):
+            if self.bucket_mb != WHOLE_BLOCKS:
+                raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")
+        elif self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")

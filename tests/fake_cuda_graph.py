@@ -6,11 +6,14 @@ and reading a number from a tensor fails.
 """
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cs336sys.parallel.collectives import _Launched
 
 SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -27,7 +30,14 @@ class OperatorRecorder:
         return contextlib.nullcontext()
 
     def record(self, run):
-        with _Recorded() as recorded:
+        wait = _Launched.wait
+
+        def wait_unrecorded(launched):
+            # Gloo's reduce-scatter copies its result while it is waited for, each time.
+            with _disable_current_modes():
+                wait(launched)
+
+        with mock.patch.object(_Launched, "wait", wait_unrecorded), _Recorded() as recorded:
             run()
         recorded.undo()
         return recorded.replay
@@ -80,5 +90,5 @@ class _Recorded(TorchDispatchMode):
 
 
 def _wait(operator, result):
-    if operator.namespace == "c10d" and isinstance(result, tuple):
-        result[-1].wait()
+    if operator.namespace == "c10d" and result is not None:
+        (result[-1] if isinstance(result, tuple) else result).wait()

@@ -22,7 +22,7 @@ from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload
 
 
 def ddp(
@@ -31,8 +31,12 @@ def ddp(
         typer.Option("--mode", help=f"{', '.join(DATA_PARALLEL_STRATEGIES)} (torch's DistributedDataParallel)."),
     ] = [",".join(DATA_PARALLEL_STRATEGIES)],
     bucket_mb: Annotated[
-        list[str], typer.Option("--bucket-mb", help="For bucketed: the most gradients in one all-reduce, in 1e6 bytes.")
-    ] = ["25"],
+        list[str],
+        typer.Option(
+            "--bucket-mb",
+            help=f"For bucketed: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
+        ),
+    ] = [WHOLE_BLOCKS],
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
     gradient_dtype: Annotated[
@@ -120,14 +124,18 @@ def ddp(
     )
 
 
-def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | None]]:
+def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | str | None]]:
     """Modes with their bucket sizes; only ``bucketed`` has any."""
-    buckets = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
+    buckets = split_list(bucket_mb, "--bucket-mb", _bucket_size)
     return [
         (strategy, bucket)
         for strategy in split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
         for bucket in (buckets if strategy == "bucketed" else [None])
     ]
+
+
+def _bucket_size(text: str) -> float | str:
+    return text if text == WHOLE_BLOCKS else between(1e-6, 1e6)(text)
 
 
 def _pictures(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> Iterator[Callable[[], None]]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.buckets import cap_in_bytes
+from cs336sys.parallel.buckets import BucketRule, bucket_rule
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
@@ -66,8 +66,8 @@ class _Replicated(nn.Module):
 
     overlaps: bool
     _bucket_type: type[GradientBucket] = GradientBucket
-    # Most bytes in a bucket: 0 gives each parameter a bucket of its own, None sets no limit.
-    _cap_bytes: float | None = 0.0
+    # Each parameter in a bucket of its own.
+    _rule = BucketRule(0.0)
 
     def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
         """Wrap ``module`` on every rank.
@@ -158,7 +158,7 @@ class _Replicated(nn.Module):
         self._watch_gradients()
 
     def _settings(self) -> str:
-        return f"{type(self).__name__} with cap_bytes={self._cap_bytes}, gradient_dtype={self._gradient_dtype}"
+        return f"{type(self).__name__} with {self._rule}, gradient_dtype={self._gradient_dtype}"
 
     def _watch_gradients(self) -> None:
         named = list(self.module.named_parameters(remove_duplicate=False))
@@ -166,7 +166,7 @@ class _Replicated(nn.Module):
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         buckets = [
             self._bucket_type(parameters, self._gradient_dtype)
-            for parameters in divide_into_buckets(trained, self._cap_bytes)
+            for parameters in divide_into_buckets(trained, self._rule)
         ]
         self._synchronizer = GradientSynchronizer(buckets, self.overlaps)
 
@@ -182,7 +182,7 @@ class FlatDDP(_Replicated):
 
     overlaps = False
     _bucket_type = FlatBucket
-    _cap_bytes = None
+    _rule = BucketRule(None)
 
 
 class OverlappedDDP(_Replicated):
@@ -196,15 +196,19 @@ class BucketedDDP(_Replicated):
 
     overlaps = True
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None, *, gradient_dtype: torch.dtype | None = None):
+    def __init__(
+        self, module: nn.Module, bucket_size_mb: float | str | None, *, gradient_dtype: torch.dtype | None = None
+    ):
         """Wrap ``module``; for the other arguments and errors see the base class.
 
         Args:
             bucket_size_mb: most megabytes (1e6 bytes) of gradients in a bucket, unless it holds a single larger one;
-                None puts all gradients (of one dtype and device) into one bucket.
+                None puts all gradients (of one dtype and device) into one bucket; ``"block"`` makes buckets of whole
+                blocks (numbered parts, or else children of the module), each of at least 25 MB. Compiled blocks have
+                all their gradients at once, and fewer launches take less of the CPU's time.
 
         Raises:
-            UsageError: the bucket size is not positive.
+            UsageError: the bucket size is not positive, or another word.
         """
-        self._cap_bytes = cap_in_bytes(bucket_size_mb)
+        self._rule = bucket_rule(bucket_size_mb)
         super().__init__(module, gradient_dtype=gradient_dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
-from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.buckets import BucketRule, TensorSpec, assign_buckets, block_of
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 from cs336sys.parallel.gradient_memory import owns_memory, require_averageable
 
@@ -20,15 +20,20 @@ class GradientBucket:
 
     Attributes:
         parameters: by name; all have the same dtype and device.
-        waiting: parameters whose gradients are not ready yet in this step.
+        waiting: ids of the parameters whose gradients are not ready yet in this step.
+        collects_at_once: whether :meth:`collect` wants gradients as soon as they are ready, not only at the launch.
         present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
     """
 
+    collects_at_once = False
+
     def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
         self.parameters = parameters
-        self.waiting = set(parameters.values())
+        # A tensor's own hash is computed in Python, an id's is not.
+        self._ids = frozenset(map(id, parameters.values()))
+        self.waiting = set(self._ids)
         self.present: list[bool] = []
-        self._strides = {parameter: _gradient_strides(parameter) for parameter in parameters.values()}
+        self._strides = [_gradient_strides(parameter) for parameter in parameters.values()]
         sample = next(iter(parameters.values()))
         is_cast = gradient_dtype is not None and sample.dtype.is_floating_point and sample.dtype != gradient_dtype
         self._wire_dtype = gradient_dtype if is_cast else None
@@ -41,7 +46,7 @@ class GradientBucket:
         self._wire: Tensor | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Accept a gradient that autograd has just completed; in this class it stays where it is if it can.
+        """Accept a gradient that autograd has completed; in this class it stays where it is if it can.
 
         Raises:
             UsageError: it is sparse, or in another dtype than the parameter.
@@ -58,7 +63,6 @@ class GradientBucket:
 
     def launch(self) -> None:
         """Start to average all gradients, with zeros in place of those that this rank lacks."""
-        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         self._averaged = self._memory()
         if self._wire_dtype is None:
             self._reduction.start(self._averaged)
@@ -82,32 +86,34 @@ class GradientBucket:
         Args:
             present_anywhere: for each parameter, in order, whether any rank had a gradient.
         """
-        for parameter, here, anywhere in zip(self.parameters.values(), self.present, present_anywhere, strict=True):
-            if anywhere and not here:
-                parameter.grad = self._substitutes[parameter]
-        self._substitutes = {}
-        self.waiting = set(self.parameters.values())
+        if not all(self.present):
+            for parameter, here, anywhere in zip(self.parameters.values(), self.present, present_anywhere, strict=True):
+                if anywhere and not here:
+                    parameter.grad = self._substitutes[parameter]
+            self._substitutes = {}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """No gradient is ready."""
+        self.waiting = set(self._ids)
 
     def _memory(self) -> list[Tensor]:
-        """The contiguous tensors to average in place, of the same shapes on every rank."""
+        """The contiguous tensors to average in place, of the same shapes on every rank; sets :attr:`present`."""
         tensors = []
-        for name, parameter in self.parameters.items():
+        self.present = []
+        for (name, parameter), strides in zip(self.parameters.items(), self._strides, strict=True):
             gradient = parameter.grad
+            self.present.append(gradient is not None)
             if gradient is None:
-                gradient = self._substitutes[parameter] = self._empty_gradient(parameter).zero_()
+                gradient = self._substitutes[parameter] = _empty_gradient(parameter, strides).zero_()
             else:
-                self.collect(name, parameter, gradient)
-                gradient = parameter.grad
-                assert gradient is not None, "collect() leaves one"
-                if not _same_order(gradient, self._strides[parameter]):
-                    gradient = parameter.grad = self._empty_gradient(parameter).copy_(gradient)
+                require_averageable(name, gradient, parameter.dtype)
+                if not owns_memory(gradient):
+                    gradient = parameter.grad = gradient.clone()
+                if not _same_order(gradient, strides):
+                    gradient = parameter.grad = _empty_gradient(parameter, strides).copy_(gradient)
             tensors.append(memory_view(gradient))
         return tensors
-
-    def _empty_gradient(self, parameter: nn.Parameter) -> Tensor:
-        return torch.empty_strided(
-            parameter.shape, self._strides[parameter], dtype=parameter.dtype, device=parameter.device
-        )
 
 
 class FlatBucket(GradientBucket):
@@ -118,8 +124,11 @@ class FlatBucket(GradientBucket):
     memory as the buckets of torch's DDP, but none during a forward pass that follows ``zero_grad``.
     """
 
+    collects_at_once = True
+
     def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
         super().__init__(parameters, gradient_dtype)
+        self._strides_of = dict(zip(parameters.values(), self._strides, strict=True))
         self._offsets: dict[nn.Parameter, int] = {}
         self._gaps: list[slice] = []
         self._size = 0
@@ -152,6 +161,7 @@ class FlatBucket(GradientBucket):
 
     def _memory(self) -> list[Tensor]:
         missing = []
+        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 missing.append(parameter)
@@ -177,24 +187,29 @@ class FlatBucket(GradientBucket):
             and not self._last.expired()
             and StorageWeakRef(gradient.untyped_storage()) == self._last
             and gradient.storage_offset() == self._offsets[parameter]
-            and gradient.stride() == self._strides[parameter]
+            and gradient.stride() == self._strides_of[parameter]
         )
         return gradient.detach().as_strided((self._size,), (1,), 0) if is_view else None
 
     def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
-        return buffer.as_strided(parameter.shape, self._strides[parameter], self._offsets[parameter])
+        return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])
 
 
 def divide_into_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | None
+    named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | BucketRule | None
 ) -> list[dict[str, nn.Parameter]]:
     """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
 
     All parameters of a bucket have the same dtype and device.
     """
     specs = [
-        TensorSpec(id(parameter), parameter.numel() * parameter.element_size(), (parameter.dtype, parameter.device))
-        for _, parameter in named
+        TensorSpec(
+            id(parameter),
+            parameter.numel() * parameter.element_size(),
+            (parameter.dtype, parameter.device),
+            block_of(name),
+        )
+        for name, parameter in named
     ]
     return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
 
@@ -204,6 +219,10 @@ def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
     if is_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _empty_gradient(parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:

@@ -85,19 +85,22 @@ class GradientSynchronizer(SynchronizationSwitch):
         if torch.is_grad_enabled():
             raise graph_refusal(name)
         with self._lock:
-            if parameter not in bucket.waiting:
+            if id(parameter) not in bucket.waiting:
                 raise UsageError(
                     f"{name} got a gradient from a second backward pass before finish_gradient_synchronization(): "
                     "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
                     "checkpointing does this in one pass: choose use_reentrant=False)"
                 )
+            # Without synchronization autograd will add to the gradient in place: that must not change another's memory.
             # If a backward function returns None for a gradient, the hook is called nevertheless.
-            if parameter.grad is not None:
+            if (bucket.collects_at_once or not self.synchronizes) and parameter.grad is not None:
                 bucket.collect(name, parameter, parameter.grad)
             if not self.synchronizes:
                 return
-            bucket.waiting.remove(parameter)
-            while self._overlap and self._launched < len(self.buckets) and not self._next.waiting:
+            bucket.waiting.remove(id(parameter))
+            if bucket.waiting or not self._overlap:
+                return
+            while self._launched < len(self.buckets) and not self._next.waiting:
                 self._launch_next()
 
     def finish(self) -> None:

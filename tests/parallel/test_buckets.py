@@ -3,11 +3,12 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.buckets import TensorSpec, assign_buckets
+from cs336sys.parallel.buckets import TensorSpec, assign_buckets, block_of, bucket_rule
 
 
 def specs(*sizes):
@@ -69,3 +70,29 @@ def test_impossible_cap_is_refused(cap_bytes):
 def test_buckets_need_no_torch():
     script = "import sys, cs336sys.parallel.buckets; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_buckets_of_whole_blocks_hold_at_least_25_mb():
+    names = [
+        "embed.weight",
+        *(f"layers.{block}.{part}.weight" for block in range(3) for part in ("a", "b")),
+        "head.weight",
+    ]
+    assert [block_of(name) for name in names] == [
+        "embed",
+        *("layers.0",) * 2,
+        *("layers.1",) * 2,
+        *("layers.2",) * 2,
+        "head",
+    ]
+    megabytes = [64, 20, 20, 20, 20, 1, 2, 30]
+    tensors = [
+        TensorSpec(name, int(size * 1e6), block=block_of(name)) for name, size in zip(names, megabytes, strict=True)
+    ]
+    rule = bucket_rule("block")
+    # The last block is too small to be alone.
+    assert assign_buckets(tensors, rule) == [[7], [6, 5, 4, 3], [2, 1], [0]]
+    mixed = [replace(tensor, kind=index % 2) for index, tensor in enumerate(tensors)]
+    assert sorted(index for bucket in assign_buckets(mixed, rule) for index in bucket) == list(range(8))
+    with pytest.raises(UsageError, match="bucket size 'blocks': choose 'block', or megabytes, or None"):
+        bucket_rule("blocks")

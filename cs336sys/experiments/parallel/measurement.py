@@ -24,7 +24,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples, configuration_key
-from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload, bucket_name
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them.
 _unsynchronized: dict[str, list[RankMeasurement]] = {}
@@ -173,7 +173,7 @@ def _trace_path(workload: ParallelWorkload) -> Path | None:
     if workload.trace is None:
         return None
     size, training = workload.training.size, workload.training
-    bucket = "" if workload.bucket_mb is None else f"{workload.bucket_mb:g}mb"
+    bucket = "" if workload.bucket_mb is None else bucket_name(workload.bucket_mb).replace(" ", "").lower()
     ahead = "" if workload.prefetch is None else f"prefetch{workload.prefetch}"
     checkpoints = "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}"
     words = (

@@ -20,8 +20,8 @@ from cs336sys.parallel.gradient_scaler import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.workload import ParallelWorkload
 
-# What torch's DDP puts into a bucket: strategies that average gradients differ in nothing else.
-BUCKET_MB = 25.0
+# Strategies that average gradients differ in nothing else.
+BUCKETS = "block"
 
 _META = torch.device("meta")
 
@@ -29,7 +29,7 @@ _META = torch.device("meta")
 def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """All state on every rank, gradients averaged in buckets during the backward pass."""
     plain = build_plain_model(workload, device)
-    model = BucketedDDP(plain, BUCKET_MB)
+    model = BucketedDDP(plain, BUCKETS)
     return Replica(
         model,
         optimizer(model.parameters()),
@@ -42,7 +42,7 @@ def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: Opt
 def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """As :func:`_replicated`, but a rank has the optimizer state of its share of whole parameters."""
     plain = build_plain_model(workload, device)
-    model = BucketedDDP(plain, BUCKET_MB)
+    model = BucketedDDP(plain, BUCKETS)
     optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
     return Replica(
         model,

@@ -100,7 +100,6 @@ class ScatteredBucket(GradientBucket):
 
     def launch(self) -> None:
         """Start to reduce-scatter all gradients, with zeros for those that this rank lacks; ``grad`` becomes None."""
-        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
         gradients = [memory.view(-1) for memory in self._memory()]
         self._substitutes = {}
         whole = []
@@ -138,7 +137,7 @@ class ScatteredBucket(GradientBucket):
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self._own = None
-        self.waiting = set(self.parameters.values())
+        self.begin_step()
 
 
 class SlicePartition:

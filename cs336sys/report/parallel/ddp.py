@@ -164,12 +164,12 @@ def link_of(cell: Cell) -> AlphaBeta:
 
 
 def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """The measured bucketed cells that differ in nothing but the bucket size, in its order."""
+    """The measured bucketed cells that differ in nothing but the bucket size, those with the smallest buckets first."""
     sweeps: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.status == "ok" and cell.configuration["strategy"] == "bucketed":
             sweeps.setdefault(configuration_key(cell.configuration, ignore=_COMPARED), []).append(cell)
-    return [sorted(sweep, key=lambda cell: cell.configuration["bucket_mb"]) for sweep in sweeps.values()]
+    return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps.values()]
 
 
 def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:

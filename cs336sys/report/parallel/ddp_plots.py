@@ -9,6 +9,7 @@ from cs336sys.report.outputs import write_figure
 from cs336sys.report.parallel.ddp import PARALLEL_SETTING_COLUMNS, bucket_sweeps, link_of
 from cs336sys.report.titles import shown_settings
 from cs336sys.results import Cell
+from cs336sys.workload import bucket_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,7 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     configuration, timeline = cell.configuration, cell.derived["timeline"]
     words = [configuration["strategy"]]
     if configuration["bucket_mb"] is not None:
-        words.append(f"{configuration['bucket_mb']:g} MB")
+        words.append(bucket_name(configuration["bucket_mb"]))
     words += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
     return (
         f"{' '.join(words)}: communication {timeline['communication_ms']:.1f} ms, of which "
@@ -89,7 +90,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path) -> None:
         exposed = [cell.derived["exposed_ms"] for cell in sweep]
         drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")
         for size, value, cell in zip(sizes, exposed, sweep, strict=True):
-            label = f"{cell.configuration['bucket_mb']:g} MB"
+            label = bucket_name(cell.configuration["bucket_mb"])
             drawing.annotate(label, (size / 1e6, value), textcoords="offset points", xytext=(0, 6), fontsize=7)
         drawing.set_xscale("log")
         drawing.set_ylim(bottom=min(0.0, *exposed))

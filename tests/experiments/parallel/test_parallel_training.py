@@ -13,12 +13,13 @@ from cs336sys.experiments.parallel.measurement import _slowest, measure_parallel
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.experiments.weight_check import TOLERANCES
-from cs336sys.measure.cells import Worker
+from cs336sys.measure.cells import Worker, guarded
 from cs336sys.results import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
+SMALL = choose_size("tiny", context=8, batch_size=4, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
 PARAMETERS = 652_928
 TENSORS = 21
 
@@ -85,6 +86,25 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert outcome.reason.startswith("overlap: after 5 steps lm_head.weight is ")
     assert outcome.reason.endswith("% of how far one process moves it, more than rounding explains (0.1 %)")
     assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"])
+def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
+    shared = workload(strategy, cuda_graph="on", optimizer="fused", size=SMALL)
+    assert largest(ranks().run(training_ranks.verify_in_graphs, shared)) < TOLERANCES["fp32"] / 50
+
+
+def test_a_bucket_launched_before_its_last_gradient_is_found(ranks):
+    shared = workload("bucketed", cuda_graph="on", optimizer="fused", size=SMALL)
+    assert largest(ranks().run(training_ranks.verify_in_graphs, shared, True)) > 0.2
+
+
+def test_gloo_in_a_graph_is_unsupported():
+    outcome = guarded(measure_parallel_training, workload("naive", cuda_graph="on").configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == (
+        "unsupported",
+        "CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step",
+    )
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "torch"])

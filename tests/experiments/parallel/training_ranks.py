@@ -5,10 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
+from fake_cuda_graph import OperatorRecorder
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cs336sys.experiments.parallel import step as step_module
 from cs336sys.experiments.parallel import strategies
 from cs336sys.experiments.parallel.communication import communication_at_once, recorded_communication, run_alone
 from cs336sys.experiments.parallel.rank import verify_on_rank
@@ -16,7 +19,8 @@ from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.experiments.parallel.timeline import profile_step
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome
-from cs336sys.parallel.collectives import all_gather_single, reduce_scatter_single
+from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.ranks import launch
 
 CPU = torch.device("cpu")
@@ -39,6 +43,25 @@ def verify_broken(workload, how: str) -> Difference:
         return verify_on_rank(workload)
     finally:
         repair()
+
+
+def verify_in_graphs(workload, launches_early: bool = False) -> Difference:
+    """The check of a step whose operators are recorded and replayed, as a CUDA graph's are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_module, "recorder_of", lambda *_: OperatorRecorder())
+        if launches_early:
+            patched.setattr(GradientSynchronizer, "gradient_ready", _launch_at_the_first_gradient)
+            patched.setattr(AnyRank, "wait", lambda flags: [True] * len(flags._facts))
+        return verify_on_rank(workload)
+
+
+def _launch_at_the_first_gradient(synchronizer, bucket, name, parameter):
+    bucket.waiting.discard(id(parameter))
+    while synchronizer._launched < len(synchronizer.buckets):
+        following = synchronizer._next
+        if len(following.waiting) == len(following.parameters):
+            break
+        synchronizer._launch_next()
 
 
 def _broken(breaks: Callable) -> strategies.Prepare:
