@@ -47,6 +47,9 @@ class BucketRule:
     cap_bytes: float | None
     whole_blocks: bool = False
 
+    def __str__(self) -> str:
+        return f"cap_bytes={self.cap_bytes}" + (" of whole blocks" if self.whole_blocks else "")
+
     def closes(self, bucket: Sequence[TensorSpec], following: TensorSpec) -> bool:
         """Whether a bucket with these tensors, at least one, must not take another."""
         if self.cap_bytes is None:

@@ -277,6 +277,25 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
     assert outcomes["naive"].samples["step"].method == "cuda events, maximum over ranks"
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "strategy", [*DATA_PARALLEL_STRATEGIES, "none", "optimizer", "optimizer-flat"], ids=lambda strategy: strategy
+)
+def test_gpus_replay_what_one_process_launches(strategy, precision):
+    """Weights are compared before anything is timed; communication is captured where it can overlap."""
+    size = choose_size("small", num_layers=4, batch_size=4, context=256)
+    settings = {"size": size, "precision": precision, "optimizer": "fused", "device": "cuda", "cuda_graph": "on"}
+    settings |= {"warmup": 2, "steps": 5} | ({"bucket_mb": "block"} if strategy == "bucketed" else {})
+    outcome = measure_parallel_training(workload(strategy, **settings).configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.derived["timeline"]["communicate"]
+    if strategy in ("overlap", "bucketed"):
+        assert outcome.derived["overlap_percent"] > 20
+    assert outcome.derived["capture_s"] < 5
+    assert outcome.derived["calls"] > 0
+
+
 def test_configuration_is_the_workload():
     original = workload("bucketed", precision="bf16", bucket_mb=7)
     assert ParallelWorkload.from_configuration(json.loads(json.dumps(original.configuration()))) == original
