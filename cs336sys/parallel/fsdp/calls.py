@@ -1,6 +1,7 @@
 """Calls of modules whose parameters must be gathered first, and the dtypes of their inputs and outputs."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ class UnitCall:
             self.module.__dict__["_compiled_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compute_dtype is not None:
-            args, kwargs = cast_floating(args, self._compute_dtype), cast_floating(kwargs, self._compute_dtype)
-        return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
+        if self._compute_dtype is None:
+            return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
+        cast = cast_floating((args, kwargs), self._compute_dtype)
+        with _changed_alike((*args, *kwargs.values()), (*cast[0], *cast[1].values())):
+            return self._runner.call(self._unit, self._parts, self._function, *cast)
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -58,12 +61,45 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """The value with all floating-point tensors in it converted, including those in lists, tuples and dictionaries."""
+    """The value with all floating-point tensors in it converted, including those in lists, tuples and dictionaries.
+
+    What needs no conversion is itself: a module may add to a list that it is given.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return type(value)((key, cast_floating(part, dtype)) for key, part in value.items())
+        cast = {key: cast_floating(part, dtype) for key, part in value.items()}
+        return value if _are_same(cast.values(), value.values()) else type(value)(cast)
     if isinstance(value, list | tuple):
         parts = [cast_floating(part, dtype) for part in value]
+        if _are_same(parts, value):
+            return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+@contextlib.contextmanager
+def _changed_alike(given: Sequence[Any], cast: Sequence[Any]) -> Iterator[None]:
+    """Change lists and dictionaries that were given as those are changed here that were converted in their place."""
+    converted = [
+        (original, copied, list(_parts(original)), list(_parts(copied)))
+        for original, copied in zip(given, cast, strict=True)
+        if copied is not original and isinstance(original, list | dict)
+    ]
+    yield
+    for original, copied, parts, copied_parts in converted:
+        of_copy = {id(copied_part): part for copied_part, part in zip(copied_parts, parts, strict=True)}
+        if isinstance(original, list):
+            original[:] = [of_copy.get(id(part), part) for part in copied]
+        else:
+            changed = {key: of_copy.get(id(part), part) for key, part in copied.items()}
+            original.clear()
+            original.update(changed)
+
+
+def _parts(value: list[Any] | dict[Any, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(left, right, strict=True))

@@ -1,4 +1,4 @@
-"""The tensors that a call of a unit leaves behind: those it returns, and those that its modules keep."""
+"""The tensors that a call of a unit leaves behind: those it returns, keeps, or puts into a list that it was given."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Results of computations that are attributes or buffers of these modules, for example auxiliary losses."""
+    """The tensors that are attributes or buffers of these modules, for example auxiliary losses; no parameters."""
     found: list[Tensor] = []
     for module in modules:
         attributes = module.__dict__
@@ -44,4 +44,4 @@ def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
                     found += tensors_in(value)
         if module._buffers:
             found += [buffer for buffer in module._buffers.values() if buffer is not None]
-    return [tensor for tensor in found if tensor.grad_fn is not None]
+    return found

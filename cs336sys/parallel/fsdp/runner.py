@@ -88,13 +88,16 @@ class UnitRunner(SynchronizationSwitch):
         in_use = unit.depth > 0 or unit in self._inside
         if not in_use:
             self._use(unit)
+        inputs = list(tensors_in((args, kwargs)))
         unit.depth += 1
         try:
             output = function(*args, **kwargs)
         finally:
             unit.depth -= 1
         if torch.is_grad_enabled():
-            self._hook_outputs(unit, output, self._kept_since(unit, parts, (args, kwargs)))
+            # Lists among the arguments may have more in them now.
+            left = [*kept_tensors(parts), *tensors_in((args, kwargs))]
+            self._hook_outputs(unit, output, _left_since(left, unit, inputs))
         if not in_use:
             if self._order is not None and self._order.repeats():
                 self._ahead.add(unit)
@@ -157,23 +160,15 @@ class UnitRunner(SynchronizationSwitch):
         else:
             unit.use()
 
-    def _kept_since(self, unit: ShardedUnit, parts: Sequence[nn.Module], inputs: Any) -> list[Tensor]:
-        """Tensors that the unit's modules keep and that are no inputs of this call, nor kept since an earlier one."""
-        kept = [tensor for tensor in kept_tensors(parts) if not _is_watched(tensor, unit)]
-        if kept:
-            given = {id(tensor) for tensor in tensors_in(inputs)}
-            kept = [tensor for tensor in kept if id(tensor) not in given]
-        return kept
-
-    def _hook_outputs(self, unit: ShardedUnit, output: Any, kept: list[Tensor]) -> None:
-        """Let autograd call :meth:`arrive` before it uses the gradient of any output, or of what the unit keeps."""
+    def _hook_outputs(self, unit: ShardedUnit, output: Any, left: list[Tensor]) -> None:
+        """Let autograd call :meth:`arrive` before it uses the gradient of any output, or of what else the call left."""
         tensors = list(tensors_in(output))
         if not tensors and output is not None:
             raise UsageError(
                 f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
-        tensors += kept
+        tensors += left
         # If an output is a view and is changed in place, its hook is no longer called, but that of its base is.
         tensors += [tensor._base for tensor in tensors if tensor._base is not None]
         watched = [tensor for tensor in tensors if tensor.requires_grad]
@@ -266,8 +261,17 @@ class _Arrival:
             self._runner.arrive(self.unit)
 
 
+def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those tensors that this call has computed: they are no inputs, and no earlier call of the unit has left them."""
+    given = {id(tensor) for tensor in inputs}
+    return [
+        tensor
+        for tensor in left
+        if tensor.grad_fn is not None and id(tensor) not in given and not _is_watched(tensor, unit)
+    ]
+
+
 def _is_watched(tensor: Tensor, unit: ShardedUnit) -> bool:
-    """Whether an earlier call of the unit has left this tensor."""
     hooks = tensor._backward_hooks or {}
     return any(isinstance(hook, _Arrival) and hook.unit is unit for hook in hooks.values())
 

@@ -51,8 +51,9 @@ class FSDP(nn.Module):
       only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
       lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
     - A layer's weight can be used while the layer, or a unit around it, is being called, and at no other time. What is
-      computed in a unit may be returned, or kept as an attribute or buffer of a module in it (a tensor, or tensors in
-      lists, tuples, dictionaries and dataclasses), as auxiliary losses are: nothing else may be used in a loss.
+      computed in a unit may be returned, kept as an attribute or buffer of a module in it, or put into an argument (a
+      tensor, or tensors in lists, tuples, dictionaries and dataclasses), as auxiliary losses are: nothing else may be
+      used in a loss.
     - Backward passes with ``create_graph=True`` (gradient penalties) are refused.
     - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
       wrapping: gathering stays outside the compiled code.

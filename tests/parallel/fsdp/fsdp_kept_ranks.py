@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.all_losses = []
         self.register_buffer("buffered", None)
 
-    def forward(self, x):
+    def forward(self, x, losses):
         y = x + self.second(torch.tanh(self.first(x)))
         loss = self.second(torch.relu(self.first(x))).square().mean()
         match self.kind:
@@ -47,6 +47,8 @@ class Block(nn.Module):
             case "view":
                 self.losses = torch.stack([loss, loss]).view(1, 2)
                 self.losses *= 2
+            case "list of the caller":
+                losses.append(loss)
             case "of the input too":
                 self.loss, self.inputs = loss, x
         return y
@@ -77,6 +79,7 @@ KINDS = (
     "dataclass",
     "buffer",
     "view",
+    "list of the caller",
     "of the input too",
     "checkpointed",
 )
@@ -90,12 +93,16 @@ class Blocks(nn.Module):
         self.to(collectives.group_device(), torch.float64)
 
     def forward(self, x):
+        self.losses = []
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if block.kind == "checkpointed" else block(x)
+            if block.kind == "checkpointed":
+                x = checkpoint(block, x, self.losses, use_reentrant=False)
+            else:
+                x = block(x, self.losses)
         return x.square().mean()
 
     def auxiliary(self):
-        return sum(block.auxiliary() for block in self.blocks)
+        return sum(self.losses or [block.auxiliary() for block in self.blocks])
 
 
 def auxiliary_losses(kinds=KINDS):
@@ -120,6 +127,49 @@ def auxiliary_losses(kinds=KINDS):
             ahead = [unit.calls_ahead for unit in sharded.units]
             results[kind, which] = whole_gradients(sharded), expected, gathered_units(sharded), hooked, ahead
     return results
+
+
+class Changes(nn.Module):
+    """A block that adds to, replaces in and removes from what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, numbers, *, named):
+        y = self.linear(x)
+        # In fp32: the next block gets a list that has to be converted.
+        numbers.append(y.float().sum())
+        named["last"] = y.float()
+        named.pop("dtype", None)
+        named["dtypes"] = [number.dtype for number in numbers]
+        return y
+
+
+def containers_under_bf16():
+    """What the caller finds in a list and a dictionary that three blocks were given, and whether the sum trains."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Changes() for _ in range(3)])
+
+    def forward(x, numbers, named):
+        for block in model.blocks:
+            x = block(x, numbers, named=named)
+        return x
+
+    model.forward = forward
+    sharded = FSDP(model.to(collectives.group_device()), torch.bfloat16)
+    first = torch.ones(2, device=collectives.group_device())
+    numbers, named = [first], {"dtype": "any", "first": first}
+    sharded(torch.ones(2, 3, device=collectives.group_device()), numbers, named)
+    sum(numbers[1:]).backward()
+    sharded.finish_gradient_synchronization()
+    trained = [bool(gradient.any()) for gradient in whole_gradients(sharded).values()]
+    return (
+        [(number.dtype, number is first) for number in numbers],
+        [(key, part is first) for key, part in named.items()],
+        named["dtypes"],
+        trained,
+    )
 
 
 def gradient_penalty():

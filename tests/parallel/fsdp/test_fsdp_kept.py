@@ -2,6 +2,7 @@
 
 import fsdp_kept_ranks
 import pytest
+import torch
 from same_tensors import assert_same
 
 
@@ -17,6 +18,15 @@ def assert_like_one_process(results):
 
 def test_auxiliary_losses_that_blocks_keep_are_trained(ranks):
     assert_like_one_process(ranks(2).run(fsdp_kept_ranks.auxiliary_losses))
+
+
+def test_lists_and_dictionaries_of_the_caller_are_changed_also_where_they_were_converted(ranks):
+    for numbers, named, dtypes, trained in ranks(2).run(fsdp_kept_ranks.containers_under_bf16):
+        assert numbers == [(torch.float32, True), *[(torch.float32, False)] * 3]
+        assert named == [("first", True), ("last", False), ("dtypes", False)]
+        # What the last block saw: converted but for what it added.
+        assert dtypes == [torch.bfloat16] * 3 + [torch.float32]
+        assert trained == [True] * 6
 
 
 def test_gradient_penalty_is_refused_on_every_rank_and_the_next_step_is_good(ranks):
