@@ -35,7 +35,7 @@ SHARED_AMONG_SIBLINGS = {
         f"commands.{name}"
         for name in ("faults", "lazy", "options", "progress", "ranks", "resuming", "sweep", "training_options")
     },
-    "experiments": {"experiments.training", "experiments.weight_check"},
+    "experiments": {f"experiments.{name}" for name in ("bench", "training", "weight_check")},
 }
 
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:

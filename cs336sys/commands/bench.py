@@ -63,7 +63,7 @@ def bench(
     check_output(output, format)
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
-        measure = "cs336sys.experiments.training:measure_training"
+        measure = "cs336sys.experiments.bench:measure_training"
         configurations = [workload.configuration() for workload in workloads]
     else:
         measure = "cs336sys.experiments.interleaved_training:measure_interleaved"

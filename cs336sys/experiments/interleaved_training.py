@@ -13,13 +13,8 @@ from typing import Any
 
 import torch
 
-from cs336sys.experiments.training import (
-    TrainStep,
-    check_replays,
-    set_matmul_precision,
-    training_outcome,
-    use_attention,
-)
+from cs336sys.experiments.bench import check_replays, training_outcome
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, use_attention
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -42,7 +37,7 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
             its values separated by commas, one of which is the workload's.
 
     Returns:
-        As :func:`~cs336sys.experiments.training.measure_training`, with one sample of each series for every turn. The
+        As :func:`~cs336sys.experiments.bench.measure_training`, with one sample of each series for every turn. The
         peak is that of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is
         subtracted.
     """

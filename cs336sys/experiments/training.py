@@ -1,14 +1,11 @@
-"""Builds a model, a batch and a training step with named phases, and measures one benchmark cell."""
+"""Builds a model, a batch and a training step with named phases."""
 
 import contextlib
 import functools
-import gc
 import inspect
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import cs336_basics.model
@@ -19,18 +16,10 @@ from cs336_basics.optimizer import AdamW
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.accounting.hardware import peak_tflops
-from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
-from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder, require_graphs
+from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, STEPS, Difference, difference, tolerance
+from cs336sys.experiments.weight_check import STEPS
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
-from cs336sys.measure.timing import gpu_busy_ms, time_phases
-from cs336sys.results import Samples
 from cs336sys.workload import PHASES_OF_MODE, Workload
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -337,57 +326,6 @@ def set_matmul_precision(workload: Workload) -> None:
     warnings.filterwarnings("ignore", message=".*no current CUDA context")
 
 
-def check_replays(
-    workload: Workload, device: torch.device, progress: Progress
-) -> tuple[Difference | None, Outcome | None]:
-    """Train with CUDA graphs and by launching, on the same batches, and compare weights and losses.
-
-    Returns:
-        how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
-        without graphs.
-
-    Raises:
-        CapabilityError: the step cannot be captured.
-    """
-    if workload.cuda_graph == "off":
-        return None, None
-    require_graphs(device)
-    progress("checking replays: launched steps")
-    expected = _trained_for_check(replace(workload, cuda_graph="off"), device)
-    # In host memory, so that a step is checked that fills the GPU.
-    expected = {name: value.cpu() for name, value in expected.items()}
-    _free_memory(device)
-    progress("checking replays: replayed steps")
-    found = _trained_for_check(workload, device)
-    _free_memory(device)
-    start: dict[str, Tensor] = dict(build_model(workload, device).named_parameters())
-    start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
-    checked = difference(start, expected, found, workload.size.num_layers)
-    del found, start
-    _free_memory(device)
-    if checked.relative <= tolerance(workload):
-        return checked, None
-    reason = (
-        f"replayed: after {STEPS} steps {checked.parameter} is off by {100 * checked.relative:.3g} % of how far "
-        f"launched steps move it, more than rounding explains ({100 * tolerance(workload):g} %)"
-    )
-    return checked, Outcome("wrong", derived=_difference_columns(checked), reason=reason)
-
-
-def _difference_columns(checked: Difference) -> dict[str, float]:
-    return {"largest_difference": checked.largest, "relative_difference_percent": 100 * checked.relative}
-
-
-def _trained_for_check(workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    """The weights after :func:`train_for_check`, and the losses of its steps."""
-    model = build_model(workload, device)
-    optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS) if workload.mode == "train" else None
-    step = TrainStep(workload, device, model=model, optimizer=optimizer)
-    losses = train_for_check(step, step.warmup_of_capture)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights
-
-
 def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:
     """Run some steps, each on a batch of its own, after ``warmup`` on the first batch; the losses, () each.
 
@@ -407,74 +345,3 @@ def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:
         # Replays overwrite it.
         losses.append(step.loss.detach().clone())
     return losses
-
-
-def _free_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Measure one cell of ``bench``: runs in the worker process.
-
-    Samples (ms): one series a phase, ``step`` and ``wall``. Derived columns: see ``docs/columns.md``.
-    """
-    workload = Workload.from_configuration(configuration)
-    device = choose_device(workload.device)
-    set_matmul_precision(workload)
-    checked, wrong = check_replays(workload, device, progress)
-    if wrong is not None:
-        return wrong
-    progress("building the model")
-    started = time.perf_counter()
-    step = TrainStep(workload, device)
-    build_s = time.perf_counter() - started
-    reset_peak_memory(device)
-    if workload.cuda_graph == "on":
-        progress("capturing")
-        step.capture()
-        build_s = time.perf_counter() - started
-    samples = time_phases(
-        step.phases,
-        warmup=workload.warmup,
-        steps=workload.steps,
-        device=device,
-        synchronize_steps=workload.synchronize == "step",
-        progress=progress,
-    )
-    peak_gib = peak_memory_gib(device)
-    busy_ms = None
-    if device.type == "cuda":
-        progress("profiling one step")
-        busy_ms = gpu_busy_ms(step)
-    return training_outcome(step, samples, checked, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms)
-
-
-def training_outcome(
-    step: TrainStep,
-    samples: Mapping[str, Samples],
-    checked: Difference | None,
-    *,
-    build_s: float,
-    peak_gib: float | None,
-    busy_ms: float | None,
-) -> Outcome:
-    """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them."""
-    workload, wall = step.workload, samples["wall"]
-    peak = None
-    if step.device.type == "cuda":
-        peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
-    derived = {
-        "parameters": count_parameters(workload.size),
-        "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
-        "peak_gib": peak_gib,
-        **workload.rates(samples["step"], peak),
-        "gpu_busy_ms": busy_ms,
-    }
-    if step.graphs is not None:
-        derived["capture_s"] = step.graphs.capture_s
-        derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
-    if checked is not None:
-        derived |= _difference_columns(checked)
-    return Outcome("ok", dict(samples), derived)

@@ -9,12 +9,13 @@ from fake_cuda_graph import OperatorRecorder
 
 from cs336sys import cuda_graphs
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import interleaved_training, training
+from cs336sys.experiments import bench, interleaved_training
+from cs336sys.experiments.bench import check_replays, measure_training
 from cs336sys.experiments.interleaved_training import measure_interleaved
 from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.profiling import measure_profile
-from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep, check_replays, measure_training
+from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
 from cs336sys.workload import PHASES_OF_MODE, MemoryWorkload, ProfileWorkload, Workload
@@ -30,7 +31,7 @@ def workload(**settings):
 @pytest.fixture
 def graphs_on_a_cpu(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", OperatorRecorder)
-    monkeypatch.setattr(training, "require_graphs", lambda device: None)
+    monkeypatch.setattr(bench, "require_graphs", lambda device: None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.training import TrainStep, measure_training
+from cs336sys.experiments.bench import measure_training
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.device import choose_device
 from cs336sys.sizes import choose_size
 from cs336sys.workload import PHASES_OF_MODE, Workload
