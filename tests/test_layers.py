@@ -23,7 +23,7 @@ LAYERS = (
 # Libraries that only the named modules (or rooms) may import.
 RESERVED = {
     "typer": ("commands", "cli"),
-    "rich.table": ("report.tables",),
+    "rich.table": ("report.terminal",),
     "tabulate": ("report.tables",),
     "matplotlib": ("report",),
     "cs336_basics": ("experiments.training", "measure.phases"),

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -9,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cs336sys.errors import OutputError, UsageError, choose_from
 from cs336sys.report.noise import NOISY_PART, Interval, is_noisy
@@ -17,19 +17,12 @@ from cs336sys.report.numbers import format_value, unit_label
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
 from cs336sys.results import Samples
 
-if TYPE_CHECKING:
-    import rich.console
-    import rich.table
-
 TABLES_SCHEMA_VERSION = 1
 
 # What --output calls standard output, as everywhere.
 STDOUT = Path("-")
 
 Value = str | bool | int | float | Samples | Interval | None
-
-# On a narrow terminal a text column is wrapped down to this width before the table is turned into records.
-_NARROWEST_TEXT = 20
 
 
 @dataclass(frozen=True)
@@ -138,6 +131,8 @@ def _print(tables: Sequence[Table], format: str | None) -> None:
         if format in (None, "table") and sys.stdout.isatty():
             from rich.console import Console
 
+            from cs336sys.report.terminal import print_tables
+
             print_tables(tables, Console())
             return
         encoding = sys.stdout.encoding or "utf-8"
@@ -167,41 +162,48 @@ def _is_empty(value: Value) -> bool:
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """A table as text for people: only the columns that have a value somewhere."""
+class Grid:
+    """A table as text for people: only the columns that have a value somewhere.
+
+    Attributes:
+        keys: how many of the first columns say which row it is, and not what was found.
+    """
 
     headers: list[str]
     rows: list[list[str]]
     is_number: list[bool]
+    keys: int = 0
 
     @property
     def alignment(self) -> list[str]:
         return ["right" if is_number else "left" for is_number in self.is_number]
 
-    def map(self, escape: Callable[[str], str]) -> "_Grid":
-        return _Grid(
+    def map(self, escape: Callable[[str], str]) -> "Grid":
+        return Grid(
             [escape(text) for text in self.headers],
             [[escape(text) for text in row] for row in self.rows],
             self.is_number,
+            self.keys,
         )
 
 
-def _grid(table: Table) -> _Grid:
+def grid_of(table: Table) -> Grid:
     columns, is_number = [], []
     for column in table.columns:
         values = [value for row in table.rows if not _is_empty(value := row.get(column.key))]
         if values or not table.rows:
             columns.append(column)
             is_number.append(bool(values) and not any(isinstance(value, str | bool) for value in values))
-    rows = [[_one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
-    return _Grid([column.title for column in columns], rows, is_number)
+    rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
+    keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)
+    return Grid([column.title for column in columns], rows, is_number, sum(1 for _ in keys))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def _tabulate(grid: _Grid, style: str) -> str:
+def _tabulate(grid: Grid, style: str) -> str:
     from tabulate import tabulate
 
     # disable_numparse: the numbers are formatted already, and 1,024 must not become 1024.
@@ -216,7 +218,7 @@ def _join(parts: Sequence[str]) -> str:
 def _text(tables: Sequence[Table]) -> str:
     return _join(
         [
-            "\n".join([table.title, _tabulate(_grid(table), "rounded_outline"), *map(_one_line, table.all_notes)])
+            "\n".join([table.title, _tabulate(grid_of(table), "rounded_outline"), *map(one_line, table.all_notes)])
             for table in tables
         ]
     )
@@ -225,8 +227,8 @@ def _text(tables: Sequence[Table]) -> str:
 def _markdown(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
-        grid = _tabulate(_grid(table).map(_escape_markdown), "pipe")
-        notes = "\n".join(f"- {_escape_markdown(_one_line(note))}" for note in table.all_notes)
+        grid = _tabulate(grid_of(table).map(_escape_markdown), "pipe")
+        notes = "\n".join(f"- {_escape_markdown(one_line(note))}" for note in table.all_notes)
         parts += [f"### {_escape_markdown(table.title)}", grid, notes]
     return _join(parts)
 
@@ -239,12 +241,12 @@ def _escape_markdown(text: str) -> str:
 def _latex(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
-        grid = _grid(table)
+        grid = grid_of(table)
         # tabulate escapes the cells itself, and forgets the columns of a table without rows.
         body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
         # LaTeX would take a [ at a row's start for the option of the \\ before it.
         body = re.sub(r"(?m)^ *\[", " {[}", body)
-        notes = [rf"\par\footnotesize {_escape_latex(_one_line(note))}" for note in table.all_notes]
+        notes = [rf"\par\footnotesize {_escape_latex(one_line(note))}" for note in table.all_notes]
         caption = rf"\caption{{{_escape_latex(table.title)}}}"
         lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
         parts.append("\n".join(lines).replace("±", r"$\pm$"))
@@ -260,7 +262,7 @@ def _escape_latex(text: str) -> str:
 def _typst(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
-        grid = _grid(table).map(_typst_string)
+        grid = grid_of(table).map(_typst_string)
         lines = [
             "#figure(",
             f"  caption: {_typst_string(table.title)},",
@@ -272,7 +274,7 @@ def _typst(tables: Sequence[Table]) -> str:
             "  ),",
             ")",
         ]
-        parts += ["\n".join(lines), *(f"#{_typst_string(_one_line(note))}" for note in table.all_notes)]
+        parts += ["\n".join(lines), *(f"#{_typst_string(one_line(note))}" for note in table.all_notes)]
     return _join(parts)
 
 
@@ -344,72 +346,3 @@ _RENDERERS: dict[str, Callable[[Sequence[Table]], str]] = {
     "latex": _latex,
     "typst": _typst,
 }
-
-
-def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> None:
-    """Draw the tables on a terminal so that every column and every digit is seen, however narrow it is.
-
-    A table too wide for the terminal gets its headers stacked and its text columns wrapped; one still too wide is
-    printed as records, a line for each value.
-    """
-    from rich.measure import Measurement
-    from rich.text import Text
-
-    unlimited = console.options.update(width=sys.maxsize)
-    for number, table in enumerate(tables):
-        if number:
-            console.print()
-        grid = _grid(table)
-        drawings = [_rich_table(table.title, headers, grid) for headers in (grid.headers, _stacked(grid.headers))]
-        fitting = [
-            drawing for drawing in drawings if Measurement.get(console, unlimited, drawing).minimum <= console.width
-        ]
-        console.print(fitting[0] if fitting else _rich_records(table.title, grid))
-        for note in table.all_notes:
-            console.print(Text(_one_line(note)))
-
-
-def _stacked(headers: Sequence[str]) -> list[str]:
-    return [header.replace(" ", "\n") for header in headers]
-
-
-def _rich_table(title: str, headers: Sequence[str], grid: _Grid) -> "rich.table.Table":
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawing = RichTable(
-        title=Text(title),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for index, (header, is_number) in enumerate(zip(headers, grid.is_number, strict=True)):
-        lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
-        width = max(Text(line).cell_len for line in lines)
-        drawing.add_column(
-            Text(header),
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            min_width=width if is_number else min(width, _NARROWEST_TEXT),
-            overflow="fold",
-        )
-    for row in grid.rows:
-        drawing.add_row(*map(Text, row))
-    return drawing
-
-
-def _rich_records(title: str, grid: _Grid) -> "rich.table.Table":
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawing = RichTable(title=Text(title), title_justify="left", box=box.ROUNDED, show_header=False)
-    drawing.add_column(overflow="fold")
-    drawing.add_column(overflow="fold")
-    for row in grid.rows:
-        for header, value in zip(grid.headers, row, strict=True):
-            drawing.add_row(Text(header), Text(value))
-        drawing.add_section()
-    return drawing

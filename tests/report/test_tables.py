@@ -10,7 +10,8 @@ from rich.console import Console
 
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
-from cs336sys.report.tables import Column, Table, check_output, emit, print_tables, render
+from cs336sys.report.tables import Column, Table, check_output, emit, render
+from cs336sys.report.terminal import print_tables
 from cs336sys.results import Samples
 
 
@@ -280,25 +281,65 @@ def test_narrower_terminal_stacks_headers_and_wraps_text():
     ]
 
 
-def test_terminal_narrower_than_the_table_prints_records():
+def test_terminal_narrower_than_the_table_turns_it():
     assert drawn(SWEEP, 40) == [
         "bench: H200, torch 2.11",
-        "╭──────────────┬──────────────╮",
-        "│ size         │ small        │",
-        "│ parameters   │ 128.6 M      │",
-        "│ forward, ms  │ 12.30 ± 0.36 │",
-        "│ tokens/s     │ 165,432      │",
-        "│ launch-bound │ yes          │",
-        "│ status       │ ok           │",
-        "├──────────────┼──────────────┤",
-        "│ size         │ 2.7b         │",
-        "│ parameters   │ 3.41 B       │",
-        "│ forward, ms  │ -            │",
-        "│ tokens/s     │ -            │",
-        "│ launch-bound │ -            │",
-        "│ status       │ oom          │",
-        "╰──────────────┴──────────────╯",
+        "size                 small    2.7b",
+        "───────────────────────────────────",
+        "parameters         128.6 M  3.41 B",
+        "forward, ms   12.30 ± 0.36       -",
+        "tokens/s           165,432       -",
+        "launch-bound           yes       -",
+        "status                  ok     oom",
         "mean ± standard deviation of 3 steps",
+    ]
+
+
+MANY = Table(
+    "bench",
+    "bench: H200",
+    (
+        Column("size", "size"),
+        Column("precision", "precision"),
+        *(Column(f"{phase}_ms", phase, "ms") for phase in ("forward", "backward", "optimizer")),
+        Column("status", "status"),
+    ),
+    [
+        {"size": "small", "precision": precision, "forward_ms": 1000.0 + row, "backward_ms": 2.0, "status": "ok"}
+        | {"optimizer_ms": ms(*(3.0 + row / 4, 3.0))}
+        for row, precision in enumerate(["fp32", "tf32", "bf16", "fp16"])
+    ],
+)
+
+
+def test_terminal_too_narrow_for_rows_and_columns_splits_the_columns():
+    """What all rows have in common stands in the title, what tells them apart in every part."""
+    assert drawn(MANY, 36) == [
+        "bench: H200, size small",
+        "           forward,  backward,",
+        "precision        ms         ms",
+        "───────────────────────────────",
+        "fp32          1,000      2.000",
+        "tf32          1,001      2.000",
+        "bf16          1,002      2.000",
+        "fp16          1,003      2.000",
+        "",
+        "precision  optimizer, ms  status",
+        "─────────────────────────────────",
+        "fp32       3.000 ± 0.000  ok",
+        "tf32         3.12 ± 0.18  ok",
+        "bf16         3.25 ± 0.35  ok",
+        "fp16         3.38 ± 0.53  ok",
+    ]
+
+
+def test_terminal_narrower_than_a_column_prints_records():
+    assert drawn(MANY, 15)[2:7] == [
+        "╭──────┬──────╮",
+        "│ prec │ fp32 │",
+        "│ isio │      │",
+        "│ n    │      │",
+        "│ forw │ 1,00 │",
     ]
 
 
@@ -333,7 +374,7 @@ def test_emit_draws_on_a_terminal_as_wide_as_columns_says(monkeypatch):
     assert "size   parameters   forward, ms  tokens/s  launch-bound  status" in plain
     monkeypatch.setenv("COLUMNS", "40")
     emit([SWEEP], format="table")
-    assert "│ forward, ms  │ 12.30 ± 0.36 │" in terminal.getvalue()
+    assert "forward, ms   12.30 ± 0.36       -" in terminal.getvalue()
 
 
 def test_emit_on_a_terminal_in_another_format_prints_that_format(monkeypatch):

@@ -1,0 +1,139 @@
+"""Tables on a terminal, drawn by rich, so that every column and every digit is seen, however narrow it is."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from cs336sys.report.tables import Grid, Table, grid_of, one_line
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.table
+
+# Down to this width a text column is wrapped before anything else is done about a table too wide.
+_NARROWEST_TEXT = 20
+
+
+def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> None:
+    """Draw each table as wide as the terminal, with its title and notes.
+
+    One too wide gets its headers stacked and its text columns wrapped; then what all rows have in common goes into the
+    title; then it is turned, so that rows become columns; then it is split into tables of some of the columns each,
+    with those that tell rows apart in all of them. Where not even one column fits beside these, each row is a record.
+    """
+    from rich.text import Text
+
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        title, drawings = _drawn(table, console)
+        console.print(Text(title))
+        for part, drawing in enumerate(drawings):
+            if part:
+                console.print()
+            console.print(drawing)
+        for note in table.all_notes:
+            console.print(Text(one_line(note)))
+
+
+def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[rich.table.Table]]":
+    """The title, and the table in as many drawings as it takes."""
+    grid = grid_of(table)
+    whole = _fitting(grid, console)
+    if whole is not None:
+        return table.title, [whole]
+    grid, common = _without_common(grid)
+    title = ", ".join([table.title, *common])
+    for one in (grid, _turned(grid)):
+        fitting = _fitting(one, console)
+        if fitting is not None:
+            return title, [fitting]
+    return title, list(_split(grid, console)) or [_records(grid)]
+
+
+def _fitting(grid: Grid, console: "rich.console.Console") -> "rich.table.Table | None":
+    """The table in one piece, with stacked headers where it must be; None if it is too wide even then."""
+    from rich.measure import Measurement
+
+    unlimited = console.options.update(width=sys.maxsize)
+    for headers in (grid.headers, [header.replace(" ", "\n") for header in grid.headers]):
+        drawing = _drawing(headers, grid)
+        if Measurement.get(console, unlimited, drawing).minimum <= console.width:
+            return drawing
+    return None
+
+
+def _columns(grid: Grid, chosen: Sequence[int]) -> Grid:
+    return Grid(
+        [grid.headers[index] for index in chosen],
+        [[row[index] for index in chosen] for row in grid.rows],
+        [grid.is_number[index] for index in chosen],
+        sum(index < grid.keys for index in chosen),
+    )
+
+
+def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
+    """The table without the keys that are the same in all rows, and these as words."""
+    common = [index for index in range(grid.keys) if len({row[index] for row in grid.rows}) == 1]
+    chosen = [index for index in range(len(grid.headers)) if index not in common]
+    if not chosen:
+        return grid, []
+    return _columns(grid, chosen), [f"{grid.headers[index]} {grid.rows[0][index]}" for index in common]
+
+
+def _turned(grid: Grid) -> Grid:
+    """Rows as columns, each headed by its first value."""
+    (first, *others) = zip(grid.headers, *grid.rows, strict=True)
+    return Grid(list(first), [list(row) for row in others], [False] + [True] * len(grid.rows))
+
+
+def _split(grid: Grid, console: "rich.console.Console") -> "Iterator[rich.table.Table]":
+    """Tables of the keys and as many other columns as fit; none if not even one fits."""
+    keys, rest = list(range(grid.keys)), list(range(grid.keys, len(grid.headers)))
+    while rest:
+        fitting = None
+        for count in range(1, len(rest) + 1):
+            wider = _fitting(_columns(grid, keys + rest[:count]), console)
+            if wider is None:
+                break
+            fitting, taken = wider, count
+        if fitting is None:
+            return
+        yield fitting
+        rest = rest[taken:]
+
+
+def _drawing(headers: Sequence[str], grid: Grid) -> "rich.table.Table":
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawing = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for index, (header, is_number) in enumerate(zip(headers, grid.is_number, strict=True)):
+        lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
+        width = max(Text(line).cell_len for line in lines)
+        drawing.add_column(
+            Text(header),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            min_width=width if is_number else min(width, _NARROWEST_TEXT),
+            overflow="fold",
+        )
+    for row in grid.rows:
+        drawing.add_row(*map(Text, row))
+    return drawing
+
+
+def _records(grid: Grid) -> "rich.table.Table":
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawing = RichTable(box=box.ROUNDED, show_header=False)
+    drawing.add_column(overflow="fold")
+    drawing.add_column(overflow="fold")
+    for row in grid.rows:
+        for header, value in zip(grid.headers, row, strict=True):
+            drawing.add_row(Text(header), Text(value))
+        drawing.add_section()
+    return drawing
