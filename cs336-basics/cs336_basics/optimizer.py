@@ -122,6 +122,12 @@ class AdamW(torch.optim.Optimizer):
             v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             p.addcdiv_(m, v.sqrt().add_(eps_root).mul_(divisor))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # Missing in state dicts of earlier versions.
+            group.setdefault("capturable", False)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer; steps are counted on exactly, whichever ``capturable`` the state was saved with."""
         super().load_state_dict(state_dict)

@@ -228,3 +228,16 @@ def test_cosine_schedule_without_warmup_or_without_cosine():
     assert get_cosine_lr(0, 1.0, 0.1, warmup_iters=0, cosine_cycle_iters=10) == 1.0
     assert get_cosine_lr(4, 1.0, 0.1, warmup_iters=5, cosine_cycle_iters=5) == pytest.approx(0.8)
     assert get_cosine_lr(5, 1.0, 0.1, warmup_iters=5, cosine_cycle_iters=5) == 0.1
+
+
+def test_state_saved_before_there_was_capturable_is_loaded():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["capturable"]
+    other = AdamW([parameter])
+    other.load_state_dict(state)
+    other.step()
+    assert other.state[parameter]["t"] == 2
