@@ -36,7 +36,7 @@ class Sweep:
 
     Attributes:
         cells: one for each configuration, in their order; fewer when it was interrupted.
-        run: the machine they were measured on; None when it was interrupted before that was known, or with
+        run: the machine they were measured on; None where no process has started that could say, or with
             ``--resume-any`` where there were several.
         interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
         fault: why some of the cells are not in the ``--save`` file.
@@ -150,9 +150,11 @@ def run_sweep(
             showing_progress(command, configurations, is_shown=is_shown) as progress,
             contextlib.closing(worker),
         ):
+            failure = worker.start(timeout_s=cell_timeout)
             run = worker.run
             known: dict[str, Cell] = {}
-            if results is not None:
+            # Without a worker it is not known which machine this is.
+            if results is not None and run is not None:
                 found = known_cells(results, command, configurations, run, take_any=resume.resume_any)
                 known = found.cells
                 for note in found.notes:
@@ -165,11 +167,14 @@ def run_sweep(
                 started_s = time.monotonic()
                 took_s = None
                 if cell is None:
-                    outcome = worker.measure(configuration, timeout_s=cell_timeout, progress=progress.at_stage)
+                    outcome = failure or worker.measure(
+                        configuration, timeout_s=cell_timeout, progress=progress.at_stage
+                    )
+                    failure, run = None, worker.run
                     cell = _cell(command, configuration, outcome, run)
                     took_s = time.monotonic() - started_s
                     if file is not None:
-                        if not run_is_saved:
+                        if run is not None and not run_is_saved:
                             file.append(run)
                             run_is_saved = True
                         file.append(cell)
@@ -207,7 +212,6 @@ def _unsaved(file: ResultsFile, fault: OSError) -> str:
     return f"cannot write results to {file.path}: {fault.strerror or fault}"
 
 
-def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run) -> Cell:
-    return Cell(
-        command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id=run.run_id
-    )
+def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:
+    run_id = "" if run is None else run.run_id
+    return Cell(command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id)

@@ -7,7 +7,6 @@ cell's worker starts under nsys.
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,7 @@ from cs336sys.measure.profile.nsys_report import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.timing import time_phases
+from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results import Samples
 from cs336sys.workload import ProfileWorkload, Workload
 
@@ -45,11 +45,11 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
     nsys, why_not = _choose_nsys(workload.profiler, device)
     samples = _time_without_profiler(workload.training, device, progress)
     release_memory()
-    with tempfile.TemporaryDirectory(prefix="cs336sys-") as folder:
+    with OwnedFolder() as folder:
         profile = None
         if nsys is not None:
             try:
-                profile = _under_nsys(nsys, workload, Path(folder), progress)
+                profile = _under_nsys(nsys, workload, folder, progress)
             except _ProfiledRunFailed as failed:
                 return failed.outcome
             except (CapabilityError, UsageError) as error:
@@ -57,7 +57,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
                     raise
                 why_not = str(error)
         if profile is None:
-            profile = _under_torch_profiler(workload, device, Path(folder), progress)
+            profile = _under_torch_profiler(workload, device, folder, progress)
     derived = {
         "parameters": count_parameters(workload.training.size),
         "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),

@@ -7,11 +7,9 @@ after one that could not be captured in a CUDA graph, because parts of torch may
 
 import contextlib
 import gc
-import multiprocessing
 import multiprocessing.connection
-import os
+import pickle
 import re
-import signal
 import sys
 import time
 import traceback
@@ -20,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import CapabilityError, CaptureError, UsageError
-from cs336sys.processes import cause_of_death, ctrl_c_ignored, imported, run_worker
+from cs336sys.processes.child import imported
+from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results import Run, Samples, Status
 
 Progress = Callable[[str], None]
@@ -61,31 +60,33 @@ Measure = Callable[[dict[str, Any], Progress], Outcome]
 class _Child:
     """A started process and the pipe to it."""
 
-    process: multiprocessing.process.BaseProcess
+    guarded: Guarded
     connection: multiprocessing.connection.Connection
+    out_of_memory_kills: int | None = field(default_factory=out_of_memory_kills)
 
     def receive(self, timeout_s: float | None) -> Run | Outcome | str | None:
         """Its next message, an ``error`` outcome when it died, None when the time is up."""
-        ready = multiprocessing.connection.wait([self.connection, self.process.sentinel], timeout_s)
-        if not ready:
-            return None
-        if self.connection in ready:
-            with contextlib.suppress(EOFError, ConnectionResetError):
-                return self.connection.recv()
-        self.process.join()
-        exit_code = self.process.exitcode
-        assert exit_code is not None
-        return Outcome("error", reason=f"the measuring process {cause_of_death(exit_code)}")
-
-    def kill(self) -> None:
-        """Kill it and all that it started."""
-        process_id = self.process.pid
-        assert process_id is not None
         try:
-            os.killpg(process_id, signal.SIGKILL)
-        except ProcessLookupError:
-            # It has not made its own process group yet.
-            self.process.kill()
+            if not self.connection.poll(timeout_s):
+                return None
+            message = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            # In the middle of a message, too.
+            return Outcome("error", reason=f"the measuring process {self._cause_of_death()}")
+        try:
+            return pickle.loads(message)
+        except Exception as error:
+            return Outcome("error", reason=f"what the measuring process sent cannot be read: {_first_sentences(error)}")
+
+    def send(self, configuration: dict[str, Any]) -> None:
+        # That it has died is noticed when its answer is read.
+        with contextlib.suppress(OSError):
+            self.connection.send(configuration)
+
+    def _cause_of_death(self) -> str:
+        if not self.guarded.has_ended(_EXIT_S):
+            return "closed its connection"
+        return cause_of_death(self.guarded.process.returncode, self.out_of_memory_kills)
 
 
 class Worker:
@@ -102,30 +103,60 @@ class Worker:
         self._arguments = arguments
         self._child: _Child | None = None
         self._run: Run | None = None
-        self._is_measuring = False
+        self._is_busy = False
 
     @property
-    def run(self) -> Run:
-        """The machine that the worker found itself on.
+    def run(self) -> Run | None:
+        """The machine that the worker found itself on; None before it has started."""
+        return self._run
+
+    def start(self, *, timeout_s: float | None = None) -> Outcome | None:
+        """Start the process unless there is one, which :meth:`measure` does, too.
+
+        Returns:
+            None, or what becomes of the cell that waited for it: ``timeout``, or ``error`` where it died though one
+            has started before.
 
         Raises:
-            CapabilityError: the worker could not start.
+            CapabilityError: it died, and none has ever started.
         """
+        if self._child is not None and self._child.guarded.process.poll() is None:
+            return None
+        self.close()
+        self._is_busy = True
+        self._child = child = _Child(*call_guarded(f"{__name__}:{_serve.__name__}", self._measure, self._arguments))
+        message = child.receive(timeout_s)
+        if isinstance(message, Run):
+            # A replaced worker goes on with its predecessor's run.
+            self._run = self._run or message
+            self._is_busy = False
+            return None
+        self.close()
+        if message is None:
+            return Outcome("timeout", reason=f"the measuring process did not start within {timeout_s:g} s")
+        assert isinstance(message, Outcome)
+        reason = f"the measuring process did not start: {message.reason}"
         if self._run is None:
-            self._start()
-        assert self._run is not None
-        return self._run
+            raise CapabilityError(reason)
+        return Outcome("error", reason=reason)
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
         """Measure one cell; whatever goes wrong in it comes back as an outcome.
 
+        Args:
+            timeout_s: how long the cell may take, and as long before it the process to start.
+
         Raises:
-            UsageError, CapabilityError: the worker could not start.
+            CapabilityError: no process could start.
         """
-        child = self._child or self._start()
+        failure = self.start(timeout_s=timeout_s)
+        if failure is not None:
+            return failure
+        child = self._child
+        assert child is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        child.connection.send(configuration)
-        self._is_measuring = True
+        child.send(configuration)
+        self._is_busy = True
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             message = child.receive(remaining)
@@ -136,7 +167,7 @@ class Worker:
                 self.close()
                 return Outcome("timeout", reason=f"not done after {timeout_s:g} s")
             assert isinstance(message, Outcome)
-            self._is_measuring = False
+            self._is_busy = False
             if not message.leaves_worker_sound:
                 self.close()
             return message
@@ -147,31 +178,11 @@ class Worker:
         if child is None:
             return
         child.connection.close()
-        if not self._is_measuring:
-            child.process.join(_EXIT_S)
-        if child.process.is_alive():
-            child.kill()
-        child.process.join()
+        if not self._is_busy:
+            child.guarded.has_ended(_EXIT_S)
+        child.guarded.kill()
         self._child = None
-        self._is_measuring = False
-
-    def _start(self) -> _Child:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        args = (os.getpid(), f"{__name__}:{_serve.__name__}", theirs, self._measure, self._arguments)
-        process = context.Process(target=run_worker, args=args)
-        self._child = child = _Child(process, ours)
-        with ctrl_c_ignored():
-            process.start()
-        theirs.close()
-        message = child.receive(None)
-        if isinstance(message, Outcome):
-            self.close()
-            raise CapabilityError(f"the measuring process did not start: {message.reason}")
-        assert isinstance(message, Run)
-        # A replaced worker goes on with its predecessor's run.
-        self._run = self._run or message
-        return child
+        self._is_busy = False
 
 
 def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:

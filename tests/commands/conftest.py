@@ -34,16 +34,18 @@ class KeptWorkers:
 
             is_replacing = False
 
-            def _start(self):
+            def start(self, *, timeout_s=None):
+                if self._child is not None:
+                    return super().start(timeout_s=timeout_s)
                 predecessor, found = kept.idle.pop(self._measure, (None, None))
                 if predecessor is not None and (not kept.are_kept or found != surroundings()):
                     Worker.close(predecessor)
                     predecessor = None
                 if predecessor is None or self._run is not None:
-                    return super()._start()
+                    return super().start(timeout_s=timeout_s)
                 self._child = predecessor._child
                 self._run = dataclasses.replace(predecessor._run, run_id=str(uuid.uuid4()))
-                return self._child
+                return None
 
             def measure(self, *arguments, **options):
                 self.is_replacing = True
@@ -53,7 +55,7 @@ class KeptWorkers:
                     self.is_replacing = False
 
             def close(self):
-                if self._child is None or self._is_measuring or self.is_replacing or not kept.are_kept:
+                if self._child is None or self._is_busy or self.is_replacing or not kept.are_kept:
                     super().close()
                     return
                 successor = Worker(self._measure, self._arguments)

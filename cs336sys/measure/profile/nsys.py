@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
+from cs336sys.processes.parent import run_guarded_program
 
 NAME = "Nsight Systems"
 
@@ -73,9 +74,8 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
 
 
 def _run(nsys: Profiler, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(nsys.path), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    # nsys starts the program in a session of its own, and daemons besides.
+    return run_guarded_program([str(nsys.path), *arguments])
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:

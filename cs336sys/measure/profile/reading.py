@@ -1,6 +1,5 @@
 """Opens a profiler's file, of whatever kind it is. Standard library only."""
 
-import tempfile
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
@@ -9,6 +8,7 @@ from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
 from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export
 from cs336sys.measure.profile.nsys_report import read_nsys_database
+from cs336sys.processes.folders import OwnedFolder
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -49,8 +49,8 @@ def _export_and_read(report: Path) -> Capture:
             f"{report} has to be exported by nsys, which is not installed here: where it is, run "
             f"`nsys export --type sqlite {report.name}`, and read the .sqlite file"
         )
-    with tempfile.TemporaryDirectory(prefix="cs336sys-") as folder:
-        database = Path(folder) / "report.sqlite"
+    with OwnedFolder() as folder:
+        database = folder / "report.sqlite"
         export(nsys, report, database)
         # Everything is loaded by then, so the database may go.
         return read_nsys_database(database, str(report))

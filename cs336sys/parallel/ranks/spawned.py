@@ -7,19 +7,19 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
-from cs336sys.processes import RankIdentity, cause_of_death, ctrl_c_ignored, run_worker
+from cs336sys.processes import RankIdentity
+from cs336sys.processes.child import run_spawned
+from cs336sys.processes.folders import OwnedFolder, remove_abandoned
+from cs336sys.processes.parent import cause_of_death, ctrl_c_ignored, out_of_memory_kills, start_for_good
 
 # How long to wait after the first failure for one that explains it: the peers of a killed rank report broken
 # connections, which may reach the parent some milliseconds before it learns of the death.
@@ -46,6 +46,7 @@ class _Rank:
     number: int
     process: multiprocessing.process.BaseProcess
     connection: multiprocessing.connection.Connection
+    out_of_memory_kills: int | None = None
 
     @property
     def pid(self) -> int:
@@ -54,18 +55,29 @@ class _Rank:
 
     def send(self, job: bytes) -> None:
         # That a rank has died is noticed when its answer is read.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(OSError):
             self.connection.send_bytes(job)
 
     def receive(self) -> Any:
         """What the rank returned, or a Failure. Call it when there is an answer or the process has ended."""
-        with contextlib.suppress(EOFError, ConnectionResetError):
+        answer = None
+        # A rank may have died in the middle of its answer.
+        with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                return pickle.loads(self.connection.recv_bytes())
-        self.process.join()
+                answer = self.connection.recv_bytes()
+        if answer is None:
+            return self._death()
+        try:
+            return pickle.loads(answer)
+        except Exception as error:
+            reason = f"its result cannot be read here: {type(error).__name__}: {error}"
+            return Failure(self.number, reason, details="", time_s=time.monotonic())
+
+    def _death(self) -> Failure:
+        self.process.join(_LEAVE_S)
         code = self.process.exitcode
-        assert code is not None, "join() waits for it"
-        return Failure(self.number, cause_of_death(code), details="", time_s=time.monotonic(), exit_code=code)
+        reason = "closed its connection" if code is None else cause_of_death(code, self.out_of_memory_kills)
+        return Failure(self.number, reason, details="", time_s=time.monotonic(), exit_code=code)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
@@ -85,9 +97,12 @@ class SpawnedRanks:
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         # A fresh one, because ranks that find the file of an earlier run would wait for the ranks of that run.
-        self._directory = Path(tempfile.mkdtemp(prefix="cs336sys-ranks-"))
+        folder = OwnedFolder()
+        self._directory = folder.path
         # Also at interpreter exit, which would otherwise wait for ranks that nobody has ended.
-        self._end = weakref.finalize(self, _end, self._ranks, self._directory)
+        self._end = weakref.finalize(self, _end, self._ranks, folder)
+        remove_abandoned()
+        kills = out_of_memory_kills()
         context = multiprocessing.get_context("spawn")
         try:
             with ctrl_c_ignored():
@@ -96,11 +111,11 @@ class SpawnedRanks:
                     identity = RankIdentity(number, world_size, local_rank=number)
                     args = (theirs, identity, backend, timeout_s, high_priority, self._directory)
                     process = context.Process(
-                        target=run_worker, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
+                        target=run_spawned, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
                     )
-                    process.start()
+                    start_for_good(process)
                     theirs.close()
-                    self._ranks.append(_Rank(number, process, ours))
+                    self._ranks.append(_Rank(number, process, ours, kills))
         except BaseException:
             self._end()
             raise
@@ -245,7 +260,7 @@ def _enumerated(numbers: Iterator[int] | list[int]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
-def _end(ranks: list[_Rank], directory: Path) -> None:
+def _end(ranks: list[_Rank], folder: OwnedFolder) -> None:
     for rank in ranks:
         rank.kill()
-    shutil.rmtree(directory, ignore_errors=True)
+    folder.remove()

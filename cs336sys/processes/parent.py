@@ -1,0 +1,176 @@
+"""What a process does with those that it starts: start them so that they end with it, and say what they died of."""
+
+import concurrent.futures
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_GUARD = str(Path(__file__).with_name("guard.py"))
+
+# Longer than a guard tries to kill what it guards.
+_KILL_S = 15.0
+
+# A Python process learns from its parent where to find modules, and then what to do.
+_PROGRAM = (
+    "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
+    "sys.path[:] = connection.recv(); from cs336sys.processes.child import run_guarded; run_guarded(connection)"
+)
+
+
+class Guarded:
+    """A program that ends when this process does, however that dies, with all that it has started at any depth.
+
+    Args:
+        command: the program, and its arguments.
+        descriptors: of open files that it inherits.
+        options: of :class:`subprocess.Popen`.
+
+    Attributes:
+        process: a process that ends as the program did, after all that the program has started (``guard.py``).
+    """
+
+    def __init__(self, command: Sequence[str], *, descriptors: Sequence[int] = (), **options: Any):
+        told, tell = os.pipe()
+        # Closed by the kernel when this process dies.
+        self._tell = open(tell, "wb", buffering=0)  # noqa: SIM115
+        try:
+            inherited = ",".join(map(str, descriptors))
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _GUARD, str(told), inherited, *command],
+                pass_fds=(told, *descriptors),
+                # Ctrl-C on a terminal reaches this process alone, which decides what happens to the program.
+                start_new_session=True,
+                **options,
+            )
+        finally:
+            os.close(told)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait until the program has ended, and return whether it has."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill the program and all that it has started, unless they have ended."""
+        with contextlib.suppress(BrokenPipeError):
+            self._tell.write(b"k")
+        self._tell.close()
+        if not self.has_ended(_KILL_S):
+            self.process.kill()
+            self.process.wait()
+
+
+def run_guarded_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and return what it printed; killed as :class:`Guarded` are."""
+    program = Guarded(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, errors = program.process.communicate()
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(command, program.process.returncode, output, errors)
+
+
+def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.connection.Connection]:
+    """Start a Python process that calls ``function(connection, *args)``, as ``package.module:function``.
+
+    Its standard output becomes standard error: results are printed by the parent, what a child prints is log.
+
+    Returns:
+        The process and the other end of its connection, where the end of file is read after its death.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses, too
+    command = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
+    guarded = Guarded(command, descriptors=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)
+    theirs.close()
+    # That it has died is noticed when its first message is read.
+    with contextlib.suppress(OSError):
+        ours.send(sys.path)
+        ours.send((function, args))
+    return guarded, ours
+
+
+def start_for_good(process: multiprocessing.process.BaseProcess) -> None:
+    """Start a process that asks the kernel to die with its parent, from a thread that lives as long as this process.
+
+    The kernel means the thread that has started it: a process that a short-lived thread started dies with that thread.
+    """
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
+    _lasting_thread(os.getpid()).put((process, started))
+    started.result()
+
+
+@functools.cache
+def _lasting_thread(process_id: int) -> queue.SimpleQueue:
+    """The thread's queue; ``process_id`` is that of this process, because a fork has no thread of its parent's."""
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            process, started = requests.get()
+            try:
+                process.start()
+                started.set_result(None)
+            except BaseException as error:
+                started.set_exception(error)
+
+    threading.Thread(target=serve, name="starts processes", daemon=True).start()
+    return requests
+
+
+@contextlib.contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Processes started in this context ignore Ctrl-C: their parent decides what happens to them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def out_of_memory_kills() -> int | None:
+    """How many processes this kernel has killed for lack of memory since it started; None if it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def cause_of_death(exit_code: int, kills_before: int | None) -> str:
+    """How a process ended that should not have ended, phrased to follow "the process".
+
+    Args:
+        kills_before: :func:`out_of_memory_kills` when it was started.
+    """
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    kills = out_of_memory_kills() if exit_code == -signal.SIGKILL else None
+    cause = f"was killed by {name}"
+    if kills is not None and kills_before is not None and kills > kills_before:
+        cause += ", and the kernel has killed for lack of memory since this process was started"
+    return cause

@@ -1,0 +1,55 @@
+"""What the processes of test_child do."""
+
+import atexit
+import concurrent.futures
+import ctypes
+import multiprocessing
+import resource
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+kept = []
+
+
+def end_with_work_left(connection, folder):
+    unclosed = open(f"{folder}/unclosed", "w")  # noqa: SIM115
+    unclosed.write("text")
+    kept.extend([unclosed, tempfile.TemporaryDirectory(dir=folder)])
+    threading.Thread(target=_write_late, args=(f"{folder}/thread",)).start()
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.submit(_write_late, f"{folder}/pool")
+    atexit.register(_write_late, f"{folder}/atexit")
+    context = multiprocessing.get_context("fork")
+    context.Process(target=_reach, args=(f"{folder}/process that it started",)).start()
+    print("printed by Python", end="")
+    ctypes.CDLL(None).printf(b"printed by C")
+    connection.send("done")
+
+
+def _write_late(path):
+    time.sleep(0.2)
+    Path(path).write_text("text")
+
+
+def _reach(path):
+    time.sleep(0.2)
+    Path(path).write_text("reached")
+
+
+def end_with_abort(connection):
+    """What C registers for the end of the process, as profilers do, ends it with SIGABRT here."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(libc.abort, None, None)
+
+
+def fail(connection):
+    raise ValueError("the numbers are wrong")
+
+
+def wait(connection):
+    """Say that it has begun, and end when it is told to."""
+    connection.send("begun")
+    connection.recv()

@@ -1,0 +1,112 @@
+"""What started Python processes do at their beginning and their end, and what is said of how they died."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from running import is_running
+
+from cs336sys.processes import parent
+from cs336sys.processes.child import run_spawned
+from cs336sys.processes.parent import call_guarded, cause_of_death, start_for_good
+
+
+def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd):
+    """It ends without being taken apart, and nothing gets lost by that."""
+    guarded, connection = call_guarded("endings:end_with_work_left", str(tmp_path))
+    assert connection.recv() == "done"
+    assert guarded.has_ended(20)
+    assert guarded.process.returncode == 0
+    guarded.kill()
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written.pop("process that it started") == "reached"
+    assert written == {"unclosed": "text", "thread": "text", "pool": "text", "atexit": "text"}
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "printed by Python" in captured.err
+    assert "printed by C" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("variable", "code"),
+    [("NSYS_PROFILING_SESSION_ID", -signal.SIGABRT), ("CUDA_INJECTION64_PATH", -signal.SIGABRT), ("NO_PROFILER", 0)],
+)
+def test_a_process_under_a_profiler_ends_as_the_profiler_expects(monkeypatch, variable, code):
+    monkeypatch.setenv(variable, "x")
+    guarded, _ = call_guarded("endings:end_with_abort")
+    assert guarded.has_ended(20)
+    assert guarded.process.returncode == code
+    guarded.kill()
+
+
+def test_a_process_that_fails_says_so(capfd):
+    guarded, connection = call_guarded("endings:fail")
+    with pytest.raises(EOFError):
+        connection.recv()
+    assert guarded.has_ended(20)
+    assert guarded.process.returncode == 1
+    assert "ValueError: the numbers are wrong" in capfd.readouterr().err
+
+
+def test_a_spawned_process_does_not_die_with_the_thread_that_asked_for_it():
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_spawned, args=(os.getpid(), "endings:wait", theirs))
+    thread = threading.Thread(target=lambda: (start_for_good(process), ours.recv()))
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    assert is_running(process.pid), "its thread has ended after it had asked to die with its parent"
+    ours.send("end")
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_a_process_can_be_spawned_after_a_fork():
+    """A fork has no thread of its parent's that could start anything."""
+    start_for_good(_Nothing())
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        start_for_good(_Nothing())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class _Nothing:
+    def start(self):
+        pass
+
+
+def test_what_fails_to_start_fails_for_its_caller():
+    with pytest.raises(AttributeError, match="no attribute 'start'"):
+        start_for_good(None)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "before", "now", "words"),
+    [
+        (7, 3, 4, "ended with exit code 7"),
+        (-signal.SIGSEGV, 3, 4, "was killed by SIGSEGV"),
+        (-signal.SIGKILL, 3, 3, "was killed by SIGKILL"),
+        (-signal.SIGKILL, None, None, "was killed by SIGKILL"),
+        (
+            -signal.SIGKILL,
+            3,
+            4,
+            "was killed by SIGKILL, and the kernel has killed for lack of memory since this process was started",
+        ),
+    ],
+)
+def test_memory_is_blamed_with_evidence_alone(monkeypatch, exit_code, before, now, words):
+    monkeypatch.setattr(parent, "out_of_memory_kills", lambda: now)
+    assert cause_of_death(exit_code, before) == words
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_kernel_counts_what_it_kills():
+    assert parent.out_of_memory_kills() >= 0

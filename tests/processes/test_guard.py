@@ -1,0 +1,150 @@
+"""The guard: nothing that a program has started outlives it or its owner, wherever it hides."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from running import is_running, wait_for_ids, wait_until
+
+from cs336sys.processes import guard
+from cs336sys.processes.parent import Guarded, run_guarded_program
+
+STUBBORN = str(Path(__file__).with_name("stubborn.py"))
+PYTHON = (sys.executable, "-I", "-S")
+ROLES = ("program", "target", "daemon")
+
+# An owner in a process of its own, without torch.
+OWNER = "import sys, time; from cs336sys.processes.parent import Guarded; it = Guarded(sys.argv[1:]); time.sleep(60)"
+
+# Each process of this program starts the next one and ends: whoever looks at all processes may miss it.
+MOVING = """
+import os, time
+end = time.monotonic() + 10
+while time.monotonic() < end:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    time.sleep(0.002)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_program_started_dies_with_the_owner(tmp_path, by):
+    with subprocess.Popen([sys.executable, "-c", OWNER, *PYTHON, STUBBORN, str(tmp_path)]) as owner:
+        ids = wait_for_ids(tmp_path, ROLES)
+        assert all(map(is_running, ids))
+        owner.send_signal(by)
+    wait_until(lambda: not any(map(is_running, ids)), 5)
+
+
+def test_what_a_program_started_dies_when_it_is_killed(tmp_path):
+    guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
+    ids = wait_for_ids(tmp_path, ROLES)
+    guarded.kill()
+    assert not any(map(is_running, ids))
+    assert guarded.process.returncode == -signal.SIGKILL
+
+
+def test_what_a_program_started_dies_when_it_dies(tmp_path):
+    guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
+    ids = wait_for_ids(tmp_path, ROLES)
+    os.kill(ids[0], signal.SIGSEGV)
+    assert guarded.has_ended(10)
+    assert not any(map(is_running, ids))
+    assert guarded.process.returncode == -signal.SIGSEGV
+    guarded.kill()
+
+
+def test_what_a_program_leaves_behind_dies_when_it_ends(tmp_path):
+    done = run_guarded_program([*PYTHON, STUBBORN, str(tmp_path), "end"])
+    assert (done.returncode, done.stdout) == (0, "")
+    assert not any(map(is_running, wait_for_ids(tmp_path, ("end", "target", "daemon"))))
+
+
+def test_a_terminated_guard_kills_and_a_killed_one_takes_the_program_along(tmp_path):
+    for by, survivors in ((signal.SIGTERM, 0), (signal.SIGKILL, 2)):
+        folder = tmp_path / by.name
+        folder.mkdir()
+        guarded = Guarded([*PYTHON, STUBBORN, str(folder)])
+        ids = wait_for_ids(folder, ROLES)
+        guarded.process.send_signal(by)
+        assert guarded.has_ended(10)
+        wait_until(lambda ids=ids: not is_running(ids[0]), 5)
+        left = [process for process in ids if is_running(process)]
+        assert len(left) == survivors, "whom nobody can find any more"
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+        guarded.kill()
+
+
+def test_a_program_that_runs_away_is_caught():
+    for attempt in range(5):
+        ours, theirs = os.pipe()
+        guarded = Guarded([*PYTHON, "-c", MOVING], descriptors=[theirs])
+        os.close(theirs)
+        time.sleep(0.1 + 0.007 * attempt)
+        guarded.kill()
+        os.set_blocking(ours, False)
+        assert os.read(ours, 1) == b"", "nobody holds the other end any more"
+        os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("pass", 0),
+        ("import os; os._exit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.abort()", -signal.SIGABRT),
+    ],
+)
+def test_a_guard_ends_as_its_program_did(script, code):
+    assert run_guarded_program([*PYTHON, "-c", script]).returncode == code
+
+
+def test_a_program_prints_and_reads_nothing():
+    done = run_guarded_program(
+        [*PYTHON, "-c", "import sys; print(sys.stdin.read() or 'nothing'); print(3, file=sys.stderr)"]
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nothing\n", "3\n")
+
+
+def test_a_program_that_is_not_there():
+    done = run_guarded_program(["/no/such/program"])
+    assert done.returncode == 127
+    assert done.stderr == "/no/such/program: No such file or directory\n"
+
+
+def test_a_program_can_be_started_in_a_thread_that_ends(tmp_path):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(Guarded([*PYTHON, STUBBORN, str(tmp_path)])))
+    thread.start()
+    ids = wait_for_ids(tmp_path, ROLES)
+    thread.join()
+    time.sleep(0.2)
+    assert all(map(is_running, ids))
+    started[0].kill()
+    assert not any(map(is_running, ids))
+
+
+def test_elsewhere_than_on_linux_the_process_group_dies(tmp_path):
+    """No orphans are adopted, and there is no /proc."""
+    script = (
+        "import os, runpy, sys; sys.platform = 'elsewhere'; is_folder = os.path.isdir\n"
+        "os.path.isdir = lambda path: path != '/proc' and is_folder(path)\n"
+        f"runpy.run_path({guard.__file__!r}, run_name='__main__')"
+    )
+    told, tell = os.pipe()
+    program = f"import os, time; os.fork(); open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(300)"
+    command = [sys.executable, "-c", script, str(told), "", *PYTHON, "-c", program]
+    with subprocess.Popen(command, pass_fds=[told]) as process:
+        os.close(told)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+        os.close(tell)
+    assert process.returncode == -signal.SIGKILL
+    wait_until(lambda: not any(is_running(int(path.name)) for path in tmp_path.iterdir()), 5)
