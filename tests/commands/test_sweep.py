@@ -77,6 +77,21 @@ def test_resume_on_a_file_that_is_not_there_yet_starts_it(tmp_path):
     assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=RESUME).cells[0].status == "ok"
 
 
+def test_cells_whose_worker_does_not_start_time_out(tmp_path):
+    path = tmp_path / "r.jsonl"
+    configurations = [{"action": "measure"}, {"action": "print"}]
+    for resume in (ResumeOptions(), RESUME):
+        measured = run_sweep(
+            "bench", "hangs_at_import:measure", configurations, save=path, resume=resume, cell_timeout=0.5
+        )
+        assert {(cell.status, cell.reason) for cell in measured.cells} == {
+            ("timeout", "the measuring process did not start within 0.5 s")
+        }
+        assert measured.run is None
+    assert len(read_results(path).cells) == 4
+    assert sweep(("measure",), save=path, resume=RESUME).cells[0].status == "ok"
+
+
 def test_fresh_worker_measures_every_cell_in_a_process_of_its_own():
     cells = sweep(("measure", "print"), fresh_worker=True).cells
     assert len({cell.derived["pid"] for cell in cells}) == 2

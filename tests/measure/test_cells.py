@@ -1,15 +1,18 @@
 """The worker process: every way a cell can end becomes its status, and the next cell is measured all the same."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from running import is_running, wait_for_ids, wait_until
 
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.cells import Worker
+from cs336sys.measure.cells import Outcome, Worker, _Child
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_run_describes_the_machine_and_the_arguments(worker):
         ("out of memory", "oom", "out of memory at forward: DefaultCPUAllocator: can't allocate memory: you tried"),
         ("wrapped out of memory", "oom", "out of memory at forward: the compiler failed"),
         ("raise", "error", "RuntimeError at forward: the kernel is wrong. Second sentence"),
-        ("kill", "error", "the measuring process was killed by SIGKILL: out of host memory, or killed from outside"),
+        ("kill while sending", "error", "the measuring process was killed by SIGKILL"),
         ("exit", "error", "the measuring process ended with exit code 7"),
         ("capture", "unsupported", "phase 'forward' cannot be captured in a CUDA graph"),
     ],
@@ -64,24 +67,61 @@ def test_unsupported_cell_keeps_the_worker(worker):
     assert run(worker, "measure")[0].derived["pid"] == before
 
 
-def test_cell_is_given_up_after_its_time(worker):
+def test_cell_is_given_up_after_its_time_with_all_that_it_started(worker, tmp_path):
+    assert worker.start() is None
+    stages = []
+    configuration = {"action": "sleep beside others", "folder": str(tmp_path)}
     started = time.monotonic()
-    outcome, _ = run(worker, "sleep", timeout_s=0.5)
-    assert (outcome.status, outcome.reason) == ("timeout", "not done after 0.5 s")
+    outcome = worker.measure(configuration, timeout_s=2.5, progress=stages.append)
+    assert (outcome.status, outcome.reason) == ("timeout", "not done after 2.5 s")
     assert time.monotonic() - started < 20
+    assert not any(map(is_running, wait_for_ids(tmp_path, ("program", "target", "daemon"))))
+    assert Path(stages[-1]).name.startswith("cs336sys-")
+    assert not Path(stages[-1]).exists(), "a temporary folder of the killed process"
     assert run(worker, "measure")[0].status == "ok"
+
+
+def test_worker_that_died_between_two_cells_is_replaced(worker):
+    before = run(worker, "measure")[0].derived["pid"]
+    os.kill(before, signal.SIGKILL)
+    assert worker._child.guarded.has_ended(10)
+    outcome, _ = run(worker, "measure")
+    assert outcome.status == "ok"
+    assert outcome.derived["pid"] != before
+
+
+def test_result_that_cannot_be_read_is_an_error():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send_bytes(b"cno_such_module\nvalue\n.")
+    outcome = _Child(None, ours).receive(10)
+    assert outcome.status == "error"
+    assert outcome.reason == "what the measuring process sent cannot be read: No module named 'no_such_module'"
+
+
+def test_worker_that_does_not_start_in_time_times_out_and_one_that_dies_is_an_error():
+    """Without torch: neither comes as far."""
+    worker = Worker("hangs_at_import:measure")
+    for _ in range(2):
+        outcome = worker.measure({}, timeout_s=0.7, progress=str)
+        assert outcome == Outcome("timeout", reason="the measuring process did not start within 0.7 s")
+    assert worker.run is None
+    worker._measure, worker._run = "no_such_module:measure", object()
+    outcome = worker.measure({}, timeout_s=60, progress=str)
+    assert outcome.status == "error"
+    assert outcome.reason == "the measuring process did not start: the measuring process ended with exit code 1"
+    worker.close()
 
 
 def test_idle_worker_ends_by_itself_and_a_measuring_one_is_killed():
     worker = Worker("fake_cells:measure")
     run(worker, "measure")
-    process = worker._child.process
+    process = worker._child.guarded.process
     worker.close()
-    assert process.exitcode == 0
+    assert process.returncode == 0
     run(worker, "measure")
-    process = worker._child.process
+    process = worker._child.guarded.process
     run(worker, "sleep", timeout_s=0.2)
-    assert process.exitcode == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
     worker.close()
 
 
@@ -93,33 +133,23 @@ def test_what_a_cell_prints_goes_to_stderr(worker, capfd):
 
 def test_worker_that_cannot_start_is_one_sentence():
     with pytest.raises(CapabilityError, match=r"the measuring process did not start: .* exit code 1"):
-        Worker("no_such_module:measure").run  # noqa: B018
+        Worker("no_such_module:measure").start()
 
 
-def test_worker_dies_with_its_parent():
+def test_worker_dies_with_its_parent_and_so_does_what_it_started(tmp_path):
     """A killed parent leaves no orphan, even in the middle of a cell."""
     script = (
-        "from cs336sys.measure.cells import Worker\n"
-        "if __name__ == '__main__':\n"
-        "    worker = Worker('fake_cells:measure')\n"
-        "    worker.run\n"
-        "    print(worker._child.process.pid, flush=True)\n"
-        "    worker.measure({'action': 'sleep'}, timeout_s=None, progress=str)\n"
+        "import sys; from cs336sys.measure.cells import Worker\n"
+        "worker = Worker('fake_cells:measure')\n"
+        "configuration = {'action': 'sleep beside others', 'folder': sys.argv[1]}\n"
+        "worker.measure(configuration, timeout_s=None, progress=lambda stage: print(stage, flush=True))\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as parent:
-        worker_pid = int(parent.stdout.readline())
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
+        ids = wait_for_ids(tmp_path, ("program", "target", "daemon"))
+        assert parent.stdout.readline() == "forward\n"
+        folder = Path(parent.stdout.readline().strip())
         parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    deadline = time.monotonic() + 10
-    while is_running(worker_pid):
-        assert time.monotonic() < deadline, "the worker outlived its parent"
-        time.sleep(0.05)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not any(map(is_running, ids)), 10)
+    wait_until(lambda: not folder.exists(), 10)

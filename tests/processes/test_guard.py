@@ -18,8 +18,13 @@ STUBBORN = str(Path(__file__).with_name("stubborn.py"))
 PYTHON = (sys.executable, "-I", "-S")
 ROLES = ("program", "target", "daemon")
 
-# An owner in a process of its own, without torch.
-OWNER = "import sys, time; from cs336sys.processes.parent import Guarded; it = Guarded(sys.argv[1:]); time.sleep(60)"
+# Owners in processes of their own, without torch.
+OWNERS = {
+    "any": "import sys, time; from cs336sys.processes.parent import Guarded; "
+    "program = Guarded(sys.argv[1:]); time.sleep(60)",
+    "nsys": "import sys; from cs336sys.measure.profile import nsys; from cs336sys.measure.diagnosis.profilers import "
+    "Profiler; nsys._run(Profiler(sys.argv[1], '2025.3'), sys.argv[2:])",
+}
 
 # Each process of this program starts the next one and ends: whoever looks at all processes may miss it.
 MOVING = """
@@ -33,12 +38,12 @@ while time.monotonic() < end:
 """
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_program_started_dies_with_the_owner(tmp_path, by):
-    with subprocess.Popen([sys.executable, "-c", OWNER, *PYTHON, STUBBORN, str(tmp_path)]) as owner:
+@pytest.mark.parametrize(("owner", "by"), [("any", signal.SIGTERM), ("any", signal.SIGKILL), ("nsys", signal.SIGKILL)])
+def test_what_a_program_started_dies_with_the_owner(tmp_path, owner, by):
+    with subprocess.Popen([sys.executable, "-c", OWNERS[owner], *PYTHON, STUBBORN, str(tmp_path)]) as process:
         ids = wait_for_ids(tmp_path, ROLES)
         assert all(map(is_running, ids))
-        owner.send_signal(by)
+        process.send_signal(by)
     wait_until(lambda: not any(map(is_running, ids)), 5)
 
 

@@ -239,9 +239,9 @@ def test_ranks_end_with_the_process_that_measures():
     """Which would otherwise wait for them at its end, until it is killed."""
     worker = Worker("training_ranks:measure_with_a_kept_rank")
     assert worker.measure({}, timeout_s=None, progress=lambda stage: None).status == "ok"
-    process = worker._child.process
+    process = worker._child.guarded.process
     worker.close()
-    assert process.exitcode == 0
+    assert process.returncode == 0
 
 
 def test_the_slowest_rank_counts():
