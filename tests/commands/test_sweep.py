@@ -175,6 +175,9 @@ class FakeWorker:
     def __init__(self, measure, arguments):
         pass
 
+    def start(self, *, timeout_s):
+        return None
+
     def measure(self, configuration, *, timeout_s, progress):
         if configuration["action"] == "terminate":
             raise Terminated
