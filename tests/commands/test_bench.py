@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.measure.cells import Worker
+from cs336sys.processes.parent import call_guarded
 from cs336sys.results import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -161,8 +161,7 @@ def test_every_round_of_a_warmup_study_is_a_fresh_process(tmp_path, monkeypatch)
     path = tmp_path / "r.jsonl"
     arguments = ("--warmup", "0,2", "--mode", "forward", "--rounds", "2", "--save", str(path), "--format", "json")
     started = []
-    start = Worker._start
-    monkeypatch.setattr(Worker, "_start", lambda worker: started.append(worker) or start(worker))
+    monkeypatch.setattr("cs336sys.measure.cells.call_guarded", lambda *how: started.append(how) or call_guarded(*how))
     rows = tables(invoke(*arguments))["bench"]["rows"]
     assert len(started) == 4
     assert in_order(path) == [(0, "reference", 1), (2, "reference", 1), (0, "reference", 2), (2, "reference", 2)]
