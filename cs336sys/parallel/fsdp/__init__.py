@@ -8,7 +8,8 @@
   by ``gather_order.py`` which units come next; ``gather_timing.py`` measures whether they arrive in time.
 - ``left_tensors.py``: where may a call have left tensors from which a backward pass comes back?
 - ``gradients.py``: how do gradients become means, and reach their slices?
-- ``checkpoint.py``: how are all ranks saved, and loaded by another number of ranks?
+- ``checkpoint.py``: how are all ranks saved, and loaded by another number of ranks? Without running code from the file
+  (``plain_data.py``).
 """
 
 from cs336sys.parallel.fsdp.wrapper import FSDP
