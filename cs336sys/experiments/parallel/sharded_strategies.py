@@ -50,7 +50,7 @@ def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice:
         model.finish_gradient_synchronization,
         functools.partial(_arrived, plain, optimizer),
         model.buckets,
-        finish=optimizer.wait_for_parameters,
+        sharded=optimizer,
     )
 
 
@@ -64,7 +64,7 @@ def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, ch
         optimizer.finish_gradient_synchronization,
         functools.partial(_arrived, model, optimizer),
         scaler_class=ShardedGradScaler,
-        finish=optimizer.wait_for_parameters,
+        sharded=optimizer,
     )
 
 

@@ -37,7 +37,7 @@ class ParallelStep(TrainStep):
     are NVTX ranges.
 
     In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
-    synchronizes in that phase.
+    synchronizes in that phase, and one that sends updated parameters does so in the forward pass.
 
     Args:
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
@@ -71,8 +71,10 @@ class ParallelStep(TrainStep):
             else:
                 self.phases["synchronize"] = replica.synchronize
             self.phases["optimizer"] = optimizer
-        if in_graphs and replica.finish is not None:
-            self.phases["optimizer"] = functools.partial(_in_turn, self.optimizer_step, replica.finish)
+        if in_graphs and replica.sharded is not None:
+            replica.sharded.defer_exchange()
+            exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
+            self.phases["forward"] = functools.partial(_in_turn, *exchange)
         if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
             self.mark(NvtxMarks())
 

@@ -22,6 +22,7 @@ from cs336sys.workload import ParallelWorkload
 
 if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
 class Launched(Protocol):
@@ -43,7 +44,7 @@ class Replica:
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
-        finish: waits for what the optimizer step launched and the next forward pass would wait for; None if nothing is.
+        sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
     """
 
     model: nn.Module
@@ -54,7 +55,7 @@ class Replica:
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
     communicates_in_backward: bool = True
-    finish: Callable[[], None] | None = None
+    sharded: ShardedOptimizer | None = None
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,14 @@ class ParameterExchange:
     """Starts the operations of all buckets, and waits for a bucket when one of its parameters is needed.
 
     :meth:`overlap_with` tells which module needs which parameters; the others are waited for at once.
+
+    Attributes:
+        is_deferred: whether :meth:`start` leaves launching to :meth:`start_deferred`, or to who waits.
     """
 
     def __init__(self) -> None:
+        self.is_deferred = False
+        self._is_pending = False
         self._buckets: list[ExchangeBucket] = []
         # For each part of a module, its parameters and the buckets that they are in.
         self._awaited: list[tuple[Set[nn.Parameter], list[ExchangeBucket]]] = []
@@ -42,9 +47,17 @@ class ParameterExchange:
         """Launch every bucket, and wait for those with a parameter that no module waits for."""
         # A module that did not run has not waited for its buckets.
         self.wait()
-        for bucket in self._buckets:
-            bucket.operation.start()
-        _wait_for(self._awaited_at_once)
+        self._is_pending = True
+        if not self.is_deferred:
+            self.start_deferred()
+
+    def start_deferred(self) -> None:
+        """Launch what :meth:`start` was called for, unless it has been."""
+        if self._is_pending:
+            self._is_pending = False
+            for bucket in self._buckets:
+                bucket.operation.start()
+            _wait_for(self._awaited_at_once)
 
     def wait(self) -> None:
         """Return when all parameters may be used: on a GPU, by work queued on the current stream after this.
@@ -52,6 +65,7 @@ class ParameterExchange:
         Raises:
             RuntimeError: another rank died or timed out; a note names the parameters.
         """
+        self.start_deferred()
         _wait_for(self._buckets)
 
     def overlap_with(self, module: nn.Module) -> None:

@@ -182,6 +182,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._partition.exchange.overlap_with(module)
 
+    def defer_exchange(self) -> None:
+        """Let :meth:`step` leave it to :meth:`start_exchange` to send the updated parameters.
+
+        For a step in CUDA graphs, one a phase: each graph must wait for the collectives that it launched. Called at the
+        beginning of the forward pass, :meth:`start_exchange` brings parameters while earlier parts compute. Replays do not
+        come through this object: what the last one has updated is sent by the next.
+        """
+        self._partition.exchange.is_deferred = True
+
+    def start_exchange(self) -> None:
+        """Start to send the parameters that :meth:`step` has updated, after :meth:`defer_exchange`."""
+        self._partition.exchange.start_deferred()
+
     def wait_for_parameters(self) -> None:
         """Return when all parameters may be used: on a GPU, by work queued on the current stream after this."""
         self._partition.exchange.wait()
