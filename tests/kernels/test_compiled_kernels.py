@@ -1,4 +1,4 @@
-"""The fused kernels under torch.compile: one graph, and in it the same results to the last bit."""
+"""The fused kernels under torch.compile: their operators, one graph, and in it the same results to the last bit."""
 
 import pytest
 import torch
@@ -50,3 +50,43 @@ def test_compiled_in_one_graph(function, shapes, device):
     for name, tensor in eager.items():
         assert torch.equal(tensor, graph[name]), name
         assert tensor.stride() == graph[name].stride(), name
+
+
+def check_operator(operator, *arguments):
+    """Its schema says what it does to its arguments, and what it returns without computing fits what it computes."""
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("residual_dtype", [None, torch.float16], ids=["alone", "residual"])
+def test_operators_of_rms_norm(residual_dtype, device):
+    x, weight = torch.randn(2, 3, 34, device=device)[:, :, ::2], torch.randn(17, device=device)
+    residual = None if residual_dtype is None else x.to(residual_dtype)
+    arguments = x, weight, residual, 1e-5, torch.float16
+    check_operator(torch.ops.cs336sys.rms_norm_forward.default, *arguments)
+    y, total, inverse_rms = torch.ops.cs336sys.rms_norm_forward(*arguments)
+    grads = (y, None, x) if residual is None else (y, y, total)
+    check_operator(
+        torch.ops.cs336sys.rms_norm_backward.default, *grads, weight, inverse_rms, torch.float32, residual_dtype
+    )
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_operators_of_swiglu(recomputes, device):
+    gate, up, grad = torch.randn(3, 3, 10, device=device)
+    check_operator(torch.ops.cs336sys.swiglu_forward.default, gate[:, ::2], up[:, ::2], torch.float16)
+    check_operator(torch.ops.cs336sys.swiglu_backward.default, gate, up.half(), grad, recomputes)
+
+
+@pytest.mark.parametrize("strides", [None, (120, 24, 8, 1)], ids=["laid out as x", "strides"])
+def test_operator_of_rope(strides, device):
+    x = torch.randn(2, 5, 3, 8, device=device)
+    x = x.transpose(1, 2)[..., ::2] if strides is None else x
+    check_operator(torch.ops.cs336sys.rope.default, x, None, 1e4, False, strides, torch.float16)
+
+
+def test_operators_of_rope_qkv(device):
+    qkv, positions = torch.randn(2, 5, 24, device=device), torch.arange(5, device=device)
+    arguments = qkv, positions, 1, 1, 1e4, torch.float32
+    check_operator(torch.ops.cs336sys.rope_qkv.default, *arguments)
+    grads = torch.ops.cs336sys.rope_qkv(*arguments)
+    check_operator(torch.ops.cs336sys.rope_qkv_backward.default, *grads, None, 1e4, torch.float16)

