@@ -67,7 +67,6 @@ def small_chunks(monkeypatch):
     """Whole chunks, which are read 128 bits at a time, and the rest of each tensor with masks; a GPU's are as small."""
     if not ON_GPU:
         monkeypatch.setattr(kernels, "CHUNK", 256)
-        monkeypatch.setattr(kernels, "HALF_TILE", 64)
 
 
 def test_reference_is_torchs():

@@ -324,7 +324,8 @@ def prepare_kernel(
         tl.store(factor_ptr + 6, 1.0 - beta2, mask=mask)
 
 
-# Elements of a program, which walks through them in tiles of two halves. The interpreter takes as long for few elements
-# as for many.
-CHUNK, HALF_TILE = (4096, 1024) if isinstance(update_kernel, triton.JITFunction) else (65536, 32768)
-NUM_WARPS = 4
+INTERPRETED = not isinstance(update_kernel, triton.JITFunction)
+
+# Elements of a program. The interpreter takes as long for few as for many. On an H200, 16384, 8192, 4096 and 2048 for
+# 0.94 B float32 parameters with float32 states reached 0.95, 0.97, 0.98 and 0.98 of the copy rate.
+CHUNK = 65536 if INTERPRETED else 4096

@@ -8,19 +8,22 @@ import triton
 from cs336sys.kernels.linear_cross_entropy.kernels import count_kernel, forward_kernel, scale_kernel
 from cs336sys.kernels.operators import as_rows, check_tensors
 
-# Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits, eight chunks of 32768 tokens.
+# Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits. On an H200, forward and backward of 32768 tokens of
+# width 4096 took 181.8 ms with it, 183.7 with half and 186.8 with twice as much (the products at 766 TFLOP/s: 160).
 CHUNK_BYTES = 1_250_000_000
 # A chunk is this many tokens or a multiple: the rows of a tile of cuBLAS.
 CHUNK_ALIGNMENT = 128
 # Rows of a chunk begin at multiples of this many logits, so that every row is read 128 bits at a time.
 ROW_ALIGNMENT = 64
-# cuBLAS is slow at products of which a side is no multiple of this, even if all rows are aligned.
+# cuBLAS is slow at products of which a side is no multiple of this, even if all rows are aligned: 8192 x 2560 x 50,257
+# took 19.4 (logits), 16.1 (gradient of hidden) and 4.6 ms (of the weight), and 3.0, 2.9 and 2.8 in two parts.
 PRODUCT_ALIGNMENT = 8
 # Sums over chunks are kept in float32 beside a bfloat16 gradient if that leaves room for this many tokens.
 MIN_CHUNK_TOKENS = 1024
 
+# Logits of a tile, 16 in each thread: 0.95 ms for 4096 x 151,936 on an H200, 0.93 of the copy rate if both reads count
+# (2048: 0.98, 8192: 1.11 ms). For 2048 x 10,000 it takes 42 us, a single tile for the whole row 75.
 MAX_COLUMN_TILE = 4096
-# 16 logits a thread.
 COLUMNS_OF_A_WARP = 512
 
 COUNT_TILE = 4096
@@ -86,6 +89,7 @@ def _sums_dtype(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int, logi
     if dtype != torch.bfloat16 or weight.dtype == torch.float32:
         # float16 sums that are not yet divided by the number of tokens would overflow.
         return torch.float32
+    # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
     token_bytes = logits_bytes_of_a_token(len(weight), dtype)
     fits = chunk_bytes - 4 * weight.numel() >= MIN_CHUNK_TOKENS * token_bytes
     return torch.float32 if fits and logits_bytes > chunk_bytes else torch.bfloat16
@@ -183,7 +187,10 @@ def forward(
         for part in parts:
             if needs_grad_hidden:
                 grad = grad_hidden[chunk]
-                torch.addmm(grad, logits[:, part], compute_weight[part], beta=0 if part.start == 0 else 1, out=grad)
+                if part.start == 0:
+                    torch.mm(logits[:, part], compute_weight[part], out=grad)
+                else:
+                    torch.addmm(grad, logits[:, part], compute_weight[part], out=grad)
             if needs_grad_weight:
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
     del buffer
