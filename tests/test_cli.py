@@ -49,3 +49,19 @@ def empty_program_s():
 @pytest.mark.parametrize(("arguments", "limit_s", "times_empty"), [([], 0.3, 1.8), (["bench"], 0.5, 2.6)])
 def test_help_is_fast(arguments, limit_s, times_empty, empty_program_s):
     assert processor_s("-m", "cs336sys", *arguments) < max(limit_s, times_empty * empty_program_s)
+
+
+def test_help_of_bench_is_one_screen_in_named_panels():
+    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "100"}).stdout
+    assert len(shown.splitlines()) < 60
+    for panel in ("Model", "What runs", "Measuring", "Output"):
+        assert f"─ {panel} ─" in shown
+    assert "small (128.6M)" in shown
+    assert "env var" not in shown
+    assert "CS336SYS_BENCH_SIZE=small is bench's --size small" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def test_large_defaults_are_written_as_one_would_type_them():
+    shown = CliRunner().invoke(app, ["account", "parallel", "--help"], env={"COLUMNS": "100"}).stdout
+    assert "[default: 9.894e+14]" in shown
+    assert "[default: 131072]" in shown

@@ -29,7 +29,7 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
-    rounds: Annotated[int, typer.Option(help="Times to go through all combinations, samples pooled.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Times to go through all combinations.", min=1)] = 1,
     interleave: Annotated[
         str | None,
         typer.Option(
@@ -47,11 +47,9 @@ def bench(
     format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Time forward pass, backward pass and optimizer step of a Transformer, for every combination of the lists.
+    """Time forward pass, backward pass and optimizer step, for every combination of the lists.
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
-
-    cs336sys bench --size small --warmup 0,1,2,5
 
     cs336sys bench --size small --attention sdpa,flash --interleave attention
     """

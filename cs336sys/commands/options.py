@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from typer.models import OptionInfo
@@ -16,22 +16,28 @@ from typer.models import OptionInfo
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.outputs import FORMATS
 
+# Panels of the help, beside that of the command's own options.
+MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
+
 FormatOption = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help=f"Output format: {', '.join(FORMATS)}. Default: table on a terminal, markdown otherwise.",
+        help=f"{', '.join(FORMATS)}. Default: the file name's.",
         show_default=False,
+        rich_help_panel=OUTPUT,
     ),
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the result to this file instead of stdout.")
+    Path | None,
+    typer.Option("--output", "-o", help="Write the result to this file, not to stdout.", rich_help_panel=OUTPUT),
 ]
 BaselineOption = Annotated[
     str | None, typer.Option("--baseline", help="Which of them speed-ups are over. Default: eager.", show_default=False)
 ]
 SaveOption = Annotated[
-    Path | None, typer.Option("--save", help="Append every cell with its raw samples to this .jsonl file.")
+    Path | None,
+    typer.Option("--save", help="Append cells with their raw samples to this .jsonl file.", rich_help_panel=OUTPUT),
 ]
 
 
@@ -41,6 +47,10 @@ LARGEST_NUMBER = 1e18
 
 # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 LONGEST_S = 1e6
+
+
+# What help calls the value of an option, by its type. A flag has none.
+_VALUE_WORDS = {list: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>", str: "<name>"}
 
 
 def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,9 +69,10 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
             groups[parameter.name] = parameter.annotation
             for field in fields(parameter.annotation):
                 default = getattr(parameter.default, field.name)
-                options.append(parameter.replace(name=field.name, annotation=field.type, default=default))
+                option = parameter.replace(name=field.name, annotation=field.type, default=default)
+                options.append(_presented(option, getattr(parameter.annotation, "panel", None)))
         else:
-            options.append(parameter)
+            options.append(_presented(parameter, None))
     converters = {option.name: converter for option in options if (converter := _number_converter(option)) is not None}
 
     @functools.wraps(command)
@@ -96,20 +107,32 @@ def _number_converter(parameter: inspect.Parameter) -> tuple[str, Callable[[str]
     return option, at_least(-most if info.min is None else int(info.min), most)
 
 
+def _presented(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
+    """The same option in this panel of the help, with a short word for its value."""
+    kind, *metadata = get_args(parameter.annotation) or (None,)
+    types = {type_ for one in (kind, *get_args(kind)) for type_ in (one, get_origin(one))}
+    words = [word for type_, word in _VALUE_WORDS.items() if type_ in types]
+    for position, entry in enumerate(metadata):
+        if isinstance(entry, OptionInfo):
+            metadata[position] = presented = copy.copy(entry)
+            presented.rich_help_panel = entry.rich_help_panel or panel
+            presented.metavar = entry.metavar or words[0]
+    return parameter.replace(annotation=Annotated[(kind, *metadata)]) if metadata else parameter
+
+
 def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
     """The same option, of a text: its default as it would be typed."""
     kind, *metadata = get_args(parameter.annotation)
-    is_optional = type(None) in get_args(kind)
-    is_whole = int in {kind, *get_args(kind)}
     for position, entry in enumerate(metadata):
         if isinstance(entry, OptionInfo):
             metadata[position] = text = copy.copy(entry)
             text.min = text.max = None
-            text.metavar = text.metavar or ("<int>" if is_whole else "<number>")
     default = parameter.default
-    if isinstance(default, int | float):
-        default = f"{default:g}" if float(f"{default:g}") == default and not is_whole else str(default)
-    annotation: Any = Annotated[(str | None if is_optional else str, *metadata)]
+    if isinstance(default, float):
+        default = f"{default:g}" if float(f"{default:g}") == default else str(default)
+    elif isinstance(default, int):
+        default = str(default)
+    annotation: Any = Annotated[(str | None if type(None) in get_args(kind) else str, *metadata)]
     return parameter.replace(annotation=annotation, default=default)
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+from cs336sys.commands.options import OUTPUT
 from cs336sys.results import Cell, Results, Run, code_name, configuration_key, differing_conditions, same_code
 
 # A resumed sweep measures these again; every other status would come out the same.
@@ -16,11 +17,10 @@ _WORTH_RETRYING = ("error", "timeout")
 class ResumeOptions:
     """Which cells of the ``--save`` file are skipped; true where any are."""
 
+    panel: ClassVar = OUTPUT
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Skip the cells that the --save file holds from the same machine, settings and code."
-        ),
+        typer.Option("--resume", help="Skip cells that the --save file holds, if they were measured alike."),
     ] = False
     resume_any: Annotated[
         bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cs336sys.commands.faults import interruption_code, say
-from cs336sys.commands.options import LONGEST_S
+from cs336sys.commands.options import LONGEST_S, MEASURING
 from cs336sys.commands.progress import showing_progress
 from cs336sys.commands.ranks import JoinedWorker
 from cs336sys.commands.resuming import ResumeOptions, known_cells, shown_run
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 CellTimeoutOption = Annotated[
     float | None,
-    typer.Option("--cell-timeout", help="Give a cell up after this many seconds.", show_default=False, max=LONGEST_S),
+    typer.Option(
+        "--cell-timeout",
+        help="Give a cell up after this many seconds.",
+        show_default=False,
+        max=LONGEST_S,
+        rich_help_panel=MEASURING,
+    ),
 ]
 
 

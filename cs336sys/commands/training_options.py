@@ -7,36 +7,40 @@ of its options (see :func:`cs336sys.commands.options.with_read_options`).
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from cs336sys.commands.options import at_least, one_of, split_list
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.commands.options import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
 from cs336sys.errors import UsageError
+from cs336sys.report.numbers import format_number
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MODES, OPTIMIZERS, Workload
 
 _OWN = "Default: the size's own."
+_SIZES = ", ".join(
+    f"{name} ({format_number(count_parameters(size), 'parameters').replace(' ', '')})" for name, size in SIZES.items()
+)
 
 ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
 BatchSizeOption = Annotated[list[str], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False)]
 NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
-ModeOption = Annotated[str, typer.Option(help=f"Phases of a step: {', '.join(MODES)}.")]
+ModeOption = Annotated[str, typer.Option(help=f"{', '.join(MODES)}.", rich_help_panel=WHAT_RUNS)]
 PrecisionOption = Annotated[
     list[str], typer.Option(help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
 ]
-CompileOption = Annotated[
-    list[str], typer.Option(help="off; block: one block, reused by all, and the loss; model: the whole model.")
-]
-OptimizerOption = Annotated[list[str], typer.Option(help="course: AdamW of cs336_basics; fused: torch's fused AdamW.")]
+CompileOption = Annotated[list[str], typer.Option(help="off, block (one for all, and the loss), model (all).")]
+OptimizerOption = Annotated[list[str], typer.Option(help="course (AdamW of cs336_basics), fused (torch's).")]
 CudaGraphOption = Annotated[
-    list[str], typer.Option("--cuda-graph", help="on: capture each phase of the step in a CUDA graph, and replay it.")
+    list[str], typer.Option("--cuda-graph", help="on: replay the phases of a step from CUDA graphs.")
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU after every step; none: only at the end.")]
+SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU each time; none: in the end.")]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the cells with their predicted memory and run nothing.")
+    bool,
+    typer.Option("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING),
 ]
 
 
@@ -44,7 +48,8 @@ DryRunOption = Annotated[
 class ModelOptions:
     """Which models, and their batches."""
 
-    size: Annotated[list[str], typer.Option(help=f"Model sizes: {', '.join(SIZES)}.")] = field(default_factory=list)
+    panel: ClassVar = MODEL
+    size: Annotated[list[str], typer.Option(help=f"{_SIZES}.")] = field(default_factory=list)
     context: ContextOption = field(default_factory=list)
     batch_size: BatchSizeOption = field(default_factory=list)
     vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}", show_default=False)] = None
@@ -91,6 +96,7 @@ class SharedModelOptions(ModelOptions):
 class PrecisionOptions:
     """Which precisions."""
 
+    panel: ClassVar = WHAT_RUNS
     precision: PrecisionOption = field(default_factory=list)
     bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False
     fp16: Annotated[bool, typer.Option("--fp16", help="Short for --precision fp16.")] = False
@@ -111,6 +117,7 @@ class PrecisionOptions:
 class ImplementationOptions:
     """Which of several implementations of the same computation."""
 
+    panel: ClassVar = WHAT_RUNS
     compile: CompileOption = field(default_factory=lambda: ["off"])
     attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.")] = field(
         default_factory=lambda: ["reference"]
@@ -123,7 +130,8 @@ class ImplementationOptions:
 class StepsOptions:
     """How many steps."""
 
-    warmup: Annotated[list[str], typer.Option(help="Warm-up steps; several make a warm-up study.")]
+    panel: ClassVar = MEASURING
+    warmup: Annotated[list[str], typer.Option(help="Warm-up steps; several are a study of it.")]
     steps: Annotated[int, typer.Option(help="Measured steps.")]
 
 
@@ -131,6 +139,7 @@ class StepsOptions:
 class RunOptions:
     """The device, and settings of the whole process."""
 
+    panel: ClassVar = MEASURING
     device: DeviceOption = "auto"
     seed: SeedOption = 0
     tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
