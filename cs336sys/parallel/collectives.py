@@ -121,10 +121,13 @@ class _Mean(_Launched):
 
     def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
         """The reduce operation that gives the mean; if that is a sum, the tensors are divided here."""
-        if self._averages_inside:
-            return dist.ReduceOp(dist.ReduceOp.AVG)
-        torch._foreach_div_(tensors, dist.get_world_size())
-        return dist.ReduceOp(dist.ReduceOp.SUM)
+        if not self._averages_inside:
+            torch._foreach_div_(tensors, dist.get_world_size())
+        return self._reduce_op
+
+    @functools.cached_property
+    def _reduce_op(self) -> dist.ReduceOp:
+        return dist.ReduceOp(dist.ReduceOp.AVG if self._averages_inside else dist.ReduceOp.SUM)
 
 
 class MeanReduction(_Mean):
@@ -146,7 +149,8 @@ class MeanReduction(_Mean):
         options.reduceOp = self._prepare(tensors)
         options.asyncOp = True
         self._tensors = tensors
-        tensors = [_real(tensor) for tensor in tensors]
+        if self._dtype.is_complex:
+            tensors = [_real(tensor) for tensor in tensors]
         if is_coalesced:
             self._works = [self._group.allreduce_coalesced(tensors, options)]
         else:

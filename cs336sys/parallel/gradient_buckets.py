@@ -112,7 +112,8 @@ class GradientBucket:
                     gradient = parameter.grad = gradient.clone()
                 if not _same_order(gradient, strides):
                     gradient = parameter.grad = _empty_gradient(parameter, strides).copy_(gradient)
-            tensors.append(memory_view(gradient))
+            # Of a contiguous one memory_view() would make another Python object.
+            tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
 
 
