@@ -244,7 +244,9 @@ class FSDP(nn.Module):
         """
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
-        norms = torch.cat((gather_numbers(_norm(sharded, norm_type)), _norm(replicated, norm_type).view(1)))
+        device = next((parameter.device for parameter in (*sharded, *replicated)), None)
+        of_sharded, of_replicated = (_norm(some, norm_type, device) for some in (sharded, replicated))
+        norms = torch.cat((gather_numbers(of_sharded), of_replicated.view(1)))
         norm = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
@@ -291,8 +293,8 @@ def _buckets(replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype
     return [GradientBucket(named, gradient_dtype) for named in by_kind.values()]
 
 
-def _norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device | None) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
-        return torch.zeros((), device=parameters[0].device if parameters else None)
+        return torch.zeros((), device=device)
     return nn.utils.get_total_norm(gradients, norm_type)

@@ -203,7 +203,7 @@ def gradient_penalty():
         penalized_loss(wrapped, *map(share, batch(0, torch.float64))).backward()
         finish(wrapped)
         penalized = gradients(wrapped.module)
-        partly = wrap(PartlyUsed())
+        partly = wrap(PartlyUsed().to(collectives.group_device()))
         errors = [error_of(partly(1.0, True).backward, create_graph=True)]
         partly.zero_grad()
         with partly.no_sync():
