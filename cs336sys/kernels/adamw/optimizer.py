@@ -17,10 +17,11 @@ STATE_DTYPES = ("fp32", "bf16", "split")
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2), as ``torch.optim.AdamW``.
 
-    All parameters are updated in three launches for each combination of dtypes, whatever their number, and one more
-    with clipping. Arithmetic is in float32, bias corrections in float64. Step counts are tensors on the device, and a
-    learning rate may be one, so a step can be captured in a CUDA graph once one has been taken; the host never waits.
-    Results are equal from run to run. ``grad_norm`` is the norm of the last step's gradients with ``max_grad_norm``.
+    A step is one launch that prepares and one for each combination of dtypes, whatever the number of parameters; with
+    clipping another one each. Arithmetic is in float32, bias corrections in float64. Step counts are tensors on the
+    device, and a learning rate may be one, so a step can be captured in a CUDA graph once one has been taken; the host
+    never waits. Results are equal from run to run. ``grad_norm`` is the norm of the last step's gradients with
+    ``max_grad_norm``.
 
     What a step reads and writes, besides the gradient, which may be in float32, float16 or bfloat16:
 

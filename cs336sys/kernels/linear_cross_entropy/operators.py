@@ -29,7 +29,7 @@ def _fake_forward(
         hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),
         hidden.new_empty((targets.numel(), hidden.shape[-1]) if needs_grad_hidden else 0),
         hidden.new_empty(weight.shape, dtype=kept) if needs_grad_weight else hidden.new_empty(0),
-        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(() if dtype == torch.float16 else 0, dtype=torch.float32),
     )
 
 
@@ -51,7 +51,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]
 def _differentiate(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple:
     """For compilers, which write no memory that they keep for backward."""
     grad_hidden, grad_weight, factor = ctx.saved_tensors
-    factor = factor * grad_loss
+    factor = factor * grad_loss if factor.numel() else grad_loss
     return (
         (grad_hidden * factor).view(ctx.hidden_shape) if ctx.needed[0] else None,
         (grad_weight * factor).to(ctx.weight_dtype) if ctx.needed[1] else None,
@@ -93,7 +93,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_operators(grad_loss):
             return _differentiate(ctx, grad_loss)
         grad_hidden, grad_weight, factor = ctx.saved_tensors
-        factor = factor * grad_loss
+        factor = factor * grad_loss if factor.numel() else grad_loss
         # Otherwise a second backward pass would scale once more, or what the first has handed out.
         overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()
         needs_hidden, needs_weight = ctx.needed
