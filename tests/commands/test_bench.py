@@ -229,6 +229,19 @@ def test_percentiles_on_request():
     assert row["step_ms_p0"] <= row["step_ms_p50"] == row["step_ms_median"] <= row["step_ms_p100"]
 
 
+def test_graphs_on_a_cpu_are_a_row_that_says_why_and_the_sweep_goes_on():
+    found = tables(invoke("--warmup", "1", "--cuda-graph", "on,off", "--mode", "forward", "--format", "json"))
+    assert [(row["cuda_graph"], row["status"]) for row in found["bench"]["rows"]] == [
+        ("on", "unsupported"),
+        ("off", "ok"),
+    ]
+    assert (
+        "unsupported: CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step"
+        in found["bench"]["notes"]
+    )
+    assert "speedup" not in found
+
+
 def test_dry_run_predicts_memory_and_measures_nothing():
     arguments = ("--size", "small,10b", "--context", "128,512", "--bf16", "--rounds", "3", "--dry-run")
     arguments = (*arguments, "--format", "json")
@@ -278,6 +291,8 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
         (["--percentiles", "120"], 2, "--percentiles '120': must be between 0 and 100"),
         (["--interleave", "size"], 2, "--interleave 'size': choose from precision, compile, attention, optimizer"),
         (["--interleave", "attention"], 2, "--interleave attention: give --attention two values or more"),
+        (["--interleave", "cuda-graph"], 2, "--interleave cuda-graph: give --cuda-graph two values or more"),
+        (["--cuda-graph", "maybe"], 2, "--cuda-graph 'maybe': choose from off, on"),
         ([*IN_TURN, "--warmup", "0"], 2, "--interleave: --warmup 0 would put steps that do things once"),
         ([*IN_TURN, "--warmup", "1,2"], 2, "--interleave: give --warmup one value"),
         ([*IN_TURN, "--synchronize", "none"], 2, "--interleave: --synchronize none mixes the steps"),
