@@ -123,9 +123,8 @@ def test_a_variable_is_read_as_the_option():
         (["bench", "--size", "Smal"], "--size 'Smal': choose from tiny, small, .*; did you mean small?"),
         (["bench", "--mode", "trian"], "unknown mode 'trian': choose from .*; did you mean train?"),
         (["bench", "--format", "jsn"], "unknown format 'jsn': choose from .*; did you mean json?"),
-        (["bench", "--sizee", "small"], "no such option: --sizee .*--size.*"),
+        (["bench", "--sizee", "small"], "no such option.*--sizee.*--size.*"),
         (["bench", "--size"], "option '--size' requires an argument"),
-        (["compare", "a"], "missing argument .*B.jsonl.*"),
         (
             ["flash", "--baseline", "triton", "--implementations", "eager"],
             "--baseline 'triton': is not measured: choose from eager",
