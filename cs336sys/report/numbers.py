@@ -1,12 +1,16 @@
 """Numbers as text, by unit: the one place where digits are rounded."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336sys.report.noise import Interval, is_noisy
 from cs336sys.results import Samples
 
 MISSING = "-"
+
+# Columns of less are shown in MiB: GiB with four decimals would leave three digits of a tiny model's memory.
+_LEAST_GIB = 0.1
 
 
 @dataclass(frozen=True)
@@ -17,18 +21,22 @@ class Unit:
         label: the unit's name for a column header; empty where every number carries its own.
         digits: significant digits, as far as ``most_decimals`` and the digits before the point allow.
         scales: (divisor, suffix) in rising order; a number is written in the largest that does not exceed it.
+        factor: how many of ``label`` are one of the unit.
     """
 
     label: str = ""
     digits: int = 4
     most_decimals: int = 4
     scales: tuple[tuple[float, str], ...] = ((1, ""),)
+    factor: float = 1
 
 
 # By the unit's name as column names and samples spell it; any other unit is written like ms under its own name.
 UNITS = {
     "ms": Unit("ms"),
     "gib": Unit("GiB"),
+    # For people, of numbers that are GiB: see shown_unit.
+    "gib as mib": Unit("MiB", factor=2**10),
     "gbps": Unit("GB/s"),
     "tflops": Unit("TFLOP/s"),
     "tokens_per_s": Unit("tokens/s", most_decimals=1),
@@ -57,6 +65,17 @@ _SHOWN_UNITS = {
 def unit_label(unit: str | None) -> str:
     """What a column header says after its comma: ``GiB`` for ``gib``, nothing where the numbers carry their unit."""
     return "" if unit is None else _rule(unit).label
+
+
+def shown_unit(
+    values: "Sequence[str | bool | int | float | Samples | Interval | None]", unit: str | None
+) -> str | None:
+    """The unit in which people see a column: its own, but MiB where all of it is less than a tenth of a GiB."""
+    if unit != "gib" or not values:
+        return unit
+    numbers = [value.mean if isinstance(value, Samples) else value for value in values]
+    is_small = all(isinstance(value, int | float) and abs(value) < _LEAST_GIB for value in numbers)
+    return "gib as mib" if is_small and any(numbers) else unit
 
 
 def format_value(value: "str | bool | int | float | Samples | Interval | None", unit: str | None = None) -> str:
@@ -90,6 +109,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
     if unit is None:
         return _format_bare(value)
     rule = _rule(unit)
+    value *= rule.factor
     divisor, suffix = _scale(value, rule)
     if isinstance(value, int) and divisor == 1:
         return f"{value:,}{suffix}"
@@ -109,6 +129,7 @@ def format_mean_std(mean: float, std: float | None, unit: str) -> str:
     if std is None or not math.isfinite(mean):
         return format_number(mean, unit)
     rule = _rule(unit)
+    mean, std = rule.factor * mean, rule.factor * std
     divisor, suffix = _scale(mean, rule)
     mean, std = mean / divisor, std / divisor
     larger = max(abs(mean), std) if math.isfinite(std) else abs(mean)

@@ -8,12 +8,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cs336sys.errors import OutputError, UsageError, choose_from
 from cs336sys.report.noise import NOISY_PART, Interval, is_noisy
-from cs336sys.report.numbers import format_value, unit_label
+from cs336sys.report.numbers import format_value, shown_unit, unit_label
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
 from cs336sys.results import Samples
 
@@ -192,7 +192,7 @@ def grid_of(table: Table) -> Grid:
     for column in table.columns:
         values = [value for row in table.rows if not _is_empty(value := row.get(column.key))]
         if values or not table.rows:
-            columns.append(column)
+            columns.append(replace(column, unit=shown_unit(values, column.unit)))
             is_number.append(bool(values) and not any(isinstance(value, str | bool) for value in values))
     rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
     keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)

@@ -465,3 +465,17 @@ def test_header_that_names_its_unit_stands_alone():
     assert Column("tokens_per_s", "tokens/s", "tokens_per_s").title == "tokens/s"
     assert Column("parameters", "parameters", "parameters").title == "parameters"
     assert Column("context", "context").title == "context"
+
+
+def test_memory_of_tiny_models_is_shown_in_mib_and_kept_in_gib():
+    def memory(*peaks_gib):
+        columns = (Column("peak_gib", "peak", "gib"), Column("step_gib", "step", "gib"))
+        return Table("m", "m", columns, [{"peak_gib": peak, "step_gib": ms(peak, peak)} for peak in peaks_gib])
+
+    shown = render([memory(0.046875, 0.015625)], "markdown").splitlines()
+    assert shown[2].split() == ["|", "peak,", "MiB", "|", "step,", "MiB", "|"]
+    assert shown[4].split() == ["|", "48.00", "|", "48.00", "±", "0.00", "|"]
+    assert shown[5].split() == ["|", "16.00", "|", "16.00", "±", "0.00", "|"]
+    assert "peak, GiB" in render([memory(0.046875, 1.5)], "markdown")
+    assert "peak, GiB" in render([memory(0.0)], "markdown")
+    assert render([memory(0.046875)], "csv").splitlines()[1] == "0.046875,0.046875,0.0"
