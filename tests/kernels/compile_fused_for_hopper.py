@@ -91,6 +91,8 @@ def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> No
 
 def predict(vocab_size: int, dtype: torch.dtype = BF16) -> None:
     targets = torch.zeros(2, dtype=torch.int64)
+    # What the kernel that counts has not written cannot be looked at.
+    linear_cross_entropy._count_targets = lambda *_: torch.tensor(2)
     _, _, gradient, _, factor = linear_cross_entropy.forward(
         empty(2, 16, dtype=dtype), empty(vocab_size, 16, dtype=dtype), targets, -100, 0.0, 0.0, dtype, True, False
     )
