@@ -1,6 +1,8 @@
 """linear_cross_entropy against float64, on the CPU through Triton's interpreter."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -356,6 +358,24 @@ def test_bad_input_is_refused_in_one_sentence(arguments, options, error, sentenc
 def test_target_outside_the_vocabulary(target):
     with pytest.raises(IndexError, match=rf"target {target} is not in the vocabulary: it must be in \[0, 5\)"):
         linear_cross_entropy(HIDDEN, WEIGHT, torch.tensor([0, target]))
+
+
+PREDICT_BEYOND_THE_VOCABULARY = """
+import torch
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
+torch.set_default_device("cuda")
+linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 5]))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_target_outside_the_vocabulary_is_a_device_side_assertion():
+    result = subprocess.run(
+        [sys.executable, "-c", PREDICT_BEYOND_THE_VOCABULARY], capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert "device-side assert" in result.stderr
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
