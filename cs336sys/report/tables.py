@@ -92,7 +92,8 @@ def render(tables: Sequence[Table], format: str) -> str:
       ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
       number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, beside
       ``_low`` and ``_high``. NaN and infinity are null, which is all that JSON has for them.
-    - ``csv``: likewise with mean and std, without titles and notes; several tables are separated by an empty line.
+    - ``csv``: likewise with mean and std, without titles and notes. The first column names the table; several are
+      separated by an empty line, each under its own header.
 
     Numbers for programs are not rounded.
 
@@ -319,8 +320,9 @@ def _csv(tables: Sequence[Table]) -> str:
         keys, rows = _flat_rows(table, ("mean", "std"))
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(keys)
-        writer.writerows([str(value).lower() if isinstance(value, bool) else value for value in row] for row in rows)
+        writer.writerow(["table", *keys])
+        for row in rows:
+            writer.writerow([table.name, *(str(value).lower() if isinstance(value, bool) else value for value in row)])
         parts.append(stream.getvalue())
     return "\n".join(parts)
 

@@ -138,9 +138,12 @@ def test_csv_reads_back(sweeps, tmp_path):
         ("small", 0.8, "faster"),
         ("medium", 1.0, "~"),
     ]
-    assert not_compared == "size,precision,a_status,b_status,reason\nmedium,bf16,ok,oom,CUDA out of memory"
+    assert (
+        not_compared
+        == "table,size,precision,a_status,b_status,reason\nnot_compared,medium,bf16,ok,oom,CUDA out of memory"
+    )
     assert summary.startswith(
-        "metric,cells,faster,slower,not_significant,undecided,geometric_mean_ratio\nstep_ms,3,1,1,1,0,0.95"
+        "table,metric,cells,faster,slower,not_significant,undecided,geometric_mean_ratio\nsummary,step_ms,3,1,1,1,0,0.95"
     )
 
 

@@ -38,7 +38,9 @@ def test_warnings_are_no_failure(monkeypatch):
     result = doctor("--format", "csv")
     assert result.exit_code == 0
     assert result.stdout == (
-        "name,verdict,found,fix\nPython,ok,3.12.3,\nnsys importer,warn,lacks libdw.so.1,`apt-get install libdw1`.\n"
+        "table,name,verdict,found,fix\n"
+        "doctor,Python,ok,3.12.3,\n"
+        "doctor,nsys importer,warn,lacks libdw.so.1,`apt-get install libdw1`.\n"
     )
 
 

@@ -169,7 +169,7 @@ def test_json_has_no_nan():
 
 def test_number_among_samples_stands_under_the_mean():
     table = Table("t", "t", (Column("step_ms", "step", "ms"),), [{"step_ms": ms(1.0, 3.0)}, {"step_ms": 2.5}])
-    assert render([table], "csv") == f"step_ms_mean,step_ms_std\n2.0,{math.sqrt(2)}\n2.5,\n"
+    assert render([table], "csv") == f"table,step_ms_mean,step_ms_std\nt,2.0,{math.sqrt(2)}\nt,2.5,\n"
 
 
 def test_csv():
@@ -177,6 +177,7 @@ def test_csv():
     assert float(small.pop("forward_ms_mean")) == pytest.approx(12.3)
     assert float(small.pop("forward_ms_std")) == pytest.approx(math.sqrt(0.13))
     assert small == {
+        "table": "bench",
         "size": "small",
         "parameters": "128625408",
         "tokens_per_s": "165432.1",
@@ -184,16 +185,16 @@ def test_csv():
         "launch_bound": "true",
         "status": "ok",
     }
-    assert list(big.values()) == ["2.7b", "3406809600", "", "", "", "", "", "oom"]
+    assert list(big.values()) == ["bench", "2.7b", "3406809600", "", "", "", "", "", "oom"]
 
 
 def test_csv_of_several_tables_has_an_empty_line_between_them():
-    assert render([EMPTY, EMPTY], "csv") == "size,step_ms\n\nsize,step_ms\n"
+    assert render([EMPTY, EMPTY], "csv") == "table,size,step_ms\n\ntable,size,step_ms\n"
 
 
 def test_csv_reads_back_hostile_text():
     [header, row] = csv.reader(io.StringIO(render([HOSTILE], "csv")))
-    assert (header, row) == (["text"], [HOSTILE_TEXT])
+    assert (header, row) == (["table", "text"], ["hostile", HOSTILE_TEXT])
 
 
 def test_markdown_escapes():
@@ -478,4 +479,4 @@ def test_memory_of_tiny_models_is_shown_in_mib_and_kept_in_gib():
     assert shown[5].split() == ["|", "16.00", "|", "16.00", "±", "0.00", "|"]
     assert "peak, GiB" in render([memory(0.046875, 1.5)], "markdown")
     assert "peak, GiB" in render([memory(0.0)], "markdown")
-    assert render([memory(0.046875)], "csv").splitlines()[1] == "0.046875,0.046875,0.0"
+    assert render([memory(0.046875)], "csv").splitlines()[1] == "m,0.046875,0.046875,0.0"
