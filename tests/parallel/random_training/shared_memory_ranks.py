@@ -99,6 +99,21 @@ def shared_memory(kind: str, wrapper: str, device: str = "cpu") -> dict[str, flo
     return {name: _error(parameter.grad, expected[name]) for name, parameter in module.named_parameters()}
 
 
+def accumulated_in_shared_memory(wrapper: str) -> dict[str, float]:
+    """How far each gradient is off the mean after two passes, the first without synchronization."""
+    torch.manual_seed(0)
+    module = SumOfTwo().double()
+    inputs = [torch.randn(4, 6).double() for _ in range(dist.get_world_size())]
+    expected = _mean_gradients(copy.deepcopy(module), inputs)
+    wrapped = WRAPPERS[wrapper](module)
+    own = inputs[dist.get_rank()]
+    with wrapped.no_sync():
+        (wrapped(own) ** 2).mean().backward()
+    (wrapped(own) ** 2).mean().backward()
+    wrapped.finish_gradient_synchronization()
+    return {name: _error(parameter.grad, 2 * expected[name]) for name, parameter in module.named_parameters()}
+
+
 def _error(found: Tensor, expected: Tensor) -> float:
     return (found - expected).abs().max().item() / expected.abs().max().item()
 

@@ -18,6 +18,12 @@ def test_gradients_that_share_memory_are_not_averaged_in_it(ranks, kind, wrapper
             assert max(errors.values()) < 1e-12, errors
 
 
+@pytest.mark.parametrize("wrapper", ["naive", "flat", "overlap", "bucketed"])
+def test_gradients_that_share_memory_are_not_accumulated_in_it(ranks, wrapper):
+    for errors in ranks(2).run(shared_memory_ranks.accumulated_in_shared_memory, wrapper):
+        assert max(errors.values()) < 1e-12, errors
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_no_gradient_of_a_transformer_is_copied_for_it(ranks, wrapper):
     assert ranks(2).run(shared_memory_ranks.copies_of_a_transformer, wrapper) == [0, 0]
