@@ -19,6 +19,7 @@ from cs336sys.report.titles import (
     setting_of,
     shown_settings,
     title,
+    wall_columns,
 )
 from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples, configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
@@ -123,7 +124,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
     if "warmup" in settings:
         columns.append(Column("first_measured_ms", "first measured step", "ms"))
     columns += [
-        Column("wall_ms", "CPU wall", "ms"),
+        *wall_columns(cell.samples["step"] for cell in cells if cell.status == "ok"),
         Column("gpu_busy_ms", "GPU busy", "ms"),
         Column("launch_bound", "launch-bound"),
         Column("first_step_s", "first step ready", "s"),

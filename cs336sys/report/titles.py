@@ -1,10 +1,10 @@
 """How tables say what was measured: the machine, and the columns for which model was trained and how."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cs336sys.report.tables import Column
-from cs336sys.results import LATER_SETTINGS, Cell, Run
+from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
@@ -73,6 +73,13 @@ def title(
         if name not in shown and name in cells[0].configuration
     ]
     return f"{command}: {', '.join([*words, *constant, *machine_words(run)])}"
+
+
+def wall_columns(steps: Iterable[Samples]) -> tuple[Column, ...]:
+    """The CPU's time of a step, where that is not what the step itself was timed by."""
+    if all(samples.method.startswith("cpu clock") for samples in steps):
+        return ()
+    return (Column("wall_ms", "CPU wall", "ms"),)
 
 
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:

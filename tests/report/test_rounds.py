@@ -141,3 +141,13 @@ def test_not_a_number_is_the_largest():
     assert math.isnan(largest_known(cells, "out_error"))
     assert largest_known([cells[0], *cells[2:]], "out_error") == 0.7
     assert largest_known(cells[2:4], "out_error") is None
+
+
+def test_no_second_time_by_the_cpu_where_the_step_is_timed_by_it():
+    def headers(method):
+        (one,) = pool_bench_rounds([cell(1, (10.0, 20.0))])
+        one = replace(one, samples={name: replace(series, method=method) for name, series in one.samples.items()})
+        return [column.key for column in bench_tables([one], None)[0].columns]
+
+    assert "wall_ms" in headers("cuda events")
+    assert "wall_ms" not in headers("cpu clock")

@@ -11,7 +11,15 @@ from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.noise import Interval, difference, ratio
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    shown_settings,
+    title,
+    wall_columns,
+)
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
@@ -142,10 +150,11 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         identity: the columns that tell cells apart.
         torchs: what of torch averages gradients in the backward pass, and does so, for a note.
     """
+    measured = [row for row in rows if row["status"] == "ok"]
     columns = (
         *identity,
         *(Column(f"{phase}_ms", phase, "ms") for phase in _PHASES),
-        Column("wall_ms", "CPU wall", "ms"),
+        *wall_columns(row["step_ms"] for row in measured),
         Column("overlap_percent", "communication beside computing", "percent"),
     )
     notes = (
@@ -154,7 +163,6 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
         "one profiled step of rank 0",
     )
-    measured = [row for row in rows if row["status"] == "ok"]
     return Table("phases", "phases of the step", columns, measured, notes, STEADIER)
 
 
