@@ -188,8 +188,7 @@ class Worker:
 def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:
     """What a worker does: describe this machine, then measure configurations until the parent closes the pipe."""
     measure_cell = imported(measure)
-    from cs336sys.measure.environment import new_run
-
+    new_run = imported("cs336sys.measure.environment:new_run")
     connection.send(new_run(arguments))
     with contextlib.suppress(EOFError):
         while True:

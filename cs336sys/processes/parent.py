@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -57,20 +58,24 @@ class Guarded:
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait until the program has ended, and return whether it has."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
+        if self.process.poll() is None:
+            # Ready when nobody can read the pipe any more. Popen.wait would look again every 50 ms.
+            end = select.poll()
+            end.register(self._tell, 0)
+            if not end.poll(timeout_s * 1e3):
+                return False
+            self.process.wait()
         return True
 
     def kill(self) -> None:
         """Kill the program and all that it has started, unless they have ended."""
-        with contextlib.suppress(BrokenPipeError):
-            self._tell.write(b"k")
+        if self.process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                self._tell.write(b"k")
+            if not self.has_ended(_KILL_S):
+                self.process.kill()
+                self.process.wait()
         self._tell.close()
-        if not self.has_ended(_KILL_S):
-            self.process.kill()
-            self.process.wait()
 
 
 def run_guarded_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
