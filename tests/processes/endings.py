@@ -17,10 +17,10 @@ def end_with_work_left(connection, folder):
     unclosed = open(f"{folder}/unclosed", "w")  # noqa: SIM115
     unclosed.write("text")
     kept.extend([unclosed, tempfile.TemporaryDirectory(dir=folder)])
-    threading.Thread(target=_write_late, args=(f"{folder}/thread",)).start()
+    threading.Thread(target=_write_late, args=(f"{folder}/thread", 0.6)).start()
     pool = concurrent.futures.ThreadPoolExecutor(1)
-    pool.submit(_write_late, f"{folder}/pool")
-    atexit.register(_write_late, f"{folder}/atexit")
+    pool.submit(_write_late, f"{folder}/pool", 0.6)
+    atexit.register(_write_late, f"{folder}/atexit", 0)
     context = multiprocessing.get_context("fork")
     context.Process(target=_reach, args=(f"{folder}/process that it started",)).start()
     print("printed by Python", end="")
@@ -28,8 +28,8 @@ def end_with_work_left(connection, folder):
     connection.send("done")
 
 
-def _write_late(path):
-    time.sleep(0.2)
+def _write_late(path, delay_s):
+    time.sleep(delay_s)
     Path(path).write_text("text")
 
 

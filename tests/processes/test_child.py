@@ -15,8 +15,10 @@ from cs336sys.processes.child import run_spawned
 from cs336sys.processes.parent import call_guarded, cause_of_death, start_for_good
 
 
-def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd):
+def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd, monkeypatch):
     """It ends without being taken apart, and nothing gets lost by that."""
+    # Which would leave nothing to be flushed.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     guarded, connection = call_guarded("endings:end_with_work_left", str(tmp_path))
     assert connection.recv() == "done"
     assert guarded.has_ended(20)

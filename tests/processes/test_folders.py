@@ -1,5 +1,6 @@
 """Temporary folders: removed when their process was killed, and never while it lives."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,10 +14,6 @@ from cs336sys.processes.folders import OwnedFolder, remove_abandoned
 OWNER = (
     "import os, sys; from cs336sys.processes.folders import OwnedFolder; folder = OwnedFolder()\n"
     "print(folder.path, flush=True); sys.stdin.read(); os.kill(os.getpid(), 9)"
-)
-REMOVER = (
-    "import tempfile, sys; from cs336sys.processes.folders import remove_abandoned; tempfile.tempdir = sys.argv[1]\n"
-    "print('begun', flush=True)\nwhile True: remove_abandoned()"
 )
 
 
@@ -58,13 +55,22 @@ def test_a_folder_of_another_kernel_stays(temporary_directory, monkeypatch):
     assert path.exists()
 
 
-def test_a_new_folder_is_never_taken_for_abandoned(temporary_directory):
-    """Another process removes without pause, and so between the making of a folder and its lock, too."""
-    with subprocess.Popen(
-        [sys.executable, "-c", REMOVER, str(temporary_directory)], stdout=subprocess.PIPE, text=True
-    ) as remover:
-        remover.stdout.readline()
-        for _ in range(150):
-            with OwnedFolder() as path:
-                (path / "file").write_text("x")
-        remover.kill()
+@pytest.mark.parametrize(("module", "function"), [(os, "open"), (fcntl, "flock")])
+def test_a_new_folder_that_was_taken_for_abandoned_is_made_again(temporary_directory, monkeypatch, module, function):
+    """Another process finds it between two lines of the one that makes it: once before each of the two calls."""
+    real = getattr(module, function)
+    removed = []
+
+    def after_removal(*arguments):
+        if not removed:
+            removed.extend(temporary_directory.iterdir())
+            monkeypatch.setattr(module, function, real)
+            remove_abandoned()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, function, after_removal)
+    with OwnedFolder() as path:
+        assert not removed[0].exists()
+        assert path.is_dir()
+        remove_abandoned()
+        assert path.is_dir()
