@@ -1,5 +1,6 @@
 """Which processes run, for tests of how they end."""
 
+import fcntl
 import time
 from pathlib import Path
 
@@ -9,6 +10,18 @@ def is_running(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process of ``processes/stubborn.py`` lives that was given this folder."""
+    if not (folder / "held").exists():
+        return False
+    with (folder / "held").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def wait_until(condition, limit_s):

@@ -12,18 +12,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cs336sys.processes.parent import run_guarded_program
+
 MIB_PER_GIB = 1024
 
 
 def run_tool(
-    command: Sequence[str], *, timeout_s: float = 5.0, variables: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    timeout_s: float = 5.0,
+    variables: Mapping[str, str] | None = None,
+    starts_others: bool = False,
 ) -> str | None:
     """Standard output of a command; None when it is missing, fails or is not done after ``timeout_s``.
 
     Args:
         variables: environment variables set for the command besides the inherited ones.
+        starts_others: it starts programs of its own, none of which must outlive it or this process.
     """
     try:
+        if starts_others:
+            done = run_guarded_program(command, timeout_s=timeout_s, variables=variables)
+            return done.stdout.strip() if done.returncode == 0 else None
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,

@@ -25,8 +25,9 @@ SET_PARENT_DEATH_SIGNAL = 1
 SET_DUMPABLE = 4
 SET_CHILD_SUBREAPER = 36
 
-# A process that waits for a driver or a dead file system dies when it leaves the kernel, and nobody need wait for that.
-_LIMIT_S = 10.0
+# To give a GPU's memory back takes seconds. A process that a driver or a dead file system holds longer dies when it
+# leaves the kernel, for which nobody need wait.
+_LIMIT_S = 30.0
 
 
 def prctl(option: int, value: int) -> None:

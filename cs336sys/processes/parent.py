@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
-# Longer than a guard tries to kill what it guards.
-_KILL_S = 15.0
+# Longer than a guard waits for what it has killed.
+_KILL_S = 60.0
 
 # A Python process learns from its parent where to find modules, and then what to do.
 _PROGRAM = (
@@ -78,8 +78,17 @@ class Guarded:
         self._tell.close()
 
 
-def run_guarded_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it printed; killed as :class:`Guarded` are."""
+def run_guarded_program(
+    command: Sequence[str], *, timeout_s: float | None = None, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and return what it printed; killed as :class:`Guarded` are, or when its time is up.
+
+    Args:
+        variables: environment variables set for it besides the inherited ones.
+
+    Raises:
+        subprocess.TimeoutExpired: its time was up.
+    """
     program = Guarded(
         command,
         stdin=subprocess.DEVNULL,
@@ -87,9 +96,10 @@ def run_guarded_program(command: Sequence[str]) -> subprocess.CompletedProcess[s
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=os.environ | (variables or {}),
     )
     try:
-        output, errors = program.process.communicate()
+        output, errors = program.process.communicate(timeout=timeout_s)
     finally:
         program.kill()
     return subprocess.CompletedProcess(command, program.process.returncode, output, errors)
@@ -173,7 +183,7 @@ def cause_of_death(exit_code: int, kills_before: int | None) -> str:
     """
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
     kills = out_of_memory_kills() if exit_code == -signal.SIGKILL else None
     cause = f"was killed by {name}"
     if kills is not None and kills_before is not None and kills > kills_before:

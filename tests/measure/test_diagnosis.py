@@ -477,7 +477,7 @@ def test_a_variable_that_names_no_compiler(only_a_c_compiler, monkeypatch, varia
 
 def native_probe_answers(monkeypatch, **answer):
     pretend_gpus(monkeypatch, 1)
-    monkeypatch.setattr(software, "run_tool", lambda command, timeout_s: f"a warning\n{json.dumps(answer)}")
+    monkeypatch.setattr(software, "run_tool", lambda command, **_: f"a warning\n{json.dumps(answer)}")
 
 
 def test_attention_calls_run_in_cpp(monkeypatch):
@@ -494,7 +494,7 @@ def test_attention_calls_through_python_say_why(monkeypatch):
 
 def test_attention_calls_of_a_probe_that_dies(monkeypatch):
     pretend_gpus(monkeypatch, 1)
-    monkeypatch.setattr(software, "run_tool", lambda command, timeout_s: None)
+    monkeypatch.setattr(software, "run_tool", lambda command, **_: None)
     assert software.check_attention_calls() == Check(
         "attention calls",
         "no answer",

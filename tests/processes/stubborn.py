@@ -2,9 +2,10 @@
 """A program as nsys is: it starts its target in a session of its own and a daemon, and all three ignore SIGTERM.
 
 ``stubborn.py FOLDER`` writes the three process ids into the folder and waits; ``stubborn.py FOLDER end`` ends and
-leaves the other two behind.
+leaves the other two behind. As long as one of them lives, the file ``held`` in that folder is locked.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ def main(folder, role="program"):
     if role == "daemon" and os.fork():
         os._exit(0)
     if role in ("program", "end"):
+        held = open(f"{folder}/held", "w")
+        fcntl.flock(held, fcntl.LOCK_SH)
         for other in ("target", "daemon"):
             command = [sys.executable, "-I", "-S", __file__, folder, other]
-            other_process = subprocess.Popen(command, start_new_session=True)
+            other_process = subprocess.Popen(command, start_new_session=True, stdin=held)
         other_process.wait()
     with open(f"{folder}/{role}", "w") as file:
         print(os.getpid(), file=file)

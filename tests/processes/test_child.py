@@ -94,6 +94,7 @@ def test_what_fails_to_start_fails_for_its_caller():
     [
         (7, 3, 4, "ended with exit code 7"),
         (-signal.SIGSEGV, 3, 4, "was killed by SIGSEGV"),
+        (-40, 3, 3, "was killed by signal 40"),
         (-signal.SIGKILL, 3, 3, "was killed by SIGKILL"),
         (-signal.SIGKILL, None, None, "was killed by SIGKILL"),
         (

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import is_running, wait_for_ids, wait_until
+from running import is_held, is_running, wait_for_ids, wait_until
 
 from cs336sys.processes import guard
 from cs336sys.processes.parent import Guarded, run_guarded_program
@@ -32,6 +32,7 @@ def test_what_a_program_started_dies_with_the_owner(tmp_path, owner, by):
     with subprocess.Popen([sys.executable, "-c", OWNERS[owner], *PYTHON, STUBBORN, str(tmp_path)]) as process:
         ids = wait_for_ids(tmp_path, ROLES)
         assert all(map(is_running, ids))
+        assert is_held(tmp_path)
         process.send_signal(by)
     wait_until(lambda: not any(map(is_running, ids)), 5)
 
@@ -110,6 +111,12 @@ def test_a_program_prints_and_reads_nothing():
         [*PYTHON, "-c", "import sys; print(sys.stdin.read() or 'nothing'); print(3, file=sys.stderr)"]
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing\n", "3\n")
+
+
+def test_a_program_whose_time_is_up_is_killed_with_what_it_started(tmp_path):
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_guarded_program([*PYTHON, STUBBORN, str(tmp_path)], timeout_s=0.7, variables={"NAME": "x"})
+    assert not is_held(tmp_path)
 
 
 def test_a_program_that_is_not_there():

@@ -84,6 +84,7 @@ def probe_triton(device: str) -> str:
         [sys.executable, "-m", "cs336sys.measure.diagnosis.triton_probe", device],
         timeout_s=PROBE_TIMEOUT_S,
         variables={"TRITON_INTERPRET": "1" if device == "cpu" else "0"},
+        starts_others=True,
     )
     if output is None:
         return f"the process died or was not done after {PROBE_TIMEOUT_S:g} s"
@@ -132,7 +133,7 @@ def check_attention_calls() -> Check:
         return Check(name, "no CUDA GPU to launch kernels on")
     # By name and in a process of its own: nothing of measure/ imports kernels/.
     module = "cs336sys.kernels.attention.native_probe"
-    output = run_tool([sys.executable, "-m", module], timeout_s=PROBE_TIMEOUT_S)
+    output = run_tool([sys.executable, "-m", module], timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return Check(name, "no answer", "warn", f"See the whole error: `python -m {module}`.")
     answer = json.loads(output.splitlines()[-1])
