@@ -18,7 +18,7 @@ def main(folder, role="program"):
     if role == "daemon" and os.fork():
         os._exit(0)
     if role in ("program", "end"):
-        held = open(f"{folder}/held", "w")
+        held = open(f"{folder}/held", "w")  # noqa: SIM115
         fcntl.flock(held, fcntl.LOCK_SH)
         for other in ("target", "daemon"):
             command = [sys.executable, "-I", "-S", __file__, folder, other]
