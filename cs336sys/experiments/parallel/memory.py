@@ -30,12 +30,13 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
     with history, communication, _OptimizerMemory(history) as optimizer_memory:
         step = build()
         built = history.mark()
-        step()
-        start = history.mark()
-        for name, run in step.phases.items():
-            if name == "optimizer":
-                before = history.mark()
-            run()
+        with step.aside():
+            step()
+            start = history.mark()
+            for name, run in step.phases.items():
+                if name == "optimizer":
+                    before = history.mark()
+                run()
         end = history.mark()
         parameters = _addresses(history, step.model.parameters())
     if history.lost_events:

@@ -114,8 +114,13 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         step = ParallelStep(workload, device)
     training = workload.training
     in_graphs = training.cuda_graph == "on"
-    # A replay hands nothing to torch's dispatcher.
-    communications = _recorded(step) if in_graphs else []
+    communications = []
+    if in_graphs:
+        # A replay hands nothing to torch's dispatcher.
+        with step.aside():
+            # torch's DDP makes its buckets anew after the first step.
+            step()
+            communications = _recorded(step)
     reset_peak_memory(device)
     step.capture()
     # Ranks that do not synchronize must compute at the same time, too.

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ class ParallelStep(TrainStep):
         in_graphs = workload.training.cuda_graph == "on"
         self._recorder = recorder_of(workload, device) if in_graphs else None
         # torch's DDP holds on to the stream that it is built on.
-        with contextlib.nullcontext() if self._recorder is None else self._recorder.aside():
+        with self.aside():
             replica = prepare(workload, device, choice)
         first = dist.get_rank() * workload.share
         super().__init__(
@@ -77,6 +78,10 @@ class ParallelStep(TrainStep):
             self.phases["forward"] = functools.partial(_in_turn, *exchange)
         if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
             self.mark(NvtxMarks())
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Where the step is launched until it is captured: on the stream that it was built on."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.aside()
 
     def capture(self, **settings: Any) -> None:
         """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up."""
