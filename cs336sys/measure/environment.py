@@ -103,11 +103,12 @@ def source_revision() -> tuple[str | None, bool | None]:
     # A repository that merely contains the virtual environment tracks no file of this package.
     if run_tool([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None, None
-    revision = run_tool([*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
-    if revision is None:
+    commit = run_tool([*git, "rev-parse", "HEAD"])
+    # What git describe --dirty would say; that writes the index, and leaves its lock behind if it is killed with us.
+    changes = run_tool([*git, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"])
+    if commit is None or changes is None:
         return None, None
-    commit, _, dirty = revision.partition("-")
-    return commit, bool(dirty)
+    return commit, bool(changes)
 
 
 def source_digest() -> str:

@@ -20,11 +20,10 @@ TINY = ["bench", "--size", "tiny", "--num-layers", "1", "--device", "cpu", "--ba
 
 
 def shell(redirected, *arguments, before=""):
-    """Run a command in a shell: ``redirected`` goes behind it, ``before`` is run first."""
-    line = f'{before}"$@" {redirected}'
-    return subprocess.run(
-        ["bash", "-c", line, "bash", *COMMAND, *arguments], capture_output=True, text=True, timeout=90
-    )
+    """Run a command in a shell: ``redirected`` goes behind it, ``before`` is run first. Its output is buffered."""
+    command = ["bash", "-c", f'{before}"$@" {redirected}', "bash", *COMMAND, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,19 @@ def shell(redirected, *arguments, before=""):
 def test_standard_output_that_cannot_be_written_is_one_sentence(redirected, arguments, sentence):
     ended = shell(redirected, *arguments)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", sentence)
+
+
+def test_what_a_command_starts_has_standard_streams_where_its_own_are_closed():
+    """Else the first file that a worker opens would take their place, and get what is written to them."""
+    child = "import sys; sys.stderr.write(str(None in (sys.stdin, sys.stdout, sys.stderr)))"
+    script = (
+        "import subprocess, sys\n"
+        "from cs336sys.commands.faults import open_closed_streams\n"
+        "open_closed_streams()\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])\n"
+    )
+    command = ["bash", "-c", '"$@" <&- >&-', "bash", sys.executable, "-c", script]
+    assert subprocess.run(command, stderr=subprocess.PIPE, text=True).stderr == "False"
 
 
 def test_a_reader_that_left_hears_nothing():

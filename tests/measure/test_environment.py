@@ -142,6 +142,16 @@ def test_revision_is_the_commit_and_whether_files_changed(checkout):
     assert source_revision() == (head, True)
 
 
+def test_asking_for_the_revision_does_not_write_to_the_repository(checkout):
+    """A command that is killed meanwhile would leave a lock there, and git would refuse to work."""
+    index = checkout.parents[1] / ".git" / "index"
+    # Another time of the same content: git looks into the file, and would note that in its index.
+    os.utime(checkout, (1, 1))
+    before = index.read_bytes()
+    assert source_revision()[1] is False
+    assert index.read_bytes() == before
+
+
 def test_a_repository_around_an_installed_package_is_not_its_source(checkout, monkeypatch):
     installed = checkout.parents[1] / ".venv" / "cs336sys" / "__init__.py"
     installed.parent.mkdir(parents=True)
