@@ -29,9 +29,14 @@ class Progress(Protocol):
 
 @contextlib.contextmanager
 def showing_progress(
-    command: str, configurations: Sequence[Mapping[str, Any]], *, is_shown: bool
+    command: str, configurations: Sequence[Mapping[str, Any]], *, is_shown: bool, measured_here: bool = False
 ) -> Iterator[Progress]:
-    """Progress of a sweep over ``configurations`` on standard error; nowhere if it is not shown here."""
+    """Progress of a sweep over ``configurations`` on standard error; nowhere if it is not shown here.
+
+    Args:
+        measured_here: cells are measured by this very process, which cannot read what it writes itself: native code
+            that writes more than a pipe holds while it keeps Python's lock would wait for ever.
+    """
     from rich.console import Console
 
     if not is_shown:
@@ -39,7 +44,8 @@ def showing_progress(
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
         # Not closed here: processes that outlive the sweep may still have something to say.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
-        with _stderr_above_the_bar(console), _bar(console, command, len(configurations)) as bar:
+        above = contextlib.nullcontext() if measured_here else _stderr_above_the_bar(console)
+        with above, _bar(console, command, len(configurations)) as bar:
             yield bar
     else:
         yield _Lines(command, configurations)

@@ -153,7 +153,7 @@ def run_sweep(
     is_shown = ranks is None or ranks.is_first
     try:
         with (
-            showing_progress(command, configurations, is_shown=is_shown) as progress,
+            showing_progress(command, configurations, is_shown=is_shown, measured_here=ranks is not None) as progress,
             contextlib.closing(worker),
         ):
             failure = worker.start(timeout_s=cell_timeout)
