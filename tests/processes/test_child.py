@@ -68,6 +68,7 @@ def test_a_spawned_process_does_not_die_with_the_thread_that_asked_for_it():
     assert process.exitcode == 0
 
 
+@pytest.mark.filterwarnings("ignore:.* is multi-threaded:DeprecationWarning")
 def test_a_process_can_be_spawned_after_a_fork():
     """A fork has no thread of its parent's that could start anything."""
     start_for_good(_Nothing())

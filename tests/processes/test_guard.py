@@ -113,6 +113,13 @@ def test_a_program_prints_and_reads_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing\n", "3\n")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_program_ignores_no_signal_that_python_ignores():
+    (line,) = run_guarded_program(["grep", "SigIgn", "/proc/self/status"]).stdout.splitlines()
+    ignored = int(line.split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
 def test_a_program_whose_time_is_up_is_killed_with_what_it_started(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         run_guarded_program([*PYTHON, STUBBORN, str(tmp_path)], timeout_s=0.7, variables={"NAME": "x"})
