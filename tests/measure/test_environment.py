@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -171,6 +172,8 @@ def test_source_digest_changes_with_any_source_and_with_nothing_else(tmp_path, m
     (package / "__init__.py").touch()
     (package / "part" / "model.py").write_text("layers = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Of what is imported already, that would be the source.
+    monkeypatch.delitem(sys.modules, "cs336_basics", raising=False)
     digests = [source_digest()]
     (package / "notes.txt").write_text("no source")
     assert source_digest() == digests[0]

@@ -63,7 +63,10 @@ def test_answers_are_the_ideal_shares():
             lambda: ideal_state("zero", 100, 4),
             "unknown strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp",
         ),
-        (lambda: sent_bytes("dp", 100, 4), "unknown strategy 'dp': choose from none, optimizer, optimizer-flat, fsdp"),
+        (
+            lambda: sent_bytes("dp", 100, 4),
+            "unknown strategy 'dp': choose from none, optimizer, optimizer-flat, fsdp; did you mean fsdp?",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, sentence):
