@@ -23,6 +23,7 @@ COMMANDS = (
     "precision",
     "account",
     "compare",
+    "show",
     "doctor",
 )
 

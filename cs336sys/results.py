@@ -200,10 +200,15 @@ def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list
 
 @dataclass(frozen=True)
 class Results:
-    """What a results file holds."""
+    """What a results file holds.
+
+    Attributes:
+        passed_over: lines that are cut, or no record.
+    """
 
     runs: dict[str, Run]
     cells: tuple[Cell, ...]
+    passed_over: int = 0
 
 
 def read_several(paths: str) -> Results:
@@ -230,9 +235,11 @@ def read_results(path: Path) -> Results:
         raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
+    passed_over = 0
     for number, line in enumerate(lines, 1):
         record = read_record(line)
         if record is None:
+            passed_over += bool(line)
             continue
         kind = record.pop("kind")
         check_version(path, record.pop("schema_version"))
@@ -245,7 +252,7 @@ def read_results(path: Path) -> Results:
             raise UsageError(f"{path}: line {number} is no {kind} of this schema") from error
     if not runs and not cells:
         raise UsageError(f"{path} holds no results: it should be a file written by --save")
-    return Results(runs, tuple(cells))
+    return Results(runs, tuple(cells), passed_over)
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:

@@ -38,6 +38,12 @@ def sweep(tmp_path_factory):
     return invoke(*arguments, "--format", "json"), folder, arguments
 
 
+def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
+    result, folder, _ = sweep
+    shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
+    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+
+
 def test_every_cell_is_checked_and_timed(sweep):
     result, folder, _ = sweep
     found = tables(result)

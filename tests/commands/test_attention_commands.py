@@ -30,9 +30,11 @@ def tables(result):
 
 
 def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
-    picture = tmp_path / "flash.png"
-    arguments = ("--implementations", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--format", "json")
-    table = tables(invoke(*FLASH, *arguments))["flash"]
+    picture, saved = tmp_path / "flash.png", tmp_path / "flash.jsonl"
+    arguments = ("--implementations", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--save", str(saved))
+    result = invoke(*FLASH, *arguments, "--format", "json")
+    assert invoke("show", str(saved), "--format", "json").stdout == result.stdout
+    table = tables(result)["flash"]
     statuses = {row["implementation"]: row["status"] for row in table["rows"]}
     assert statuses == {"tiled": "ok", "eager": "ok", "sdpa-flash": "ok", "sdpa-cudnn": "unsupported"}
     assert any(note.startswith("sdpa-cudnn unsupported: ") for note in table["notes"])

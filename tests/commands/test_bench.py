@@ -75,6 +75,12 @@ def test_resume_measures_nothing_again_and_shows_the_same(sweep):
     assert path.read_bytes() == before
 
 
+def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
+    result, path, _ = sweep
+    shown = CliRunner().invoke(app, ["show", str(path), "--format", "json"])
+    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+
+
 def test_every_format_shows_the_same_cells(sweep):
     result, _, arguments = sweep
     step_ms = tables(result)["bench"]["rows"][0]["step_ms_mean"]
@@ -124,6 +130,7 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
     found = tables(invoke(*arguments))
     assert in_order(path) == [(1, "reference", 1), (1, "sdpa", 1), (1, "reference", 2), (1, "sdpa", 2)]
     assert ", rounds 2, " in found["bench"]["title"]
+    assert tables(CliRunner().invoke(app, ["show", str(path), "--format", "json"])) == found
     measured = {
         name: [
             sample

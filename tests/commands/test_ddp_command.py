@@ -81,6 +81,12 @@ def test_resume_measures_nothing_again_and_shows_the_same(sweep):
     assert [row["strategy"] for row in rows] == ["naive", "flat", "overlap", "bucketed", "bucketed", "torch"]
 
 
+def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
+    result, folder, _ = sweep
+    shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
+    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+
+
 def test_cells_keep_their_samples_and_timelines(sweep):
     _, folder, _ = sweep
     for cell in read_results(folder / "r.jsonl").cells:

@@ -38,6 +38,12 @@ def sweep(tmp_path_factory):
     return invoke(*arguments, "--format", "json"), directory, arguments
 
 
+def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
+    result, directory, _ = sweep
+    shown = CliRunner().invoke(app, ["show", str(directory / "r.jsonl"), "--format", "json"])
+    assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+
+
 def test_peaks_of_every_cell(sweep):
     result, directory, _ = sweep
     table = tables(result)["memprof"]

@@ -34,14 +34,16 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
             continue
         workload = MemoryWorkload.from_configuration(cell.configuration)
         path = directory / workload.name
-        title = ", ".join([_title(workload), *machine_words(run)])
+        title = timeline_title(cell, run)
         plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
         page = memory_page(cell, title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
         write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
 
 
-def _title(workload: MemoryWorkload) -> str:
+def timeline_title(cell: Cell, run: Run | None) -> str:
+    """What a picture or page of a cell says of it: what was run, and on which machine."""
+    workload = MemoryWorkload.from_configuration(cell.configuration)
     training, size = workload.training, workload.training.size
     parts = [f"{size.name}: batch {size.batch_size} x context {size.context}", training.mode, training.precision]
     parts += [f"{training.attention} attention", f"compile {training.compile}"]
-    return ", ".join([*parts, f"checkpointing {workload.checkpointing}"])
+    return ", ".join([*parts, f"checkpointing {workload.checkpointing}", *machine_words(run)])

@@ -23,7 +23,7 @@ CATEGORY_COLORS = {
 }
 
 
-def plot_timeline(cell: Cell, title: str, *paths: Path) -> None:
+def plot_timeline(cell: Cell, title: str, *paths: Path, option: str = "--snapshot") -> None:
     """Bytes held by category over the events of the recorded step, with its phases marked, to files of any ending."""
     import matplotlib
 
@@ -32,7 +32,7 @@ def plot_timeline(cell: Cell, title: str, *paths: Path) -> None:
         figure = timeline_figure(cell.derived, title)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            write_figure(figure, path, "--snapshot", metadata)
+            write_figure(figure, path, option, metadata)
 
 
 def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":

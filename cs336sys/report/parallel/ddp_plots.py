@@ -71,7 +71,7 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     )
 
 
-def plot_buckets(cells: Sequence[Cell], path: Path) -> None:
+def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
     """Overhead over the mean size of a bucket: exposed time as points, the model as a curve; axes for each sweep."""
     from matplotlib.figure import Figure
 
@@ -101,4 +101,4 @@ def plot_buckets(cells: Sequence[Cell], path: Path) -> None:
         drawing.set_title(" ".join(names), fontsize=9)
         drawing.grid(alpha=0.3)
         drawing.legend(fontsize=7)
-    write_figure(figure, path, "--plot-buckets")
+    write_figure(figure, path, option)

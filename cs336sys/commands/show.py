@@ -1,0 +1,143 @@
+"""``cs336sys show``: the tables and pictures of saved results again, on any machine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from cs336sys.commands.faults import say
+from cs336sys.commands.lazy import LazyGroup
+from cs336sys.commands.options import FormatOption, OutputOption, at_least, between, one_of, split_list
+from cs336sys.errors import UsageError
+from cs336sys.results import Results, Status, read_results
+
+if TYPE_CHECKING:
+    from cs336sys.report.saved import Invocation, Pictures, Presentation
+
+
+def show(
+    ctx: typer.Context,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.jsonl", help="What --save has written.")],
+    command: Annotated[
+        list[str], typer.Option("--command", help="Only the cells of these commands.", show_default=False)
+    ] = [],
+    table: Annotated[
+        list[str], typer.Option("--table", help="Only the tables of these names.", show_default=False)
+    ] = [],
+    columns: Annotated[
+        list[str], typer.Option("--columns", help="Only these columns, by their names in csv.", show_default=False)
+    ] = [],
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", help="Sort rows by this column; -step_ms: largest first.", show_default=False),
+    ] = None,
+    status: Annotated[
+        list[str],
+        typer.Option("--status", help=f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False),
+    ] = [],
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")
+    ] = None,
+    format: FormatOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Print the tables of saved results again, as the commands printed that measured them, without torch or a GPU.
+
+    cs336sys show docs/results/ddp-h200.jsonl --plot ddp.png
+
+    cs336sys show results/*.jsonl --command bench,flash --status ok --sort -peak_gib
+
+    cs336sys show bench.jsonl --table bench --columns size,context,step_ms --format csv
+    """
+    from cs336sys.report.outputs import check_plot
+    from cs336sys.report.saved import invocations, saved_pictures, saved_tables, shown_cells
+    from cs336sys.report.selection import select_columns, select_tables, sort_rows
+    from cs336sys.report.tables import check_output, emit
+
+    statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
+    check_output(output, format)
+    check_plot(plot)
+    found = invocations([_read(path) for path in files])
+    measured = list(dict.fromkeys(invocation.command for invocation in found))
+    if not measured:
+        raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
+    if command:
+        chosen = split_list(command, "--command", one_of(measured))
+        found = [invocation for invocation in found if invocation.command in chosen]
+    shown = [(invocation, cells) for invocation in found if (cells := shown_cells(invocation, statuses))]
+    if not shown:
+        raise UsageError(f"--status {','.join(statuses)}: no cell has it")
+    names = [invocation.command for invocation, _ in shown]
+    tables = [
+        one
+        for invocation, cells in shown
+        for one in saved_tables(
+            invocation, cells, _presentation(ctx, invocation), mark=names.count(invocation.command) > 1
+        )
+    ]
+    if table:
+        tables = select_tables(tables, split_list(table, "--table", str))
+    # Before columns are left out: rows may be sorted by another one.
+    if sort is not None:
+        tables = sort_rows(tables, sort)
+    if columns:
+        tables = select_columns(tables, split_list(columns, "--columns", str))
+    drawings = list(_drawings([saved_pictures(*one) for one in shown], plot, names)) if plot is not None else []
+    emit(tables, format=format, output=output)
+    for path, draw in drawings:
+        draw(path)
+        say(f"drew {path}")
+
+
+def _read(path: Path) -> Results:
+    results = read_results(path)
+    if results.passed_over:
+        lines = "1 line is" if results.passed_over == 1 else f"{results.passed_over} lines are"
+        say(f"warning: {path}: {lines} cut or no record of results, and passed over")
+    return results
+
+
+def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation":
+    """How the command was asked to show the cells, read from its saved arguments as far as it still knows them."""
+    from cs336sys.report.saved import Presentation
+
+    name, *arguments = invocation.runs[-1].arguments if invocation.runs else ("",)
+    assert ctx.parent is not None
+    assert isinstance(ctx.parent.command, LazyGroup)
+    command = ctx.parent.command.get_command(ctx.parent, invocation.command)
+    # A context without a parent, so that no variable of today's environment is read.
+    asked = command.make_context(
+        invocation.command,
+        arguments if name == invocation.command else [],
+        resilient_parsing=True,
+        ignore_unknown_options=True,
+        allow_extra_args=True,
+    ).params
+    default = Presentation()
+    return Presentation(
+        asked.get("baseline") or default.baseline,
+        split_list(asked["percentiles"], "--percentiles", between(0, 100)) if asked.get("percentiles") else (),
+        split_list([str(asked["top"])], "--top", at_least(1))[0] if asked.get("top") else default.top,
+        bool(asked.get("full_names")),
+        bool(asked.get("compare_precision")),
+    )
+
+
+def _drawings(
+    pictures: Sequence["Pictures"], plot: Path, commands: Sequence[str]
+) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Each picture with its file: the one asked for, or where there are several, one named after picture and place."""
+    from cs336sys.report.outputs import check_writable
+
+    named = [(name, draw) for drawn in pictures for name, draw in drawn.items()]
+    if not named:
+        raise UsageError(f"--plot {plot}: the cells of {', '.join(dict.fromkeys(commands))} hold no picture's data")
+    total = {name: sum(name == other for other, _ in named) for name, _ in named}
+    seen: dict[str, int] = {}
+    for name, draw in named:
+        seen[name] = seen.get(name, 0) + 1
+        number = f"-{seen[name]}" if total[name] > 1 else ""
+        path = plot if len(named) == 1 else plot.with_name(f"{plot.stem}-{name}{number}{plot.suffix}")
+        check_writable(path, "--plot")
+        yield path, draw

@@ -1,0 +1,79 @@
+"""Parts of tables: some of them, some of their columns, their rows in another order."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.report.noise import Interval
+from cs336sys.report.tables import Table, Value
+from cs336sys.results import Samples
+
+
+def select_tables(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
+    """The tables of these names.
+
+    Raises:
+        UsageError: no table has one of the names.
+    """
+    _check(names, "--table", [table.name for table in tables])
+    return [table for table in tables if table.name in names]
+
+
+def select_columns(tables: Sequence[Table], keys: Sequence[str]) -> list[Table]:
+    """The tables with the columns of these keys alone, in this order; those that have none of them are left out.
+
+    Raises:
+        UsageError: no table has one of the columns.
+    """
+    _check(keys, "--columns", [column.key for table in tables for column in table.columns])
+    chosen = [
+        replace(table, columns=[column for key in keys for column in table.columns if column.key == key])
+        for table in tables
+    ]
+    return [table for table in chosen if table.columns]
+
+
+def sort_rows(tables: Sequence[Table], order: str) -> list[Table]:
+    """The tables with their rows sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
+
+    Samples are sorted by their mean. Rows without a value come last in either order.
+
+    Raises:
+        UsageError: no table has the column.
+    """
+    key, is_descending = order.removeprefix("-"), order.startswith("-")
+    _check([key], "--sort", [column.key for table in tables for column in table.columns])
+    return [
+        _sorted(table, key, is_descending) if any(column.key == key for column in table.columns) else table
+        for table in tables
+    ]
+
+
+def _sorted(table: Table, key: str, is_descending: bool) -> Table:
+    ranked = [(_rank(row.get(key)), row) for row in table.rows]
+    known = sorted(
+        ((rank, row) for rank, row in ranked if rank is not None), key=lambda pair: pair[0], reverse=is_descending
+    )
+    return replace(table, rows=[row for _, row in known] + [row for rank, row in ranked if rank is None])
+
+
+def _rank(value: Value) -> tuple[bool, float, str] | None:
+    """Numbers, also those written as text (``1.2e-05``), before text; None for what has no place in an order."""
+    if isinstance(value, Samples):
+        value = value.mean if value.measured else None
+    elif isinstance(value, Interval):
+        value = value.estimate
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return True, 0.0, str(value)
+    return None if math.isnan(number) else (False, number, "")
+
+
+def _check(names: Sequence[str], option: str, choices: Collection[str]) -> None:
+    for name in names:
+        if name not in choices:
+            raise UsageError(f"{option} '{name}': {choose_from(name, list(dict.fromkeys(choices)))}")

@@ -1,0 +1,202 @@
+"""``show`` as a user runs it: every saved result, without torch, and bad input."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import COMMANDS, app
+from cs336sys.report.saved import SAVED_COMMANDS, Presentation, invocations, saved_pictures, saved_tables, shown_cells
+from cs336sys.report.tables import render
+from cs336sys.results import read_results
+from cs336sys.workload import MemoryWorkload
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl" for name in ("bench", "flash-board", "ddp"))
+
+PICTURES = {
+    "flash": {"flash"},
+    "allreduce": {"allreduce"},
+    "ddp": {"timelines", "buckets"},
+    "shard": {"memory"},
+}
+
+# Runs the command with torch and triton out of reach.
+WITHOUT_TORCH = """
+import sys
+
+class OutOfReach:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"{name} is out of reach")
+
+sys.meta_path.insert(0, OutOfReach())
+from cs336sys.cli import main
+
+main()
+"""
+
+
+def show(*arguments):
+    return CliRunner().invoke(app, ["show", *map(str, arguments)], auto_envvar_prefix="CS336SYS")
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["tables"]
+
+
+def titles(result):
+    return [table["title"] for table in tables(result)]
+
+
+def test_every_command_that_saves_can_be_shown():
+    saving = []
+    for name in COMMANDS:
+        command = getattr(importlib.import_module(f"cs336sys.commands.{name}"), name)
+        if callable(command) and "save" in inspect.signature(command).parameters:
+            saving.append(name)
+    assert sorted(saving) == sorted(SAVED_COMMANDS)
+
+
+def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
+    paths = sorted(RESULTS.glob("*.jsonl*"))
+    assert len(paths) > 20
+    for path in paths:
+        results = read_results(path)
+        assert results.passed_over == 0
+        found = invocations([results])
+        assert sum(len(one.cells) for one in found) == len(results.cells)
+        for one in found:
+            cells = shown_cells(one)
+            assert not any("round" in cell.configuration for cell in cells), "rounds are pooled"
+            shown = saved_tables(one, cells, Presentation(compare_precision=one.command == "nsys"), mark=False)
+            assert shown[0].name == ("phases" if one.command == "nsys" else one.command)
+            assert "NVIDIA H200, torch 2.11.0+cu130" in shown[0].title
+            if one.command != "nsys":
+                assert len(shown[0].rows) >= len(cells)
+            assert f"### {one.command}: " in render(shown, "markdown")
+            pictures = PICTURES.get(one.command, set())
+            if one.command == "memprof":
+                pictures = {
+                    MemoryWorkload.from_configuration(cell.configuration).name for cell in cells if cell.status == "ok"
+                }
+            assert set(saved_pictures(one, cells)) == pictures
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """Cells of all commands that were saved, and the pictures of ``ddp``."""
+    folder = tmp_path_factory.mktemp("show")
+    names = ("bench", "flash-board", "ddp", "nsys-torch", "attn", "allreduce", "shard-10b", "memprof")
+    files = [str(RESULTS / f"{name}-h200.jsonl") for name in names]
+    arguments = ["--status", "ok", "--format", "json", "--output", str(folder / "o.json")]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "show", *files, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    return json.loads((folder / "o.json").read_text())["tables"]
+
+
+def test_neither_torch_nor_triton_is_needed(without_torch):
+    names = {table["name"] for table in without_torch}
+    assert names >= {"bench", "speedup", "flash", "ddp", "phases", "buckets", "kernels", "attn", "allreduce", "memprof"}
+
+
+def test_runs_of_one_command_are_kept_apart_by_their_titles(without_torch):
+    assert sum("(run " in table["title"] for table in without_torch if table["name"] == "bench") == 0, "one is alone"
+    memprof = [table["title"] for table in without_torch if table["name"] == "memprof"]
+    assert len(memprof) == len(set(memprof)) == 3
+    assert all(title.endswith("+00:00)") for title in memprof)
+
+
+def test_what_the_command_was_asked_is_asked_again(monkeypatch):
+    monkeypatch.setenv("CS336SYS_FLASH_BASELINE", "eager")
+    (board,) = tables(show(BOARD, "--format", "json"))
+    cudnn = next(row for row in board["rows"] if row["implementation"] == "sdpa-cudnn")
+    assert cudnn["end_to_end_speedup"] == 1.0, "it was measured with --baseline sdpa-cudnn"
+    names = [table["name"] for table in tables(show(RESULTS / "nsys-h200.jsonl", "--format", "json"))]
+    assert "precisions" in names, "it was measured with --compare-precision"
+
+
+def test_parts_of_the_tables_in_another_order():
+    result = show(BENCH, DDP, "--command", "bench", "--sort", "-tokens_per_s", "--columns", "size,step_ms", "--status")
+    assert result.exit_code == 2, "an option without its value"
+    options = ("--command", "bench", "--table", "bench", "--sort", "-tokens_per_s", "--columns", "size,step_ms")
+    (table,) = tables(show(BENCH, DDP, *options, "--status", "ok,oom", "--format", "json"))
+    assert list(table["rows"][0]) == ["size", "step_ms_mean", "step_ms_std", "step_ms_median"]
+    rates = [cell.derived["tokens_per_s"] for cell in read_results(BENCH).cells if cell.status == "ok"]
+    assert len(table["rows"]) == len(rates)
+    fastest = max(read_results(BENCH).cells, key=lambda cell: cell.derived["tokens_per_s"])
+    assert table["rows"][0]["step_ms_mean"] == fastest.samples["step"].mean
+
+
+def test_only_cells_of_a_status():
+    attention = RESULTS / "bench-attention-h200.jsonl"
+    (table,) = tables(show(attention, "--status", "oom", "--format", "json"))
+    assert [row["status"] for row in table["rows"]] == ["oom"]
+
+
+def test_several_pictures_get_names_of_their_own(tmp_path):
+    other_board = RESULTS / "flash-course-fp32-long-h200.jsonl"
+    plot = tmp_path / "p" / "new.png"
+    result = show(BOARD, other_board, BENCH, "--plot", plot, "--output", tmp_path / "o.md")
+    assert result.exit_code == 0, result.output
+    names = ["new-flash-1.png", "new-flash-2.png"]
+    assert sorted(path.name for path in plot.parent.iterdir()) == names
+    assert result.stderr == "".join(f"drew {plot.with_name(name)}\n" for name in names)
+
+
+def test_one_picture_is_the_file_that_was_asked_for(tmp_path):
+    assert show(BOARD, "--plot", tmp_path / "board.png").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["board.png"]
+
+
+def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
+    lines = BENCH.read_bytes().splitlines(keepends=True)
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
+    result = show(tmp_path / "cut.jsonl", "--format", "json")
+    assert len(tables(result)[0]["rows"]) == 3
+    sentence = "1 line is cut or no record of results, and passed over"
+    assert result.stderr == f"warning: {tmp_path / 'cut.jsonl'}: {sentence}\n"
+    (tmp_path / "cut.jsonl").write_bytes(lines[0])
+    assert f"{tmp_path / 'cut.jsonl'}: no cell was measured" in show(tmp_path / "cut.jsonl").stderr
+
+
+def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
+    (tmp_path / "new.jsonl").write_bytes(BENCH.read_bytes().replace(b'"schema_version": 1', b'"schema_version": 9'))
+    sentence = f"error: {tmp_path / 'new.jsonl'} has schema version 9, this cs336sys reads version 1\n"
+    assert show(tmp_path / "new.jsonl").stderr == sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([RESULTS / "bench-h200.md"], "bench-h200.md holds no results: it should be a file written by --save"),
+        ([RESULTS / "none.jsonl"], "none.jsonl: No such file or directory"),
+        ([], "missing argument 'FILE.jsonl'"),
+        ([BENCH, "--command", "ddp"], "--command 'ddp': choose from bench"),
+        ([BENCH, "--status", "timeout"], "--status timeout: no cell has it"),
+        ([BENCH, "--status", "good"], "--status 'good': choose from ok, oom"),
+        ([BENCH, "--table", "times"], "--table 'times': choose from bench, speedup"),
+        ([BENCH, "--columns", "step"], "--columns 'step': choose from size, "),
+        ([BENCH, "--sort", "step"], "--sort 'step': choose from size, "),
+        (
+            [RESULTS / "nsys-torch-h200.jsonl", "--plot", "n.png"],
+            "--plot n.png: the cells of nsys hold no picture's data",
+        ),
+        ([BOARD, "--plot", "b.txt"], "--plot b.txt: the file must end in .png, .svg, .pdf"),
+        ([BENCH, "--format", "html"], "unknown format 'html': choose from table, markdown, csv, json, latex, typst"),
+        ([BENCH, "--output", "/proc/none/o.md"], "cannot write --output /proc/none/o.md"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = show(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,77 @@
+"""Parts of tables: which, which columns, which order."""
+
+import math
+
+import pytest
+
+from cs336sys.errors import UsageError
+from cs336sys.report.noise import Interval
+from cs336sys.report.selection import select_columns, select_tables, sort_rows
+from cs336sys.report.tables import Column, Table
+from cs336sys.results import Samples
+
+
+def samples(*values):
+    return Samples("ms", "cpu clock", values)
+
+
+TIMES = Table(
+    "times",
+    "Times",
+    [Column("size", "size"), Column("step_ms", "step", "ms"), Column("error", "error")],
+    [
+        {"size": "a", "step_ms": samples(3.0, 5.0), "error": "1.0e-05"},
+        {"size": "b", "step_ms": samples(), "error": "2.0e-06"},
+        {"size": "c", "step_ms": samples(1.0), "error": None},
+        {"size": "d", "step_ms": 11.0, "error": "none"},
+    ],
+)
+RATIOS = Table(
+    "ratios",
+    "Ratios",
+    [Column("size", "size"), Column("ratio", "ratio", "ratio")],
+    [{"size": name, "ratio": value} for name, value in (("a", Interval(2.0, 1.0, 3.0)), ("b", math.nan), ("c", 1.5))],
+)
+
+
+def order(tables):
+    return ["".join(row["size"] for row in table.rows) for table in tables]
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ("step_ms", ["cadb", "abc"]),
+        ("-step_ms", ["dacb", "abc"]),
+        ("error", ["badc", "abc"]),
+        ("-ratio", ["abcd", "acb"]),
+        ("ratio", ["abcd", "cab"]),
+        ("-size", ["dcba", "cba"]),
+    ],
+)
+def test_rows_are_sorted_where_the_column_is_and_those_without_a_value_come_last(column, expected):
+    assert order(sort_rows([TIMES, RATIOS], column)) == expected
+
+
+def test_columns_come_in_the_order_asked_for_and_tables_without_any_are_left_out():
+    (times,) = select_columns([TIMES, RATIOS], ["error", "step_ms"])
+    assert [column.key for column in times.columns] == ["error", "step_ms"]
+    assert len(select_columns([TIMES, RATIOS], ["size"])) == 2
+
+
+def test_tables_are_chosen_by_name():
+    assert select_tables([TIMES, RATIOS], ["ratios"]) == [RATIOS]
+
+
+@pytest.mark.parametrize(
+    ("select", "sentence"),
+    [
+        (lambda: select_tables([TIMES], ["time"]), "--table 'time': choose from times; did you mean times?"),
+        (lambda: select_columns([TIMES, RATIOS], ["x"]), "--columns 'x': choose from size, step_ms, error, ratio"),
+        (lambda: sort_rows([RATIOS], "-x"), "--sort 'x': choose from size, ratio"),
+    ],
+)
+def test_what_no_table_has_is_refused(select, sentence):
+    with pytest.raises(UsageError) as refused:
+        select()
+    assert str(refused.value) == sentence
