@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cs336sys.errors import UsageError
+from cs336sys.gzip_members import is_compressed, read_members
 
 SCHEMA_VERSION = 1
 
@@ -226,17 +227,26 @@ def read_several(paths: str) -> Results:
 def read_results(path: Path) -> Results:
     """Read a file of :mod:`cs336sys.results_file`; half-written lines (a killed run's last) are passed over.
 
+    A file whose name ends in ``.gz`` is compressed, by whichever program.
+
     Raises:
         UsageError: the file cannot be read, holds no results, or was written by a newer version.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
+    is_cut_short = False
+    if is_compressed(path):
+        members = read_members(content)
+        if members.is_damaged and members.end == 0 and not members.cut:
+            raise UsageError(f"cannot read results from {path}: its name says that it is compressed, and it is not")
+        is_cut_short = members.is_damaged or (members.end < len(content) and not members.cut)
+        content = members.whole + members.cut
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
-    passed_over = 0
-    for number, line in enumerate(lines, 1):
+    passed_over = int(is_cut_short)
+    for number, line in enumerate(content.splitlines(), 1):
         record = read_record(line)
         if record is None:
             passed_over += bool(line)

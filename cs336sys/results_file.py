@@ -7,11 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cs336sys.errors import UsageError
+from cs336sys.gzip_members import as_member, is_compressed, read_members
 from cs336sys.results import SCHEMA_VERSION, Cell, Run, check_version, json_text, read_record
 
 
 class ResultsFile:
     """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
+
+    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.gzip_members`).
 
     Attributes:
         fault: why the last records are not in the file (its disk is full). They are kept and tried again with the next;
@@ -34,8 +37,12 @@ class ResultsFile:
             raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
         try:
             self._lock()
-            self._check_content()
-            self._end_truncated_line()
+            self._stream.seek(0)
+            if is_compressed(path):
+                self._check_members()
+            else:
+                self._check_first_line(self._stream.readline(2**20))
+                self._end_truncated_line()
         except BaseException as error:
             self._stream.close()
             if isinstance(error, OSError):
@@ -45,7 +52,8 @@ class ResultsFile:
     def append(self, record: Run | Cell) -> None:
         """Write a record, after those that could not be written before; see :attr:`fault`."""
         line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
-        self._unwritten.append(json_text(line).encode() + b"\n")
+        text = json_text(line).encode() + b"\n"
+        self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
         self._write()
 
     def close(self) -> None:
@@ -88,9 +96,7 @@ class ResultsFile:
             # Some network file systems know no locks.
             return
 
-    def _check_content(self) -> None:
-        self._stream.seek(0)
-        first_line = self._stream.readline(2**20)
+    def _check_first_line(self, first_line: bytes) -> None:
         if not first_line:
             return
         record = read_record(first_line)
@@ -98,7 +104,23 @@ class ResultsFile:
             check_version(self.path, record["schema_version"])
         # A killed run may have left half of its first line.
         elif not first_line.startswith(b'{"schema_version"'):
-            raise UsageError(f"cannot write results to {self.path}: it holds something else; give another file")
+            raise self._of_something_else()
+
+    def _of_something_else(self) -> UsageError:
+        return UsageError(f"cannot write results to {self.path}: it holds something else; give another file")
+
+    def _check_members(self) -> None:
+        """Check the first line, and close a line and a member that an earlier, killed run left half written."""
+        members = read_members(self._stream.read())
+        if members.is_damaged:
+            raise self._of_something_else()
+        content = members.whole + members.cut
+        self._check_first_line(content.partition(b"\n")[0])
+        # No program reads beyond a cut member: what it still holds is written again as a whole one.
+        self._stream.truncate(members.end)
+        lost = members.cut if content.endswith(b"\n") or not content else members.cut + b"\n"
+        if lost:
+            self._stream.write(as_member(lost))
 
     def _end_truncated_line(self) -> None:
         """Close a line that an earlier, killed run left half written, so that the next record starts its own."""

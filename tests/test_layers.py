@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
-    {"", "errors", "processes", "sizes", "workload", "results", "results_file", "accounting"},
+    {"", "errors", "processes", "sizes", "workload", "results", "results_file", "gzip_members", "accounting"},
     {"kernels", "parallel", "measure", "cuda_graphs"},
     {"experiments"},
     {"report"},

@@ -41,16 +41,18 @@ def write(path, *records):
     file.close()
 
 
-def test_what_was_written_is_read_back(tmp_path):
-    path = tmp_path / "new folder" / "r.jsonl"
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_what_was_written_is_read_back(tmp_path, name):
+    path = tmp_path / "new folder" / name
     write(path, RUN, CELL, FAILED)
     results = read_results(path)
     assert results.runs == {"r1": RUN}
     assert results.cells == (CELL, FAILED)
 
 
-def test_every_record_is_on_disk_before_the_next_is_measured(tmp_path):
-    path = tmp_path / "r.jsonl"
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_every_record_is_on_disk_before_the_next_is_measured(tmp_path, name):
+    path = tmp_path / name
     file = ResultsFile(path)
     file.append(RUN)
     file.append(CELL)
@@ -58,8 +60,9 @@ def test_every_record_is_on_disk_before_the_next_is_measured(tmp_path):
     file.close()
 
 
-def test_a_truncated_last_line_costs_only_its_own_cell(tmp_path):
-    path = tmp_path / "r.jsonl"
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_a_truncated_last_line_costs_only_its_own_cell(tmp_path, name):
+    path = tmp_path / name
     write(path, RUN, CELL, FAILED)
     os.truncate(path, path.stat().st_size - 20)
     assert read_results(path).cells == (CELL,)
@@ -67,8 +70,9 @@ def test_a_truncated_last_line_costs_only_its_own_cell(tmp_path):
     assert read_results(path).cells == (CELL, FAILED)
 
 
-def test_files_can_be_concatenated(tmp_path):
-    first, second, both = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "ab.jsonl"))
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_files_can_be_concatenated(tmp_path, ending):
+    first, second, both = (tmp_path / f"{name}.{ending}" for name in ("a", "b", "ab"))
     write(first, RUN, CELL)
     other = Run("r2", RUN.time, (), {"device": "cpu"}, {})
     write(second, other, Cell("bench", {"size": "small"}, "ok", run_id="r2"))
@@ -80,8 +84,8 @@ def test_files_can_be_concatenated(tmp_path):
         {"device": "cpu"},
     ]
     assert read_several(f"{first},{second}") == results
-    both.rename(tmp_path / "a,b.jsonl")
-    assert read_several(str(tmp_path / "a,b.jsonl")) == results
+    both.rename(tmp_path / f"a,b.{ending}")
+    assert read_several(str(tmp_path / f"a,b.{ending}")) == results
     with pytest.raises(UsageError, match="cannot read results from"):
         read_several(f"{first},{both}")
 

@@ -37,7 +37,9 @@ BaselineOption = Annotated[
 ]
 SaveOption = Annotated[
     Path | None,
-    typer.Option("--save", help="Append cells with their raw samples to this .jsonl file.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--save", help="Append cells with their raw samples to this .jsonl file, or .jsonl.gz.", rich_help_panel=OUTPUT
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
 
 
 def test_resume_measures_only_what_is_missing_or_may_succeed_now(tmp_path):
-    path = tmp_path / "r.jsonl"
+    path = tmp_path / "r.jsonl.gz"
     first = sweep(("measure", "out of memory", "raise", "unsupported"), save=path)
     second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=RESUME)
     assert [cell.status for cell in second.cells] == ["ok", "oom", "error", "unsupported", "ok"]
