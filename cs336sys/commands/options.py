@@ -37,9 +37,7 @@ BaselineOption = Annotated[
 ]
 SaveOption = Annotated[
     Path | None,
-    typer.Option(
-        "--save", help="Append cells with their raw samples to this .jsonl file, or .jsonl.gz.", rich_help_panel=OUTPUT
-    ),
+    typer.Option("--save", help="Append cells and samples to this .jsonl or .jsonl.gz.", rich_help_panel=OUTPUT),
 ]
 
 
