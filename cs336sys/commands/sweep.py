@@ -185,7 +185,7 @@ def run_sweep(
                             run_is_saved = True
                         file.append(cell)
                         if file.fault is not None and not fault_is_told:
-                            say(f"warning: {_unsaved(file, file.fault)}; it is tried again after every cell")
+                            say(f"warning: {unsaved(file)}; it is tried again after every cell")
                             fault_is_told = True
                     if fresh_worker and ranks is None:
                         worker.close()
@@ -208,14 +208,14 @@ def run_sweep(
             file.close()
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
-    fault = None
-    if file is not None and file.fault is not None:
-        fault = OutputError(_unsaved(file, file.fault))
-    return Sweep(tuple(cells), run, interruption, ranks, stopped, fault)
+    return Sweep(tuple(cells), run, interruption, ranks, stopped, unsaved(file))
 
 
-def _unsaved(file: ResultsFile, fault: OSError) -> str:
-    return f"cannot write results to {file.path}: {fault.strerror or fault}"
+def unsaved(file: ResultsFile | None) -> OutputError | None:
+    """Why some of the cells are not in the ``--save`` file; None if all are."""
+    if file is None or file.fault is None:
+        return None
+    return OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")
 
 
 def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:

@@ -20,6 +20,7 @@ from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.parallel.shard import shard_tables
 from cs336sys.report.parallel.shard_plots import plot_memory
+from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import profile_tables
 from cs336sys.report.tables import Table
 from cs336sys.results import Cell, Results, Run, configuration_key, differing_conditions, same_code
@@ -109,6 +110,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
         lambda cells, run, asked: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
     ),
     "ddp": SavedCommand(lambda cells, run, asked: ddp_tables(cells, run), _ddp_pictures),
+    "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
     "shard": SavedCommand(lambda cells, run, asked: shard_tables(cells, run), _picture("memory", plot_memory)),
 }
 

@@ -47,6 +47,25 @@ def test_both_tables_on_the_cpu():
     assert result.stderr == ""
 
 
+def test_saved_cells_are_shown_as_they_were_printed(tmp_path):
+    saved = str(tmp_path / "p.jsonl")
+    printed = precision("--device", "cpu", "--save", saved)
+    assert printed.exit_code == 0, printed.output
+    shown = CliRunner().invoke(app, ["show", saved])
+    assert (shown.exit_code, shown.stdout) == (0, printed.stdout)
+    (table,) = json.loads(CliRunner().invoke(app, ["show", saved, "--table", "autocast", "--format", "json"]).stdout)[
+        "tables"
+    ]
+    assert len(table["rows"]) == 4
+
+
+def test_a_file_that_cannot_be_appended_to_is_found_first(tmp_path):
+    (tmp_path / "p.jsonl").write_text("notes\n")
+    result = precision("--device", "cpu", "--save", str(tmp_path / "p.jsonl"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "it holds something else" in result.stderr
+
+
 def test_both_precisions_and_losses_by_default():
     tables = json.loads(precision("--device", "cpu", "--format", "json").stdout)["tables"]
     sums, dtypes = (table["rows"] for table in tables)

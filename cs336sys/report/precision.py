@@ -1,0 +1,67 @@
+"""The tables of ``precision``, built from its cells; columns are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+
+from cs336sys.report.tables import Column, Table, with_rows
+from cs336sys.results import Cell, Run
+
+_ACCUMULATION_NOTES = (
+    "fp16 += fp16: with 10 mantissa bits the fp16 numbers from 8 to 16 are 2^-7 = 0.0078 apart, so adding 0.01 there "
+    "adds 0.0078; a sum rounded like this at every step drifts.",
+    "fp32 += fp16: 0.01 is no binary fraction, and the nearest fp16 number is 0.01000214. The fp32 sum keeps that "
+    "error, 0.02 %, and adds almost none of its own; casting the terms up first changes nothing: += does it anyway.",
+)
+
+_AUTOCAST_NOTES = (
+    "Parameters and gradients stay fp32: autocast casts copies of what goes into matrix products, and their outputs "
+    "are low precision. Which operations it keeps in fp32 differs by device and torch version.",
+    "Layer norm averages and squares many numbers: in fp16 the square of 256 overflows and small terms vanish, so "
+    "autocast runs it in fp32 on CUDA, and since torch 2.12 RMSNorm too. bf16 has the range of fp32, so nothing "
+    "overflows, but with 7 mantissa bits its sums are coarser still: the statistics need fp32 all the same, and the "
+    "kernels of torch compute them in fp32 inside, whatever dtype goes in and out.",
+    "Loss: inside autocast both losses run in fp32. After the context is left, cross-entropy takes the dtype of the "
+    "logits, and MSE that of its fp32 targets: answers that disagree have computed it in different places.",
+)
+
+_ACCUMULATION_COLUMNS = (
+    Column("accumulation", "accumulation"),
+    Column("sum", "sum"),
+    Column("absolute_error", "absolute error"),
+    Column("relative_error_percent", "relative error", "percent"),
+)
+
+_AUTOCAST_COLUMNS = (
+    Column("precision", "autocast"),
+    Column("loss_function", "loss function"),
+    Column("parameters", "parameters"),
+    Column("fc1", "fc1 output"),
+    Column("layer_norm", "layer norm output"),
+    Column("rms_norm", "RMSNorm in its place"),
+    Column("logits", "logits"),
+    Column("loss", "loss"),
+    Column("loss_outside", "loss outside autocast"),
+    Column("gradients", "gradients"),
+    Column("status", "status"),
+    Column("reason", "reason"),
+)
+
+
+def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """The sums in each choice of dtypes, and the dtypes of the toy model's parts under autocast."""
+    sums = [cell.configuration | cell.derived for cell in cells if "accumulation" in cell.configuration]
+    steps = [cell for cell in cells if "loss_function" in cell.configuration]
+    dtypes = [cell.configuration | cell.derived | {"status": cell.status, "reason": cell.reason} for cell in steps]
+    return with_rows(
+        Table("accumulation", "1000 times 0.01, which is 10", _ACCUMULATION_COLUMNS, sums, _ACCUMULATION_NOTES),
+        Table("autocast", _autocast_title(steps, run), _AUTOCAST_COLUMNS, dtypes, _AUTOCAST_NOTES),
+    )
+
+
+def _autocast_title(cells: Sequence[Cell], run: Run | None) -> str:
+    words = ["Dtypes of the toy model's parts under autocast"]
+    if cells:
+        device = cells[0].configuration["device"]
+        words.append(f"on {device}")
+        if run is not None:
+            words.append(f"({run.machine['gpu' if device == 'cuda' else 'cpu']}) with torch {run.machine['torch']}")
+    return " ".join(words)
