@@ -93,9 +93,9 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("forward_ms", "forward", "ms"),
         Column("backward_ms", "backward", "ms"),
         Column("held_gib", "held before backward", "gib"),
-        Column("predicted_held_gib", "predicted", "gib"),
+        Column("predicted_held_gib", "predicted held", "gib"),
         Column("peak_gib", "peak", "gib"),
-        Column("predicted_peak_gib", "predicted", "gib"),
+        Column("predicted_peak_gib", "predicted peak", "gib"),
         Column("status", "status"),
     )
     rows = [_attn_row(cell) for cell in cells]

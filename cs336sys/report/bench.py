@@ -83,7 +83,7 @@ PEAK_COLUMNS = (
     Column("optimizer_state_gib", "optimizer state", "gib"),
     Column("activations_gib", "activations", "gib"),
     Column("predicted_peak_gib", "predicted peak", "gib"),
-    Column("moment", "at"),
+    Column("moment", "moment of the peak"),
 )
 
 

@@ -61,7 +61,7 @@ def check_triton() -> Check:
         return Check("Triton", f"{version}, supported is {wanted}", "missing", fix)
     if not pinned.contains(version, prereleases=True):
         return Check("Triton", f"{version}, this torch wants {pinned}", "warn", fix)
-    return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch wants no certain version'}")
+    return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch names none that it needs'}")
 
 
 def check_triton_interpreter() -> Check:

@@ -29,7 +29,7 @@ _COLUMNS = (
     Column("after_first_step_gib", "after first step", "gib"),
     Column("activations_gib", "activations and buffers at the peak", "gib"),
     Column("peak_gib", "peak of later steps", "gib"),
-    Column("moment", "at"),
+    Column("moment", "moment of the peak"),
 )
 
 

@@ -150,7 +150,7 @@ def checkpointing_tables(
         Column("checkpointing", "checkpointing"),
         Column("activations_gib", "activations at the peak", "gib"),
         Column("peak_gib", "predicted peak", "gib"),
-        Column("moment", "at"),
+        Column("moment", "moment of the peak"),
         Column("recomputed_blocks", "blocks computed again", "count"),
         Column("recomputed_percent", "more FLOPs", "percent"),
     )

@@ -17,7 +17,7 @@ from cs336sys.workload import MemoryWorkload, Workload
 
 _PREDICTED = (
     Column("predicted_gib", "predicted peak", "gib"),
-    Column("predicted_moment", "at"),
+    Column("predicted_moment", "moment of the peak"),
     Column("predicted_activations_gib", "most activations", "gib"),
     Column("recomputed_percent", "recomputed", "percent"),
 )

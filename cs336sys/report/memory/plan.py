@@ -30,7 +30,7 @@ def _plan(cells: Sequence[Cell]) -> Table:
         *MEMORY_SETTINGS.values(),
         *PEAK_COLUMNS,
         Column("traced_peak_gib", "traced peak", "gib"),
-        Column("traced_phase", "in"),
+        Column("traced_phase", "phase of the traced peak"),
         Column("status", "status"),
     )
     rows = []

@@ -52,11 +52,11 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         *settings.values(),
         *(Column(f"{phase}_gib", phase, "gib") for phase in STEP_PHASES),
         Column("peak_gib", "peak", "gib"),
-        Column("peak_phase", "in"),
+        Column("peak_phase", "phase of the peak"),
         Column("reserved_gib", "reserved", "gib"),
-        Column("predicted_gib", "predicted", "gib"),
+        Column("predicted_gib", "predicted peak", "gib"),
         Column("predicted_over_measured", "predicted / measured", "ratio"),
-        Column("traced_gib", "traced", "gib"),
+        Column("traced_gib", "traced peak", "gib"),
         Column("step_ms", "step", "ms"),
         *graph_columns(cells),
         Column("status", "status"),
@@ -110,7 +110,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         Column("phase", "phase"),
         Column("allocated_gib", "allocated", "gib"),
         Column("reserved_gib", "reserved", "gib"),
-        Column("traced_gib", "traced", "gib"),
+        Column("traced_gib", "traced peak", "gib"),
         *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in MEMORY_CATEGORIES),
     )
     rows = []

@@ -128,6 +128,11 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
             "exposed: median step less the median of the same step without communication; "
             "hidden: the part of the communication alone that is not exposed"
         )
+    if any(0 < cell.derived.get("gradient_calls", 0) < cell.derived.get("calls", 0) for cell in cells):
+        notes.append(
+            "calls: one of them carries no gradients; it tells the ranks which parameters have any, and torch's DDP "
+            "has none such"
+        )
     return [*notes, *check_notes(cells)]
 
 

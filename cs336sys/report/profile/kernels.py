@@ -42,14 +42,15 @@ def top_kernel_table(measured: Sequence[Measured], labels: Sequence[Column]) -> 
                 row[f"{group}_percent"] = 100 * total / totals.total()
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
+    first = measured[0].profile.phases[0].name
     columns = (
         *labels,
-        Column("first_kernel", f"most time in {measured[0].profile.phases[0].name}"),
-        Column("first_percent", "share", "percent"),
-        Column("first_instances", "times a step"),
+        Column("first_kernel", f"most time in {first}"),
+        Column("first_percent", f"share of {first}", "percent"),
+        Column("first_instances", f"times in {first}"),
         Column("both_kernel", "most time in forward and backward together"),
-        Column("both_percent", "share", "percent"),
-        Column("both_instances", "times a step"),
+        Column("both_percent", "share of both", "percent"),
+        Column("both_instances", "times in both"),
     )
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 

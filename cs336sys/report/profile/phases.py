@@ -10,6 +10,9 @@ from cs336sys.report.profile.measured import Measured
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import configuration_key
 
+# From here on, two decimals would say 100.00.
+_ALL_PERCENT = 99.995
+
 
 def phase_table(
     measured: Sequence[Measured],
@@ -73,7 +76,13 @@ def _notes(measured: Sequence[Measured]) -> list[str]:
     notes = []
     if all(m.profile.is_gpu for m in measured):
         least = min(m.profile.attributed_percent for m in measured)
-        notes.append(f"{least:.2f} % or more of the kernels' time has a phase, that of its launch")
+        placed, rest = "all", ""
+        if least < _ALL_PERCENT:
+            placed, rest = f"at least {least:.2f} %", "; the rest has no recorded launch, or one between phases"
+        notes.append(
+            f"a kernel belongs to the phase that launched it: {placed} of the kernels' time could be given to phases"
+            + rest
+        )
     else:
         notes.append(
             "no GPU: operations of the CPU stand in the place of kernels, each with the time that it ran without those "
@@ -110,10 +119,10 @@ def precision_table(measured: Sequence[Measured], labels: Sequence[Column]) -> T
         *labels,
         Column("phase", "phase"),
         Column("fp32_busy_ms", "busy in fp32", "ms"),
-        Column("bf16_busy_ms", "in bf16", "ms"),
-        Column("busy_speedup", "speed-up", "ratio"),
+        Column("bf16_busy_ms", "busy in bf16", "ms"),
+        Column("busy_speedup", "busy speed-up", "ratio"),
         Column("fp32_ms", "without profiler in fp32", "ms"),
-        Column("bf16_ms", "in bf16", "ms"),
+        Column("bf16_ms", "without profiler in bf16", "ms"),
         Column("speedup", "speed-up", "ratio"),
     )
     note = "Where kernels gain more than the phase they belong to, the CPU does not launch them fast enough."

@@ -80,6 +80,14 @@ def test_notes_say_what_went_wrong_and_what_was_not_compared():
     assert table.title.startswith("ddp: ranks 2, batch 4, vocabulary 10000, context 512, attention reference")
 
 
+def test_the_call_without_gradients_is_explained_where_there_is_one():
+    def notes(*cells):
+        return " ".join(ddp_tables(cells, None)[0].notes)
+
+    assert "which parameters have any" in notes(*CELLS)
+    assert "which parameters have any" not in notes(cell("torch", 90.0, buckets=3, calls=3), CELLS[3])
+
+
 def test_bucket_table_predicts_from_the_number_of_buckets():
     tables = ddp_tables(CELLS, None)
     rows = rows_of(tables, "buckets")

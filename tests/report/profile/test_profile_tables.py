@@ -88,7 +88,9 @@ def test_busier_than_the_step_took_is_not_less_than_no_idle_time():
 def test_notes_name_profiler_and_coverage():
     notes = tables(cell(), cell("bf16", attributed_percent=97.25))["phases"].notes
     assert "profiled by Nsight Systems 2025.3.1" in notes
-    assert any(note.startswith("97.25 % or more of the kernels' time has a phase") for note in notes)
+    assert any("97.25 % of the kernels' time could be given to phases; the rest" in note for note in notes)
+    whole = tables(cell(attributed_percent=99.996))["phases"].notes
+    assert any(note.endswith("all of the kernels' time could be given to phases") for note in whole)
     assert not any("warning" in note for note in notes)
 
 
