@@ -255,8 +255,10 @@ def read_results(path: Path) -> Results:
         check_version(path, record.pop("schema_version"))
         try:
             if kind == "run":
-                runs[record["run_id"]] = Run(**record | {"arguments": tuple(record["arguments"])})
+                _check_types(record, _RUN_TYPES)
+                runs[record["run_id"]] = Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
             elif kind == "cell":
+                _check_types(record, _CELL_TYPES)
                 cells.append(Cell(**record | {"samples": {n: _samples(s) for n, s in record["samples"].items()}}))
         except (TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"{path}: line {number} is no {kind} of this schema") from error
@@ -282,5 +284,20 @@ def check_version(path: Path, version: Any) -> None:
         raise UsageError(f"{path} has schema version {version}, this cs336sys reads version {SCHEMA_VERSION}")
 
 
+_RUN_TYPES = {"run_id": str, "time": str, "arguments": list, "machine": dict, "environment": dict}
+_CELL_TYPES = {"command": str, "run_id": str, "status": str, "configuration": dict, "samples": dict, "derived": dict}
+_SAMPLES_TYPES = {"unit": str, "method": str, "measured": list, "warmup": list}
+
+
+def _check_types(record: dict[str, Any], types: Mapping[str, type]) -> None:
+    """Raise a KeyError or a TypeError where another program, or a hand, has written something else."""
+    for name, kind in types.items():
+        if not isinstance(record[name], kind):
+            raise TypeError(f"{name} is no {kind.__name__}")
+
+
 def _samples(record: dict[str, Any]) -> Samples:
+    _check_types(record, _SAMPLES_TYPES)
+    if not all(isinstance(number, int | float) for number in (*record["measured"], *record["warmup"])):
+        raise TypeError("a sample is no number")
     return Samples(**record | {"measured": tuple(record["measured"]), "warmup": tuple(record["warmup"])})

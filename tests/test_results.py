@@ -196,6 +196,28 @@ def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
         read_results(path)
 
 
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ('"command": "bench"', '"command": ["bench"]'),
+        ('"status": "ok"', '"status": null'),
+        ('"configuration": {', '"configuration": 1, "other": {'),
+        ('"derived": {', '"derived": [], "other": {'),
+        ('"measured": [1.0, 2.5]', '"measured": [1.0, {}]'),
+        ('"unit": "ms"', '"unit": 1'),
+        ('"arguments": ["bench"]', '"arguments": "bench"'),
+        ('"machine": {', '"machine": null, "other": {'),
+    ],
+)
+def test_a_record_of_another_shape_is_one_sentence(tmp_path, written, instead):
+    path = tmp_path / "r.jsonl"
+    write(path, RUN, CELL)
+    assert path.read_text().count(written) == 1
+    path.write_text(path.read_text().replace(written, instead))
+    with pytest.raises(UsageError, match=r"r\.jsonl: line [12] is no (run|cell) of this schema$"):
+        read_results(path)
+
+
 def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write results to"):

@@ -102,7 +102,7 @@ def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation
     """How the command was asked to show the cells, read from its saved arguments as far as it still knows them."""
     from cs336sys.report.saved import Presentation
 
-    name, *arguments = invocation.runs[-1].arguments if invocation.runs else ("",)
+    name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
     command = ctx.parent.command.get_command(ctx.parent, invocation.command)

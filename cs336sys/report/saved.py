@@ -14,6 +14,7 @@ from cs336sys.report.kernels import kernel_tables, plot_kernels
 from cs336sys.report.memory.files import timeline_title
 from cs336sys.report.memory.plots import plot_timeline
 from cs336sys.report.memory.tables import memory_tables
+from cs336sys.report.noise import Interval
 from cs336sys.report.parallel.allreduce import allreduce_tables
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
 from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
@@ -23,7 +24,7 @@ from cs336sys.report.parallel.shard_plots import plot_memory
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import profile_tables
 from cs336sys.report.tables import Table
-from cs336sys.results import Cell, Results, Run, configuration_key, differing_conditions, same_code
+from cs336sys.results import Cell, Results, Run, Samples, configuration_key, differing_conditions, same_code
 from cs336sys.workload import MemoryWorkload
 
 
@@ -189,8 +190,16 @@ def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Pr
         UsageError: the cells lack what the tables need.
     """
     build = SAVED_COMMANDS[invocation.command].tables
-    tables = _checked(invocation, lambda: build(cells, invocation.run, presentation))
+    tables = _checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
     return [replace(table, title=f"{table.title} ({invocation.name})") for table in tables] if mark else tables
+
+
+def _plain(table: Table) -> Table:
+    for row in table.rows:
+        for column in table.columns:
+            if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
+                raise TypeError(f"{column.key} is {row[column.key]}")
+    return table
 
 
 def saved_pictures(invocation: Invocation, cells: Sequence[Cell]) -> Pictures:

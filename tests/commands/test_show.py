@@ -167,6 +167,18 @@ def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
     assert f"{tmp_path / 'cut.jsonl'}: no cell was measured" in show(tmp_path / "cut.jsonl").stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", ['["flash", "--baseline", "eager", "--gone", "1"]', "[]", '["a script", "flash"]']
+)
+def test_arguments_that_are_no_longer_known_are_passed_over(tmp_path, arguments):
+    saved = b'"arguments": ' + json.dumps(read_results(BOARD).runs.popitem()[1].arguments).encode()
+    assert saved in BOARD.read_bytes()
+    (tmp_path / "old.jsonl").write_bytes(BOARD.read_bytes().replace(saved, b'"arguments": ' + arguments.encode()))
+    (table,) = tables(show(tmp_path / "old.jsonl", "--format", "json"))
+    eager = next(row for row in table["rows"] if row["implementation"] == "eager")
+    assert eager["end_to_end_speedup"] == 1.0, "the default"
+
+
 def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
     (tmp_path / "new.jsonl").write_bytes(BENCH.read_bytes().replace(b'"schema_version": 1', b'"schema_version": 9'))
     sentence = f"error: {tmp_path / 'new.jsonl'} has schema version 9, this cs336sys reads version 1\n"

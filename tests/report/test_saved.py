@@ -79,3 +79,12 @@ def test_cells_that_lack_something_are_one_sentence():
     (one,) = invocations([Results({"a": run("abcdefghij")}, (cell("a", 1),))])
     with pytest.raises(UsageError, match=r"^flash, run abcdefgh of time of abcdefghij: the saved cells lack 'impl"):
         saved_tables(one, shown_cells(one), Presentation(), mark=False)
+
+
+def test_cells_that_hold_something_else_are_one_sentence():
+    """A value that no table can write is found before one is half written."""
+    configuration = {"accumulation": "fp32 += fp32", "device": "cpu"}
+    odd = Cell("precision", configuration, "ok", derived={"sum": {"of": "what"}}, run_id="a")
+    (one,) = invocations([Results({"a": run("a")}, (odd,))])
+    with pytest.raises(UsageError, match=r"^precision, run a of time of a: the saved cells hold something else than "):
+        saved_tables(one, shown_cells(one), Presentation(), mark=False)
