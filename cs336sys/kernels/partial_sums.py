@@ -11,7 +11,7 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _sum_kernel(partials_ptr, sum_ptr, num_partials, width, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr):
+def _partial_sums_kernel(partials_ptr, sum_ptr, num_partials, width, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr):
     column = tl.program_id(0) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)[None, :]
     total = tl.zeros((ROW_TILE, COLUMN_TILE), dtype=tl.float32)
     for start in range(0, num_partials, ROW_TILE):
@@ -29,7 +29,7 @@ def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     num_partials, width = partials.shape
     total = torch.empty(width, dtype=dtype, device=partials.device)
     with torch.cuda.device_of(partials):
-        _sum_kernel[(triton.cdiv(width, COLUMN_TILE),)](
+        _partial_sums_kernel[(triton.cdiv(width, COLUMN_TILE),)](
             partials,
             total,
             num_partials,

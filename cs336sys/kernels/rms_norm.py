@@ -116,7 +116,7 @@ def _load_total(
 
 
 @triton.jit
-def _forward_kernel(
+def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -220,7 +220,7 @@ def _store_grad(
 
 
 @triton.jit
-def _backward_kernel(
+def _rms_norm_backward_kernel(
     grad_y_ptr,
     grad_total_ptr,
     total_ptr,
@@ -334,7 +334,7 @@ def _forward(
     """y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
     y, total, inverse_rms = _empty_results(x, weight, residual, eps, dtype)
     tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
-    check_tensors("rms_norm", _forward_kernel, **tensors)
+    check_tensors("rms_norm", _rms_norm_forward_kernel, **tensors)
     if y.numel() == 0:
         return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
     rows = as_rows(x)
@@ -342,7 +342,7 @@ def _forward(
     width = x.shape[-1]
     settings = forward_settings(width)
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
+        _rms_norm_forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
             rows,
             residual_rows,
             weight,
@@ -406,7 +406,7 @@ def _backward(
     allocate = torch.empty if is_one_tile else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
     with torch.cuda.device_of(total):
-        _backward_kernel[(num_programs,)](
+        _rms_norm_backward_kernel[(num_programs,)](
             grad_y_rows,
             grad_total_rows,
             rows,

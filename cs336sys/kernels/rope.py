@@ -48,7 +48,7 @@ def _position_turns(positions_ptr, row, row_mask, stride, frequency, IMPLIED: tl
 
 
 @triton.jit
-def _rotate_kernel(
+def _rope_kernel(
     x_ptr,
     y_ptr,
     positions_ptr,
@@ -140,7 +140,7 @@ def _rotate(
     row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
     num_programs = shape[0] * triton.cdiv(shape[1], HEADS) * triton.cdiv(num_rows, row_tile)
     with torch.cuda.device_of(x):
-        _rotate_kernel[(num_programs,)](
+        _rope_kernel[(num_programs,)](
             x,
             y,
             positions,
@@ -212,7 +212,7 @@ def _compute(
 ) -> torch.Tensor:
     """x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
     y = _empty_rotated(x, positions, theta, inverse, strides, dtype)
-    check_tensors("rope", _rotate_kernel, x=x)
+    check_tensors("rope", _rope_kernel, x=x)
     _rotate(x, y, positions, theta, inverse)
     return y
 
@@ -334,7 +334,7 @@ def _compute_qkv(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
-    check_tensors("rope_qkv", _rotate_kernel, qkv=qkv)
+    check_tensors("rope_qkv", _rope_kernel, qkv=qkv)
     positions = None if positions is None else positions.unsqueeze(-2)
     start = 0
     for result, angles in zip(results, (theta, theta, None), strict=True):

@@ -32,7 +32,7 @@ def _tile_of_program(num_rows, num_columns, ROW_TILE: tl.constexpr, COLUMN_TILE:
 
 
 @triton.jit
-def _forward_kernel(
+def _swiglu_forward_kernel(
     gate_ptr,
     up_ptr,
     product_ptr,
@@ -52,7 +52,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _swiglu_backward_kernel(
     gate_ptr,
     up_ptr,
     grad_ptr,
@@ -116,13 +116,15 @@ def _empty_product(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     product = _empty_product(gate, up, dtype)
-    check_tensors("swiglu", _forward_kernel, gate=gate, up=up)
+    check_tensors("swiglu", _swiglu_forward_kernel, gate=gate, up=up)
     if product.numel() == 0:
         return product
     gate, up = _as_matrices(gate, up)
     num_programs, constants = _tiling(gate)
     with torch.cuda.device_of(gate):
-        _forward_kernel[(num_programs,)](gate, up, product, *gate.stride(), *up.stride(), *gate.shape, **constants)
+        _swiglu_forward_kernel[(num_programs,)](
+            gate, up, product, *gate.stride(), *up.stride(), *gate.shape, **constants
+        )
     return product
 
 
@@ -143,7 +145,7 @@ def _backward(
     gate, up, grad = _as_matrices(gate, up, grad)
     num_programs, constants = _tiling(gate)
     with torch.cuda.device_of(gate):
-        _backward_kernel[(num_programs,)](
+        _swiglu_backward_kernel[(num_programs,)](
             gate,
             up,
             grad,

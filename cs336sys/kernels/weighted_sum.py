@@ -18,7 +18,7 @@ BACKWARD_ROWS = 16 * ROW_TILE
 
 
 @triton.jit
-def _forward_kernel(
+def _weighted_sum_forward_kernel(
     x_ptr,
     weight_ptr,
     output_ptr,
@@ -49,7 +49,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _weighted_sum_backward_kernel(
     x_ptr,
     weight_ptr,
     grad_output_ptr,
@@ -94,7 +94,7 @@ def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
-    check_tensors("weighted_sum", _forward_kernel, x=x, weight=weight)
+    check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = as_rows(x)
     output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
+        _weighted_sum_forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
             rows,
             weight,
             output,
@@ -127,7 +127,7 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) 
     partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         # One dimension, as the second of a CUDA grid ends at 65535.
-        _backward_kernel[(num_strips * num_column_tiles,)](
+        _weighted_sum_backward_kernel[(num_strips * num_column_tiles,)](
             rows,
             weight,
             grad_output,

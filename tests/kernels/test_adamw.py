@@ -466,7 +466,7 @@ def test_bad_uses_are_refused_in_one_sentence(device):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(kernels, "update_kernel", triton.JITFunction(kernels.update_kernel.fn))
+    monkeypatch.setattr(kernels, "adamw_update_kernel", triton.JITFunction(kernels.adamw_update_kernel.fn))
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):

@@ -55,7 +55,7 @@ def test_tensors_are_read_and_written_128_bits_at_a_time(compiled):
         assert not narrow, name
         assert kernel["load_bits"]["128"] > 0, name
         # What adds up partial sums writes one number a column.
-        assert kernel["kernel"] == "_sum_kernel" or kernel["store_bits"]["128"] > 0, name
+        assert kernel["kernel"] == "_partial_sums_kernel" or kernel["store_bits"]["128"] > 0, name
 
 
 def test_backward_of_rms_norm_loads_ahead(compiled):
@@ -80,5 +80,5 @@ def test_enough_programs_share_a_multiprocessor(compiled):
 def test_adamw_moves_128_bits_at_a_time(compiled):
     """Of whole, aligned chunks; the same kernel has masked accesses for the others."""
     for configuration, expected in ADAMW.items():
-        (update,) = [kernel for kernel in compiled[configuration] if kernel["kernel"] == "update_kernel"]
+        (update,) = [kernel for kernel in compiled[configuration] if kernel["kernel"] == "adamw_update_kernel"]
         assert {kind: update[kind]["128"] for kind in expected} == expected, update

@@ -379,8 +379,8 @@ def test_target_outside_the_vocabulary_is_a_device_side_assertion():
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    compiled_kernel = triton.JITFunction(launchers.forward_kernel.fn)
-    monkeypatch.setattr(launchers, "forward_kernel", compiled_kernel)
+    compiled_kernel = triton.JITFunction(launchers.cross_entropy_forward_kernel.fn)
+    monkeypatch.setattr(launchers, "cross_entropy_forward_kernel", compiled_kernel)
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         linear_cross_entropy(HIDDEN, WEIGHT, TARGETS)
 

@@ -195,7 +195,7 @@ def test_other_dtypes_and_devices_are_refused():
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(module, "_forward_kernel", triton.JITFunction(module._forward_kernel.fn))
+    monkeypatch.setattr(module, "_rms_norm_forward_kernel", triton.JITFunction(module._rms_norm_forward_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         rms_norm(torch.ones(2, 3), torch.ones(3))
 

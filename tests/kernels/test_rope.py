@@ -213,7 +213,7 @@ def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(module, "_rotate_kernel", triton.JITFunction(module._rotate_kernel.fn))
+    monkeypatch.setattr(module, "_rope_kernel", triton.JITFunction(module._rope_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         rope(torch.ones(3, 4))
 

@@ -154,7 +154,7 @@ def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(module, "_forward_kernel", triton.JITFunction(module._forward_kernel.fn))
+    monkeypatch.setattr(module, "_swiglu_forward_kernel", triton.JITFunction(module._swiglu_forward_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         swiglu(torch.ones(3), torch.ones(3))
 

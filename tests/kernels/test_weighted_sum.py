@@ -139,8 +139,8 @@ def test_bad_input_is_refused_in_one_sentence(x, weight, error, sentence):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    compiled_kernel = triton.JITFunction(module._forward_kernel.fn)
-    monkeypatch.setattr(module, "_forward_kernel", compiled_kernel)
+    compiled_kernel = triton.JITFunction(module._weighted_sum_forward_kernel.fn)
+    monkeypatch.setattr(module, "_weighted_sum_forward_kernel", compiled_kernel)
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         weighted_sum(torch.ones(3), torch.ones(3))
 

@@ -79,6 +79,28 @@ KERNELS = {
         "void at::native::unrolled_elementwise_kernel<at::native::(anonymous namespace)::where_kernel_impl"
         "(at::TensorIterator&)::{lambda()#1}::operator()() const::{lambda(bool, float, float)#1}, std::array<char*, "
         "4ul>>(int)": "unrolled_elementwise where<bool>",
+        "void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl<at::native::Binary"
+        "Functor<float, float, float, at::native::binary_internal::MulFunctor<float>>>(at::TensorIteratorBase &, const "
+        "T1 &)::[lambda(int) (instance 1)]>(int, T3)": "elementwise Mul<fp32>",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::(anonymous "
+        "namespace)::CompareFunctor<long> >(at::TensorIteratorBase&, long const&)::{lambda(int)#1}>(int)": (
+            "elementwise Compare<int64>"
+        ),
+        "void at::native::vectorized_elementwise_kernel<(int)8, at::native::AUnaryFunctor<c10::BFloat16, c10::BFloat16"
+        ", c10::BFloat16, at::native::binary_internal::MulFunctor<float>>, std::array<char *, 2ul>>(int)": (
+            "vectorized_elementwise Mul_scalar<bf16>"
+        ),
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctorOnSelf_add<float>, std::array"
+        "<char *, (unsigned long)2>>(int, T2, T3)": "vectorized_elementwise add_scalar<fp32>",
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::addcmul_cuda_kernel(at::TensorIteratorBase "
+        "&, const c10::Scalar &)::[lambda() (instance 2)]::operator ()() const::[lambda(float, float, float) (instance "
+        "1)], std::array<char *, (unsigned long)4>>(int, T2, T3)": "vectorized_elementwise addcmul<fp32>",
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::<unnamed>::lerp_scalar_kernel(at::Tensor"
+        "IteratorBase &, const c10::Scalar &)::[lambda() (instance 2)]::operator ()() const::[lambda(float, float) "
+        "(instance 1)], std::array<char *, (unsigned long)3>>(int, T2, T3)": "vectorized_elementwise lerp_scalar<fp32>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::launch_clamp_scalar"
+        "(at::TensorIteratorBase&, c10::Scalar, c10::Scalar)::{lambda()#1}::operator()() const::{lambda(float)#1}, "
+        "std::array<char*, 2ul> >(int)": "vectorized_elementwise clamp_scalar<fp32>",
         "triton_poi_fused_add_mul_0": None,
         "aten::exp_": None,
     },
@@ -90,6 +112,9 @@ KERNELS = {
         "t<c10::BFloat16, at::native::MaxNanFunctor<c10::BFloat16>>, unsigned int, c10::BFloat16, (int)4>>(T3)": (
             "reduce MaxNan<bf16>"
         ),
+        "void at::native::_scatter_gather_elementwise_kernel<128, 8, at::native::_cuda_scatter_gather_internal_kernel"
+        "<true, float, long>::operator()<at::native::ReduceAdd>(at::TensorIterator&, long, long)::{lambda(int)#1}>"
+        "(int)": "_scatter_gather_elementwise ReduceAdd",
         "triton_red_fused_amax_exp_sub_sum_1": None,
         "triton_per_fused__log_softmax_nll_loss_forward_2": None,
         "aten::amax": None,
@@ -146,12 +171,27 @@ def test_kind_and_short_name(category, kernel, short):
     assert short_name(kernel) == (short or kernel)
 
 
-def test_every_attention_kernel_of_this_project_is_known():
-    """Triton names kernels after their functions."""
-    kernels = []
-    for path in (Path(cs336sys.__file__).parent / "kernels" / "attention").rglob("*.py"):
+# What the kernels of each module of kernels/ do; those of attention/ stand for the whole folder.
+KINDS_OF_OURS = {
+    "attention": {"attention/softmax"},
+    "adamw": {"optimizer"},
+    "linear_cross_entropy": {"reduction", "elementwise"},
+    "partial_sums.py": {"reduction"},
+    "rms_norm.py": {"normalization"},
+    "rope.py": {"elementwise"},
+    "swiglu.py": {"elementwise"},
+    "weighted_sum.py": {"reduction"},
+}
+
+
+def test_every_kernel_of_this_project_is_known():
+    """Triton names kernels after their functions, so no two ops may have kernels of one name."""
+    found = {}
+    for path in (folder := Path(cs336sys.__file__).parent / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
-                kernels.append(node.name)
-    assert {"forward_kernel", "backward_kernel", "prepare_kernel"} <= set(kernels)
-    assert {category_of(kernel) for kernel in kernels} == {"attention/softmax"}
+                found.setdefault(path.relative_to(folder).parts[0], set()).add(node.name)
+    assert {"forward_kernel", "backward_kernel", "prepare_kernel"} <= found["attention"]
+    assert {op: {category_of(kernel) for kernel in kernels} for op, kernels in found.items()} == KINDS_OF_OURS
+    names = [kernel for kernels in found.values() for kernel in kernels]
+    assert len(names) == len(set(names))

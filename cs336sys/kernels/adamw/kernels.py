@@ -182,7 +182,7 @@ def _update_chunk(
 
 
 @triton.jit
-def update_kernel(
+def adamw_update_kernel(
     rows_ptr,
     chunks_ptr,
     factors_ptr,
@@ -254,7 +254,7 @@ def _sum_of_squares(
 
 
 @triton.jit
-def norm_kernel(
+def adamw_norm_kernel(
     rows_ptr,
     chunks_ptr,
     sums_ptr,
@@ -277,7 +277,7 @@ def norm_kernel(
 
 
 @triton.jit
-def prepare_kernel(
+def adamw_prepare_kernel(
     rows_ptr,
     groups_ptr,
     factors_ptr,
@@ -324,7 +324,7 @@ def prepare_kernel(
         tl.store(factor_ptr + 6, 1.0 - beta2, mask=mask)
 
 
-INTERPRETED = not isinstance(update_kernel, triton.JITFunction)
+INTERPRETED = not isinstance(adamw_update_kernel, triton.JITFunction)
 
 # Elements of a program. The interpreter takes as long for few as for many. On an H200, 16384, 8192, 4096 and 2048 for
 # 0.94 B float32 parameters with float32 states reached 0.95, 0.97, 0.98 and 0.98 of the copy rate.

@@ -232,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
             if parameter.grad is not None
         ]
         if self._tables is None:
-            check_tensors("AdamW", kernels.update_kernel, parameters=updates[0].weight)
+            check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
             self._tables = Tables(self._device)
         self._tables.describe(updates)
         return updates

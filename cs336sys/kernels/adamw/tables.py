@@ -14,7 +14,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Variant(NamedTuple):
-    """What parameters of one launch have in common: the constants of ``kernels.update_kernel``."""
+    """What parameters of one launch have in common: the constants of ``kernels.adamw_update_kernel``."""
 
     gradient_dtype: torch.dtype
     bfloat16_moments: bool
@@ -190,7 +190,7 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
     if max_norm is not None:
         for variant, first, count in chunks.launches:
             if count:
-                kernels.norm_kernel[(count,)](
+                kernels.adamw_norm_kernel[(count,)](
                     rows,
                     chunks.table,
                     chunks.sums_of_squares,
@@ -199,7 +199,7 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
                     CHUNK=kernels.CHUNK,
                     TILE=kernels.CHUNK // 2,
                 )
-    kernels.prepare_kernel[(1,)](
+    kernels.adamw_prepare_kernel[(1,)](
         rows,
         groups,
         chunks.factors,
@@ -216,7 +216,7 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
     for variant, first, count in chunks.launches:
         if count:
             half_tile, num_warps = tile_settings(variant)
-            kernels.update_kernel[(count,)](
+            kernels.adamw_update_kernel[(count,)](
                 rows,
                 chunks.table,
                 chunks.factors,

@@ -5,7 +5,9 @@ import triton.language as tl
 
 
 @triton.jit
-def count_kernel(target_ptr, count_ptr, is_allowed_ptr, num_tokens, num_columns, ignore_index, TILE: tl.constexpr):
+def cross_entropy_count_kernel(
+    target_ptr, count_ptr, is_allowed_ptr, num_tokens, num_columns, ignore_index, TILE: tl.constexpr
+):
     """One program counts the targets that are not ignored, and says whether all of these are in the vocabulary."""
     count = tl.zeros((TILE,), tl.int64)
     outside = tl.zeros((TILE,), tl.int32)
@@ -37,7 +39,7 @@ def _gradient(x, column, target, logsumexp, softmax_factor, target_share, other_
 
 
 @triton.jit
-def forward_kernel(
+def cross_entropy_forward_kernel(
     logits_ptr,
     target_ptr,
     count_ptr,
@@ -110,7 +112,7 @@ def forward_kernel(
 
 
 @triton.jit
-def scale_kernel(
+def cross_entropy_scale_kernel(
     x_ptr, output_ptr, factor_ptr, num_elements, num_programs, SAME_MEMORY: tl.constexpr, TILE: tl.constexpr
 ):
     """output = factor x; in the same memory, a factor of 1 is done without reading it."""

@@ -5,7 +5,11 @@ import math
 import torch
 import triton
 
-from cs336sys.kernels.linear_cross_entropy.kernels import count_kernel, forward_kernel, scale_kernel
+from cs336sys.kernels.linear_cross_entropy.kernels import (
+    cross_entropy_count_kernel,
+    cross_entropy_forward_kernel,
+    cross_entropy_scale_kernel,
+)
 from cs336sys.kernels.operators import as_rows, check_tensors
 
 # Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits. On an H200, forward and backward of 32768 tokens
@@ -70,7 +74,7 @@ def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) ->
     count = torch.empty((), dtype=torch.int64, device=targets.device)
     is_allowed = torch.empty((), dtype=torch.bool, device=targets.device)
     with torch.cuda.device_of(targets):
-        count_kernel[(1,)](
+        cross_entropy_count_kernel[(1,)](
             targets, count, is_allowed, len(targets), vocab_size, ignore_index, TILE=COUNT_TILE, num_warps=16
         )
     if targets.is_cuda:
@@ -134,7 +138,7 @@ def forward(
     The factor is 1 over the number of tokens for float16, which could not hold gradients that small, else empty.
     """
     check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype)
-    check_tensors("linear_cross_entropy", forward_kernel, hidden=hidden, weight=weight)
+    check_tensors("linear_cross_entropy", cross_entropy_forward_kernel, hidden=hidden, weight=weight)
     vocab_size, width = weight.shape
     targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
@@ -166,7 +170,7 @@ def forward(
         for part in parts:
             torch.mm(rows[chunk], compute_weight[part].mT, out=logits[:, part])
         with torch.cuda.device_of(hidden):
-            forward_kernel[(len(logits),)](
+            cross_entropy_forward_kernel[(len(logits),)](
                 logits,
                 targets[chunk],
                 count,
@@ -211,7 +215,7 @@ def scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, over
     num_programs = min(MAX_SCALE_PROGRAMS, triton.cdiv(gradient.numel(), SCALE_TILE))
     if num_programs:
         with torch.cuda.device_of(gradient):
-            scale_kernel[(num_programs,)](
+            cross_entropy_scale_kernel[(num_programs,)](
                 gradient,
                 output,
                 factor,

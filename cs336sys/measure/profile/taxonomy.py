@@ -41,6 +41,8 @@ _PATTERNS = (
     (ATTENTION_SOFTMAX, r"\bflash::|flash_?att(n|ention)"),
     # This project's kernels, by the names of their functions.
     (ATTENTION_SOFTMAX, r"^(forward|backward|reducer_backward|prepare|convert_grad_query|combine)_kernel$"),
+    (ELEMENTWISE, r"^(_rope|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
+    (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
     (ATTENTION_SOFTMAX, r"softmax"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
@@ -91,9 +93,17 @@ _ANONYMOUS = re.compile(r"(\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
 _ARCHITECTURE_WRAPPER = re.compile(r"^\s*(\w+::)*enable_sm\w+<")
 # CuTe DSL's names: kernel_cutlass_kernel_, the module without its dots, the class, its address, the arguments.
 _CUTE_CLASS = re.compile(r"kernel_cutlass_kernel_[a-z0-9_]*?([A-Z]\w*?)_object_at_")
-# What torch's generic kernels were made for: exp_kernel_cuda, MulFunctor, sum_functor, MeanOps, GeluCUDAKernelImpl.
-_OPERATION = re.compile(r"\b(\w+?)(_kernel_cuda|_kernel_impl|CUDAKernelImpl|_functor|Functor(?:_\w+)?|Ops)\b")
-_WRAPPERS = ("Binary", "BUnary", "AUnary", "Unary", "Compare")
+# What torch's generic kernels were made for: exp_kernel_cuda, addcmul_cuda_kernel, lerp_scalar_kernel(, MulFunctor,
+# CUDAFunctorOnSelf_add, sum_functor, MeanOps, GeluCUDAKernelImpl, launch_clamp_scalar(.
+_OPERATION = re.compile(
+    r"\b(?P<before>\w+?)(_kernel_cuda|_cuda_kernel|_kernel_impl|CUDAKernelImpl|_functor|Ops|_kernel(?=\()"
+    r"|Functor((?P<scalar>On(Self|Other))?_(?P<after>\w+))?)\b|\blaunch_(?P<launched>\w+)(?=\()"
+)
+# What scatter and gather do with each element.
+_SCATTERED = re.compile(r"\b(TensorAssign|Reduce(Add|Multiply|Maximum|Minimum|Mean))\b")
+# Functors around the one that says what is computed, unless they stand alone. One operand of unary ones is a scalar.
+_SCALAR_WRAPPERS = ("BUnary", "AUnary")
+_WRAPPERS = ("Binary", "Unary", "Compare", *_SCALAR_WRAPPERS)
 
 
 @functools.cache
@@ -116,13 +126,16 @@ def short_name(kernel: str) -> str:
         arguments = _ARCHITECTURE_WRAPPER.sub("", arguments)
         return _split(arguments)[0].rpartition("::")[2].rstrip(">")
     base = base.removesuffix("_kernel")
-    operations = [match for match in _OPERATION.finditer(arguments) if match[1] not in _WRAPPERS]
-    if not operations:
-        return base
-    operation = operations[0][1] or operations[0][0]
-    if operations[0][2].startswith("Functor_"):
-        operation = operations[0][2].removeprefix("Functor_")
-    dtype = _DTYPE.search(arguments, operations[0].end())
+    # gpu_kernel_impl is around operations on tensors of several dtypes, whatever they compute.
+    matches = [match for match in _OPERATION.finditer(arguments) if match["before"] != "gpu"]
+    if not matches:
+        scattered = _SCATTERED.search(arguments)
+        return f"{base} {scattered[0]}" if scattered else base
+    match = next((match for match in matches if match["before"] not in _WRAPPERS), matches[0])
+    operation = match["after"] or match["launched"] or match["before"]
+    if match["scalar"] or matches[0]["before"] in _SCALAR_WRAPPERS:
+        operation += "_scalar"
+    dtype = _DTYPE.search(arguments, matches[0].end())
     return f"{base} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")
 
 
