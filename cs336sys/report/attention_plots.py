@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import legend_columns, write_figure
 from cs336sys.results import Cell
 
 
@@ -52,7 +52,8 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
         for handle, label in zip(*drawing.get_legend_handles_labels(), strict=True)
     }
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=9)
+        ncols = min(len(handles), legend_columns(figure))
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=ncols, fontsize=9)
     write_figure(figure, path)
 
 

@@ -69,6 +69,15 @@ def write_file(path: Path, content: bytes, option: str) -> None:
         raise OutputError(_unwritable(f"{option} {path}", error)) from error
 
 
+# A handle and a name of 20 characters at 9 points; "activations and buffers" and its handle take 1.8 inches at 7.
+_LEGEND_INCHES = 1.8
+
+
+def legend_columns(figure: "Figure") -> int:
+    """How many entries of a legend above the plots stand side by side without being cut."""
+    return max(1, int(figure.get_figwidth() / _LEGEND_INCHES))
+
+
 def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata: dict[str, Any] | None = None) -> None:
     """Write a picture in the format of its file's ending.
 

@@ -42,7 +42,7 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     for drawing, which in zip(axes[:, 0], PASSES, strict=True):
         drawing.set_ylabel(f"{which}, ms")
     rates = f"C {layer.flops_per_s:g} FLOP/s, W {layer.bytes_per_s:g} B/s"
-    figure.suptitle(f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {rates}", fontsize=10)
+    figure.suptitle(f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}\n{rates}", fontsize=10)
     write_figure(figure, path)
 
 
@@ -97,6 +97,8 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
             xytext=(4, 6),
             color=f"C{number}",
             fontsize=9,
+            # Other curves may cross the number.
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
         )
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")

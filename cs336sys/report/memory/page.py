@@ -2,10 +2,11 @@
 
 import html
 import json
+import math
 from collections.abc import Sequence
 
 from cs336sys.report.memory.plots import CATEGORY_COLORS
-from cs336sys.report.numbers import format_value
+from cs336sys.report.numbers import format_value, in_shown_unit
 from cs336sys.report.tables import Table
 from cs336sys.results import Cell
 
@@ -46,12 +47,29 @@ _SCRIPT = """
 const canvas = document.getElementById("timeline"), readout = document.getElementById("readout");
 const names = Object.keys(data.colors), last = data.timeline.position.at(-1) || 1;
 const totals = data.timeline.position.map((_, i) => names.reduce((sum, name) => sum + data.timeline[name][i], 0));
-const top = 1.15 * Math.max(...totals), gib = bytes => (bytes / 2 ** 30).toFixed(3) + " GiB";
-const x = position => position / last * canvas.width, y = bytes => canvas.height * (1 - bytes / top);
+const highest = Math.max(...totals);
+const size = bytes => (bytes / data.unit.bytes).toFixed(3) + " " + data.unit.label;
+const left = 80, line = 18;  // of the plot, and from one row of names to the next; in CSS pixels
+function rows(pen) {  // of each phase's name: the lowest with room beside the names before it
+  const ends = [];
+  return data.regions.map(region => {
+    const width = pen.measureText(region.name).width;
+    const start = Math.max(0, Math.min(x(region.start) + 5, canvas.clientWidth - width - 2));
+    let row = ends.findIndex(end => end < start);
+    if (row < 0) row = ends.length;
+    ends[row] = start + width + 5;
+    return {start, row};
+  });
+}
+const x = position => left + position / last * (canvas.clientWidth - left);
 function draw(marked) {
   canvas.width = canvas.clientWidth * devicePixelRatio;
   canvas.height = canvas.clientHeight * devicePixelRatio;
-  const pen = canvas.getContext("2d"), below = totals.map(() => 0);
+  const pen = canvas.getContext("2d"), below = totals.map(() => 0), bottom = canvas.clientHeight - line / 2;
+  pen.scale(devicePixelRatio, devicePixelRatio);
+  pen.font = "13px system-ui";
+  const placed = rows(pen), top = line * (1 + Math.max(0, ...placed.map(name => name.row))) + line / 2;
+  const y = bytes => bottom - (bottom - top) * bytes / (highest || 1);
   for (const name of names) {
     pen.beginPath();
     below.forEach((base, i) => pen.lineTo(x(data.timeline.position[i]), y(base + data.timeline[name][i])));
@@ -60,22 +78,29 @@ function draw(marked) {
     pen.fillStyle = data.colors[name];
     pen.fill();
   }
-  pen.fillStyle = pen.strokeStyle = "#222";
-  pen.font = 13 * devicePixelRatio + "px system-ui";
-  for (const region of data.regions) {
-    pen.fillRect(x(region.start), 0, 1, canvas.height);
-    pen.fillText(region.name, x(region.start) + 5, 16 * devicePixelRatio);
+  pen.fillStyle = "#222";
+  data.regions.forEach((region, i) => {
+    pen.fillRect(x(region.start), 0, 1, bottom);
+    pen.fillText(region.name, placed[i].start, line * (1 + placed[i].row) - 4);
+  });
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  for (const tick of data.ticks) {
+    pen.fillRect(left - 5, y(tick.bytes), 5, 1);
+    pen.fillText(tick.label, left - 8, y(tick.bytes));
   }
-  if (marked !== undefined) pen.fillRect(x(data.timeline.position[marked]), 0, 2, canvas.height);
+  pen.fillRect(left, 0, 1, bottom);
+  pen.fillRect(left, bottom, canvas.clientWidth, 1);
+  if (marked !== undefined) pen.fillRect(x(data.timeline.position[marked]), 0, 2, bottom);
 }
 canvas.addEventListener("mousemove", event => {
-  const wanted = event.offsetX / canvas.clientWidth * last;
+  const wanted = (event.offsetX - left) / (canvas.clientWidth - left) * last;
   let at = data.timeline.position.findIndex(position => position >= wanted);
   if (at < 0) at = totals.length - 1;
   const position = data.timeline.position[at];
   const region = data.regions.find(region => position >= region.start && position <= region.end);
-  const parts = names.filter(name => data.timeline[name][at]).map(name => name + " " + gib(data.timeline[name][at]));
-  readout.textContent = "event " + position + (region ? ", " + region.name : "") + ": " + gib(totals[at]) + " = "
+  const parts = names.filter(name => data.timeline[name][at]).map(name => name + " " + size(data.timeline[name][at]));
+  readout.textContent = "event " + position + (region ? ", " + region.name : "") + ": " + size(totals[at]) + " = "
     + parts.join(" + ");
   draw(at);
 });
@@ -86,10 +111,15 @@ draw();
 
 def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
     """The page's text."""
+    timeline = cell.derived["timeline"]
+    most = max(map(sum, zip(*(timeline[name] for name in CATEGORY_COLORS), strict=True)))
+    highest, unit = in_shown_unit(most, "bytes")
     data = {
-        "timeline": cell.derived["timeline"],
+        "timeline": timeline,
         "regions": cell.derived["regions"],
         "colors": CATEGORY_COLORS,
+        "unit": {"bytes": most / highest if most else 1, "label": unit},
+        "ticks": axis_ticks(most),
     }
     legend = "".join(
         f'<span class="swatch" style="background:{color}"></span>{name}' for name, color in CATEGORY_COLORS.items()
@@ -102,6 +132,17 @@ def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
         data=json.dumps(data, allow_nan=False).replace("</", "<\\/"),
         script=_SCRIPT,
     )
+
+
+def axis_ticks(most: float) -> list[dict[str, float | str]]:
+    """At most eleven ``bytes`` from 0 to ``most``, round in the unit of their ``label``."""
+    highest, unit = in_shown_unit(most, "bytes")
+    if not most:
+        return [{"bytes": 0, "label": "0 B"}]
+    power = 10.0 ** math.floor(math.log10(highest))
+    step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if highest <= 10 * part * power)
+    count = math.floor(highest / step)
+    return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
 
 
 def _html_table(table: Table) -> str:

@@ -91,8 +91,11 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")
         for size, value, cell in zip(sizes, exposed, sweep, strict=True):
             label = bucket_name(cell.configuration["bucket_mb"])
-            drawing.annotate(label, (size / 1e6, value), textcoords="offset points", xytext=(0, 6), fontsize=7)
+            point = (size / 1e6, value)
+            drawing.annotate(label, point, textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
         drawing.set_xscale("log")
+        # Half of the label of the largest bucket stands beside the curve's end, and a label is as high as this.
+        drawing.margins(x=0.08, y=0.08)
         drawing.set_ylim(bottom=min(0.0, *exposed))
         drawing.set_xlabel("mean bucket, MB")
         drawing.set_ylabel("overhead, ms")

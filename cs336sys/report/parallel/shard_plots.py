@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import legend_columns, write_figure
 from cs336sys.report.parallel.shard import COMPONENTS, SHARDING_SETTING_COLUMNS, memory_of
 from cs336sys.report.tables import Column
 from cs336sys.report.titles import shown_settings
@@ -41,7 +41,9 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
     axes[0].set_ylabel("memory of the fullest rank, GiB")
     handles = [Patch(color=_COLORS[name], label=header) for name, header in COMPONENTS.items()]
     handles.append(Patch(facecolor="none", edgecolor="black", linewidth=0.7, label="predicted"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7)
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=min(len(handles), legend_columns(figure)), fontsize=7
+    )
     write_figure(figure, path)
 
 

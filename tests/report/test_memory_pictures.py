@@ -1,0 +1,77 @@
+"""The timeline of ``memprof`` as a picture and on its page: nothing is cut, nothing stands on something else."""
+
+import itertools
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from cs336sys.report.memory.page import axis_ticks
+from cs336sys.report.memory.plots import CATEGORY_COLORS, timeline_figure
+
+EVENTS = 80
+
+
+def drawn(activations, *phases, title="tiny"):
+    """Boxes of the texts above the plot and of the peak's label, of the plot, and of the figure's legend."""
+    timeline = dict.fromkeys(CATEGORY_COLORS, [0] * EVENTS) | {"position": list(range(EVENTS))}
+    timeline["activations"] = activations
+    regions = [{"name": name, "start": start, "end": end} for name, start, end in phases]
+    figure = timeline_figure({"timeline": timeline, "regions": regions}, title)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    renderer = canvas.get_renderer()
+    texts = {text.get_text(): text.get_window_extent(renderer) for text in [*axes.texts, axes.title]}
+    return axes, texts, axes.get_window_extent(renderer), figure.legends[0].get_window_extent(renderer)
+
+
+PHASES = {
+    "as in a large model": (("forward", 0, 29), ("loss", 30, 32), ("backward", 33, 76), ("optimizer", 77, 79)),
+    "all but one narrow": (("forward", 0, 2), ("loss", 2, 3), ("backward", 3, 5), ("optimizer", 5, 79)),
+}
+
+
+@pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES)
+@pytest.mark.parametrize("peak", [0, 40, EVENTS - 1])
+def test_no_word_is_cut_or_overprinted(phases, peak):
+    held = [2**30 - 2**22 * abs(event - peak) for event in range(EVENTS)]
+    _, texts, plot, legend = drawn(held, *phases)
+    assert {name for name, _, _ in phases} | {"1.000 GiB", "tiny"} == set(texts)
+    for (one, first), (other, second) in itertools.combinations(texts.items(), 2):
+        assert not first.overlaps(second), f"{one} stands on {other}"
+    for text, box in texts.items():
+        assert max(plot.x0 - box.x0, box.x1 - plot.x1) <= 0, f"{text} is cut by an axis"
+    assert texts["1.000 GiB"].y1 < plot.y1
+    assert legend.x0 > plot.x1
+
+
+def test_a_long_title_ends_before_the_legend():
+    title = (
+        "2.7b: batch 4 x context 2048, forward-backward, bf16, reference attention, compile off, checkpointing every=4"
+    )
+    _, texts, _, legend = drawn([1] * EVENTS, ("forward", 0, 79), title=f"{title}, NVIDIA H200, torch 2.11.0+cu130")
+    (box,) = [box for text, box in texts.items() if text.startswith("2.7b")]
+    assert box.x0 >= 0
+    assert box.x1 <= legend.x0
+
+
+def test_the_axis_has_the_unit_of_a_tiny_model():
+    axes, texts, *_ = drawn([3 * 2**19] * EVENTS, ("forward", 0, 79))
+    assert axes.get_ylabel() == "active memory, MiB"
+    assert axes.get_ylim() == (0, pytest.approx(1.12 * 1.5))
+    assert "1.500 MiB" in texts
+
+
+@pytest.mark.parametrize(
+    ("most", "labels"),
+    [
+        (0, ["0 B"]),
+        (2.5 * 2**30, ["0 GiB", "0.5 GiB", "1 GiB", "1.5 GiB", "2 GiB", "2.5 GiB"]),
+        (1001 * 2**20, [f"{hundreds * 200} MiB" for hundreds in range(6)]),
+        (2**20, ["0 MiB", *(f"{tenth / 10:.4g} MiB" for tenth in range(1, 11))]),
+    ],
+)
+def test_ticks_of_the_page_are_round(most, labels):
+    ticks = axis_ticks(most)
+    assert [tick["label"] for tick in ticks] == labels
+    assert all(tick["bytes"] <= most * (1 + 1e-9) for tick in ticks)
