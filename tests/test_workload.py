@@ -16,7 +16,7 @@ from cs336sys.workload import (
     Workload,
 )
 
-SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl"))
+SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl.gz"))
 
 KINDS = {
     "bench": Workload,

@@ -1,5 +1,6 @@
 """``show`` as a user runs it: every saved result, without torch, and bad input."""
 
+import gzip
 import importlib
 import inspect
 import json
@@ -17,7 +18,7 @@ from cs336sys.results import configuration_key, read_results
 from cs336sys.workload import MemoryWorkload
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl" for name in ("bench", "flash-board", "ddp"))
+BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench", "flash-board", "ddp"))
 
 # Where it is not named after the command, and has no row for each cell.
 FIRST_TABLES = {"nsys": "phases", "precision": "accumulation"}
@@ -69,8 +70,9 @@ def test_every_command_that_saves_can_be_shown():
 
 
 def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
-    paths = sorted(RESULTS.glob("*.jsonl*"))
+    paths = sorted(RESULTS.glob("*.jsonl.gz"))
     assert len(paths) > 20
+    assert not list(RESULTS.glob("*.jsonl")), "results stay in the history: compress them"
     for path in paths:
         results = read_results(path)
         assert results.passed_over == 0
@@ -102,7 +104,7 @@ def without_torch(tmp_path_factory):
     """The measured cells of eight commands, shown in one process."""
     folder = tmp_path_factory.mktemp("show")
     names = ("bench", "flash-board", "ddp", "nsys-torch", "attn", "allreduce", "shard-10b", "memprof")
-    files = [str(RESULTS / f"{name}-h200.jsonl") for name in names]
+    files = [str(RESULTS / f"{name}-h200.jsonl.gz") for name in names]
     arguments = ["--status", "ok", "--format", "json", "--output", str(folder / "o.json")]
     command = [sys.executable, "-c", WITHOUT_TORCH, "show", *files, *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -127,7 +129,7 @@ def test_what_the_command_was_asked_is_asked_again(monkeypatch):
     (board,) = tables(show(BOARD, "--format", "json"))
     cudnn = next(row for row in board["rows"] if row["implementation"] == "sdpa-cudnn")
     assert cudnn["end_to_end_speedup"] == 1.0, "it was measured with --baseline sdpa-cudnn"
-    names = [table["name"] for table in tables(show(RESULTS / "nsys-h200.jsonl", "--format", "json"))]
+    names = [table["name"] for table in tables(show(RESULTS / "nsys-h200.jsonl.gz", "--format", "json"))]
     assert "precisions" in names, "it was measured with --compare-precision"
 
 
@@ -144,13 +146,13 @@ def test_parts_of_the_tables_in_another_order():
 
 
 def test_only_cells_of_a_status():
-    attention = RESULTS / "bench-attention-h200.jsonl"
+    attention = RESULTS / "bench-attention-h200.jsonl.gz"
     (table,) = tables(show(attention, "--status", "oom", "--format", "json"))
     assert [row["status"] for row in table["rows"]] == ["oom"]
 
 
 def test_several_pictures_get_names_of_their_own(tmp_path):
-    other_board = RESULTS / "flash-course-fp32-long-h200.jsonl"
+    other_board = RESULTS / "flash-course-fp32-long-h200.jsonl.gz"
     plot = tmp_path / "p" / "new.png"
     result = show(BOARD, other_board, BENCH, "--plot", plot, "--output", tmp_path / "o.md")
     assert result.exit_code == 0, result.output
@@ -165,7 +167,7 @@ def test_one_picture_is_the_file_that_was_asked_for(tmp_path):
 
 
 def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
-    lines = BENCH.read_bytes().splitlines(keepends=True)
+    lines = gzip.decompress(BENCH.read_bytes()).splitlines(keepends=True)
     (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
     result = show(tmp_path / "cut.jsonl", "--format", "json")
     assert len(tables(result)[0]["rows"]) == 3
@@ -180,15 +182,17 @@ def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
 )
 def test_arguments_that_are_no_longer_known_are_passed_over(tmp_path, arguments):
     saved = b'"arguments": ' + json.dumps(read_results(BOARD).runs.popitem()[1].arguments).encode()
-    assert saved in BOARD.read_bytes()
-    (tmp_path / "old.jsonl").write_bytes(BOARD.read_bytes().replace(saved, b'"arguments": ' + arguments.encode()))
+    content = gzip.decompress(BOARD.read_bytes())
+    assert saved in content
+    (tmp_path / "old.jsonl").write_bytes(content.replace(saved, b'"arguments": ' + arguments.encode()))
     (table,) = tables(show(tmp_path / "old.jsonl", "--format", "json"))
     eager = next(row for row in table["rows"] if row["implementation"] == "eager")
     assert eager["end_to_end_speedup"] == 1.0, "the default"
 
 
 def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
-    (tmp_path / "new.jsonl").write_bytes(BENCH.read_bytes().replace(b'"schema_version": 1', b'"schema_version": 9'))
+    content = gzip.decompress(BENCH.read_bytes())
+    (tmp_path / "new.jsonl").write_bytes(content.replace(b'"schema_version": 1', b'"schema_version": 9'))
     sentence = f"error: {tmp_path / 'new.jsonl'} has schema version 9, this cs336sys reads version 1\n"
     assert show(tmp_path / "new.jsonl").stderr == sentence
 
@@ -206,7 +210,7 @@ def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
         ([BENCH, "--columns", "step"], "--columns 'step': choose from size, "),
         ([BENCH, "--sort", "step"], "--sort 'step': choose from size, "),
         (
-            [RESULTS / "nsys-torch-h200.jsonl", "--plot", "n.png"],
+            [RESULTS / "nsys-torch-h200.jsonl.gz", "--plot", "n.png"],
             "--plot n.png: the cells of nsys hold no picture's data",
         ),
         ([BOARD, "--plot", "b.txt"], "--plot b.txt: the file must end in .png, .svg, .pdf"),

@@ -142,7 +142,7 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
     """Two H200, bf16. Beside tensors, a GPU held two workspaces of cuBLAS, 64 MiB, in every cell."""
     cells = [
         cell
-        for cell in read_results(RESULTS / f"shard-{name}-h200.jsonl").cells
+        for cell in read_results(RESULTS / f"shard-{name}-h200.jsonl.gz").cells
         if (cell.configuration["strategy"], cell.configuration["compile"]) == (strategy, "off")
     ]
     if name == "10b" and strategy not in FULLY_SHARDED:
