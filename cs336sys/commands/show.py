@@ -39,6 +39,9 @@ def show(
     plot: Annotated[
         Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write all tables and pictures to this page, and print nothing.")
+    ] = None,
     format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -49,15 +52,20 @@ def show(
     cs336sys show results/*.jsonl --command bench,flash --status ok --sort -peak_gib
 
     cs336sys show bench.jsonl --table bench --columns size,context,step_ms --format csv
+
+    cs336sys show results/*.jsonl.gz --html results.html
     """
-    from cs336sys.report.outputs import check_plot
+    from cs336sys.report.outputs import check_plot, write_file
+    from cs336sys.report.page import check_page
     from cs336sys.report.saved import invocations, saved_pictures, saved_tables, shown_cells
-    from cs336sys.report.selection import select_columns, select_tables, sort_rows
+    from cs336sys.report.saved_page import Shown, saved_page
+    from cs336sys.report.selection import select_in_groups
     from cs336sys.report.tables import check_output, emit
 
     statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
     check_output(output, format)
     check_plot(plot)
+    check_page(html)
     found = invocations([_read(path) for path in files])
     measured = list(dict.fromkeys(invocation.command for invocation in found))
     if not measured:
@@ -65,29 +73,34 @@ def show(
     if command:
         chosen = split_list(command, "--command", one_of(measured))
         found = [invocation for invocation in found if invocation.command in chosen]
-    shown = [(invocation, cells) for invocation in found if (cells := shown_cells(invocation, statuses))]
-    if not shown:
+    cells = [(invocation, cells) for invocation in found if (cells := shown_cells(invocation, statuses))]
+    if not cells:
         raise UsageError(f"--status {','.join(statuses)}: no cell has it")
-    names = [invocation.command for invocation, _ in shown]
+    names = [invocation.command for invocation, _ in cells]
     tables = [
-        one
-        for invocation, cells in shown
-        for one in saved_tables(
-            invocation, cells, _presentation(ctx, invocation), mark=names.count(invocation.command) > 1
-        )
+        saved_tables(invocation, some, _presentation(ctx, invocation), mark=names.count(invocation.command) > 1)
+        for invocation, some in cells
     ]
-    if table:
-        tables = select_tables(tables, split_list(table, "--table", str))
-    # Before columns are left out: rows may be sorted by another one.
-    if sort is not None:
-        tables = sort_rows(tables, sort)
-    if columns:
-        tables = select_columns(tables, split_list(columns, "--columns", str))
-    drawings = list(_drawings([saved_pictures(*one) for one in shown], plot, names)) if plot is not None else []
-    emit(tables, format=format, output=output)
+    tables = select_in_groups(
+        tables,
+        split_list(table, "--table", str) if table else (),
+        split_list(columns, "--columns", str) if columns else (),
+        sort,
+    )
+    pictures = [saved_pictures(*one) if plot is not None or html is not None else {} for one in cells]
+    drawings = list(_drawings(pictures, plot, names)) if plot is not None else []
+    if html is None or output is not None:
+        emit([one for some in tables for one in some], format=format, output=output)
     for path, draw in drawings:
         draw(path)
         say(f"drew {path}")
+    if html is not None:
+        shown = [
+            Shown(invocation, some, drawn) for (invocation, _), some, drawn in zip(cells, tables, pictures, strict=True)
+        ]
+        page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown)
+        write_file(html, page.encode(), "--html")
+        say(f"wrote {html}")
 
 
 def _read(path: Path) -> Results:

@@ -10,23 +10,52 @@ from cs336sys.report.tables import Table, Value
 from cs336sys.results import Samples
 
 
-def select_tables(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
+def select_in_groups(
+    groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
+) -> list[list[Table]]:
+    """What :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` leave of tables in groups.
+
+    Raises:
+        UsageError: no table of any group has what was asked for.
+    """
+    chosen = [list(group) for group in groups]
+
+    def all_tables() -> list[Table]:
+        return [table for group in chosen for table in group]
+
+    if names:
+        chosen = [select_tables(group, names, all_tables()) for group in chosen]
+    # Before columns are left out: rows may be sorted by another one.
+    if order is not None:
+        chosen = [sort_rows(group, order, all_tables()) for group in chosen]
+    if keys:
+        chosen = [select_columns(group, keys, all_tables()) for group in chosen]
+    return chosen
+
+
+def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
     """The tables of these names.
+
+    Args:
+        among: the tables that the names must be of, where ``tables`` are some of them.
 
     Raises:
         UsageError: no table has one of the names.
     """
-    _check(names, "--table", [table.name for table in tables])
+    _check(names, "--table", [table.name for table in among or tables])
     return [table for table in tables if table.name in names]
 
 
-def select_columns(tables: Sequence[Table], keys: Sequence[str]) -> list[Table]:
+def select_columns(tables: Sequence[Table], keys: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
     """The tables with the columns of these keys alone, in this order; those that have none of them are left out.
+
+    Args:
+        among: the tables that the columns must be of, where ``tables`` are some of them.
 
     Raises:
         UsageError: no table has one of the columns.
     """
-    _check(keys, "--columns", [column.key for table in tables for column in table.columns])
+    _check(keys, "--columns", [column.key for table in among or tables for column in table.columns])
     chosen = [
         replace(table, columns=[column for key in keys for column in table.columns if column.key == key])
         for table in tables
@@ -34,16 +63,19 @@ def select_columns(tables: Sequence[Table], keys: Sequence[str]) -> list[Table]:
     return [table for table in chosen if table.columns]
 
 
-def sort_rows(tables: Sequence[Table], order: str) -> list[Table]:
+def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
     """The tables with their rows sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
 
     Samples are sorted by their mean. Rows without a value come last in either order.
+
+    Args:
+        among: the tables that the column must be of, where ``tables`` are some of them.
 
     Raises:
         UsageError: no table has the column.
     """
     key, is_descending = order.removeprefix("-"), order.startswith("-")
-    _check([key], "--sort", [column.key for table in tables for column in table.columns])
+    _check([key], "--sort", [column.key for table in among or tables for column in table.columns])
     return [
         _sorted(table, key, is_descending) if any(column.key == key for column in table.columns) else table
         for table in tables

@@ -4,6 +4,7 @@ import gzip
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,24 @@ def test_one_picture_is_the_file_that_was_asked_for(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["board.png"]
 
 
+def test_a_page_holds_the_tables_and_pictures_of_each_invocation(tmp_path):
+    """Without torch, too."""
+    page = tmp_path / "new" / "page.html"
+    arguments = ["show", str(BENCH), str(BOARD), str(BENCH), "--columns", "size,context,status", "--html", str(page)]
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", f"wrote {page}\n")
+    text = page.read_text()
+    assert "<title>bench-h200.jsonl.gz, flash-board-h200.jsonl.gz</title>" in text
+    assert "<pre>cs336sys flash --grid board --implementations auto,hopper" in text
+    assert re.findall(r"<h2>(\w+), run", text) == ["bench", "flash"]
+    assert text.count('<th>size</th><th class="number">context</th><th>precision</th>') == 0
+    assert text.count('<tr><td>2.7b</td><td class="number">512</td><td>ok</td></tr>') == 4
+    assert re.findall(r'src="data:image/png;base64,.{9}.*?" alt="(.*?)"', text) == ["flash: flash"]
+    both = show(BOARD, "--html", page, "--output", tmp_path / "o.md")
+    assert both.exit_code == 0
+    assert (tmp_path / "o.md").read_text().startswith("### flash:")
+
+
 def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
     lines = gzip.decompress(BENCH.read_bytes()).splitlines(keepends=True)
     (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
@@ -215,6 +234,8 @@ def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
         ),
         ([BOARD, "--plot", "b.txt"], "--plot b.txt: the file must end in .png, .svg, .pdf"),
         ([BENCH, "--format", "html"], "unknown format 'html': choose from table, markdown, csv, json, latex, typst"),
+        ([BENCH, "--html", "page.pdf"], "--html page.pdf: the file must end in .html"),
+        ([BENCH, "--html", "/proc/none/o.html"], "cannot write --html /proc/none/o.html"),
         ([BENCH, "--output", "/proc/none/o.md"], "cannot write --output /proc/none/o.md"),
     ],
 )

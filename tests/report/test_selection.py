@@ -6,7 +6,7 @@ import pytest
 
 from cs336sys.errors import UsageError
 from cs336sys.report.noise import Interval
-from cs336sys.report.selection import select_columns, select_tables, sort_rows
+from cs336sys.report.selection import select_columns, select_in_groups, select_tables, sort_rows
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import Samples
 
@@ -75,3 +75,12 @@ def test_what_no_table_has_is_refused(select, sentence):
     with pytest.raises(UsageError) as refused:
         select()
     assert str(refused.value) == sentence
+
+
+def test_groups_stay_apart_and_what_one_lacks_another_may_have():
+    groups = select_in_groups([[TIMES], [RATIOS, TIMES]], ["times"], ["size"], "-step_ms")
+    assert [order(group) for group in groups] == [["dacb"], ["dacb"]]
+    assert [[column.key for column in table.columns] for group in groups for table in group] == [["size"]] * 2
+    assert select_in_groups([[TIMES], [RATIOS]], keys=["ratio"])[0] == []
+    with pytest.raises(UsageError, match="--table 'ratios': choose from times"):
+        select_in_groups([[TIMES], []], ["ratios"])

@@ -1,46 +1,35 @@
 """The memory of a cell of ``memprof`` as one HTML file that loads nothing: a timeline to point at, and tables."""
 
-import html
 import json
 import math
 from collections.abc import Sequence
 
 from cs336sys.report.memory.plots import CATEGORY_COLORS
-from cs336sys.report.numbers import format_value, in_shown_unit
+from cs336sys.report.numbers import in_shown_unit
+from cs336sys.report.page import html_page, html_table
 from cs336sys.report.tables import Table
 from cs336sys.results import Cell
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; color: #222; padding: 0 1em; }}
-h1 {{ font-size: 1.3em; }} h2 {{ font-size: 1.1em; margin-top: 2em; }}
-canvas {{ width: 100%; height: 420px; border: 1px solid #ccc; }}
-table {{ border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }}
-th, td {{ padding: 2px 10px; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }}
-td.number, th.number {{ text-align: right; }}
-.swatch {{ display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.3em 0 1em; }}
-#readout {{ min-height: 3em; font-variant-numeric: tabular-nums; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
+_STYLE = """
+canvas { width: 100%; height: 420px; border: 1px solid #ccc; }
+.swatch { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.3em 0 1em; }
+#readout { min-height: 3em; font-variant-numeric: tabular-nums; }
+"""
+
+_TIMELINE = """
 <p id="readout">Point at the timeline: bytes held by category after so many allocations and frees.</p>
 <canvas id="timeline"></canvas>
 <p>{legend}</p>
-{tables}
+"""
+
+# A block of its own: names such as top are taken at a page's top level.
+_DATA = """
 <script>
 {{
-// A block of its own: names such as top are taken at a page's top level.
 const data = {data};
 {script}
 }}
 </script>
-</body>
-</html>
 """
 
 _SCRIPT = """
@@ -124,14 +113,9 @@ def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
     legend = "".join(
         f'<span class="swatch" style="background:{color}"></span>{name}' for name, color in CATEGORY_COLORS.items()
     )
-    return _PAGE.format(
-        title=html.escape(title),
-        legend=legend,
-        tables="\n".join(map(_html_table, tables)),
-        # "</" would end the script element inside of a string.
-        data=json.dumps(data, allow_nan=False).replace("</", "<\\/"),
-        script=_SCRIPT,
-    )
+    # "</" would end the script element inside of a string.
+    script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("</", "<\\/"), script=_SCRIPT)
+    return html_page(title, [_TIMELINE.format(legend=legend), *map(html_table, tables), script], _STYLE)
 
 
 def axis_ticks(most: float) -> list[dict[str, float | str]]:
@@ -143,21 +127,3 @@ def axis_ticks(most: float) -> list[dict[str, float | str]]:
     step = next(part * power for part in (0.1, 0.2, 0.5, 1, 2) if highest <= 10 * part * power)
     count = math.floor(highest / step)
     return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
-
-
-def _html_table(table: Table) -> str:
-    columns = [column for column in table.columns if any(row.get(column.key) is not None for row in table.rows)]
-    is_text = {column.key: any(isinstance(row.get(column.key), str) for row in table.rows) for column in columns}
-    kinds = {key: "" if text else ' class="number"' for key, text in is_text.items()}
-    head = "".join(f"<th{kinds[column.key]}>{html.escape(column.title)}</th>" for column in columns)
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f"<td{kinds[column.key]}>{html.escape(format_value(row.get(column.key), column.unit))}</td>"
-            for column in columns
-        )
-        + "</tr>"
-        for row in table.rows
-    )
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
-    return f"<h2>{html.escape(table.title)}</h2>\n<table>\n<tr>{head}</tr>\n{body}\n</table>\n{notes}"

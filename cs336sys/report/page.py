@@ -1,0 +1,115 @@
+"""Tables and pictures as one HTML file that loads nothing, to be read on a screen, on a phone and on paper.
+
+A page is :func:`html_page` around parts: :func:`html_table`, :func:`html_picture`, and whatever HTML else.
+"""
+
+import base64
+import html
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cs336sys.errors import UsageError
+from cs336sys.report.outputs import check_drawing, check_writable
+from cs336sys.report.tables import Table, grid_of, one_line
+
+_STYLE = """
+body { font: 15px/1.55 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222;
+  background: #fff; overflow-wrap: break-word; }
+h1 { font-size: 1.5em; line-height: 1.25; } h2 { font-size: 1.2em; margin-top: 2.5em; } h3 { font-size: 1em; }
+h1, h2, h3 { break-after: avoid; }
+pre, .table { overflow: auto; } pre, code { font-size: 13px; background: #f5f5f5; } pre { padding: 0.6em 0.8em; }
+.table { max-height: 75vh; border: 1px solid #ddd; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 10px; border-bottom: 1px solid #eee; text-align: left; white-space: nowrap; }
+th { position: sticky; top: 0; background: #f5f5f5; }
+.number { text-align: right; }
+.note { font-size: 13px; color: #555; margin: 0.4em 0; }
+figure { margin: 1.5em 0; break-inside: avoid; } img { max-width: 100%; height: auto; }
+figcaption { font-size: 13px; color: #555; }
+@media (max-width: 600px) { body { margin: 1em auto; } th, td { padding: 3px 6px; } }
+@media print {
+  body { max-width: none; margin: 0; font-size: 10pt; }
+  .table { max-height: none; overflow: visible; border: 0; }
+  table { font-size: 6.5pt; } th, td { padding: 1px 4px; white-space: normal; } th { position: static; }
+  tr { break-inside: avoid; }
+}
+"""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def html_page(title: str, parts: Sequence[str], style: str = "") -> str:
+    """The text of a page.
+
+    Args:
+        parts: HTML, one part below the other.
+        style: CSS that these need beside the page's own.
+    """
+    return _PAGE.format(title=html.escape(title), body="\n".join(parts), style=_STYLE + style)
+
+
+def html_table(table: Table, heading: str = "h2") -> str:
+    """A table under its title, with its notes: as the other formats for people show it.
+
+    Args:
+        heading: the element of the title.
+    """
+    grid = grid_of(table).map(html.escape)
+    kinds = [' class="number"' if is_number else "" for is_number in grid.is_number]
+    head = "".join(f"<th{kind}>{header}</th>" for header, kind in zip(grid.headers, kinds, strict=True))
+    rows = [
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in grid.rows
+    ]
+    notes = [f'<p class="note">{html.escape(one_line(note))}</p>' for note in table.all_notes]
+    lines = [
+        f"<{heading}>{html.escape(table.title)}</{heading}>",
+        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>',
+        *rows,
+        "</tbody>\n</table></div>",
+        *notes,
+    ]
+    return "\n".join(lines)
+
+
+def html_picture(draw: Callable[[Path], None], caption: str) -> str:
+    """A picture inside of the page, with its caption.
+
+    Args:
+        draw: draws to the file that it is given.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "picture.png")
+        draw(path)
+        content = base64.b64encode(path.read_bytes()).decode()
+    text = html.escape(caption)
+    return f'<figure><img src="data:image/png;base64,{content}" alt="{text}"><figcaption>{text}</figcaption></figure>'
+
+
+def check_page(path: Path | None, option: str = "--html") -> None:
+    """Find out before anything is measured whether a page with pictures can be written.
+
+    Raises:
+        UsageError: the file's ending is no page's, or its folder cannot be written.
+        CapabilityError: what draws the pictures is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{option} {path}: the file must end in .html")
+    check_drawing(f"{option} {path}")
+    check_writable(path, option)
