@@ -98,11 +98,16 @@ def fuse(model: nn.Module) -> Fused:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
-        forwards[module] = FORWARDS[name] if name in FORWARDS else _rotation_forward(_theta(model, path, module))
+        forwards[module] = FORWARDS[name] if name in FORWARDS else _rotation_forward(rotation_base(model, path, module))
     return Fused(forwards)
 
 
-def _theta(model: nn.Module, path: str, rotation: nn.Module) -> float:
+def rotation_base(model: nn.Module, path: str, rotation: nn.Module) -> float:
+    """The base of a rotation's angles: its own ``theta``, or the model's ``config["rope_theta"]``.
+
+    Raises:
+        UsageError: there is none.
+    """
     theta = getattr(rotation, "theta", None)
     if theta is None:
         theta = getattr(model, "config", {}).get("rope_theta")

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 
+from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.kernels.linear_cross_entropy.kernels import (
     cross_entropy_count_kernel,
     cross_entropy_forward_kernel,
@@ -12,9 +13,7 @@ from cs336sys.kernels.linear_cross_entropy.kernels import (
 )
 from cs336sys.kernels.operators import as_rows, check_tensors
 
-# Bytes of a chunk of logits: 4096 tokens of 151,936 bfloat16 logits. On an H200, forward and backward of 32768 tokens
-# of width 4096 took 181.8 ms with it, 183.7 with half and 186.8 with twice as much (the products at 766 TFLOP/s: 160).
-CHUNK_BYTES = 1_250_000_000
+CHUNK_BYTES = LOGITS_CHUNK_BYTES
 # A chunk is this many tokens or a multiple: the rows of a tile of cuBLAS.
 CHUNK_ALIGNMENT = 128
 # Rows of a chunk begin at multiples of this many logits, so that every row is read 128 bits at a time.

@@ -1,0 +1,160 @@
+"""Choosing what the blocks of a fully sharded step keep, on paper: bytes of a rank, and FLOPs spent on computing again.
+
+Of a block as ``kernels.transformer_block`` computes it always exists what is expensive for its size to compute again:
+its input, query, key, value, attention's output and logsumexp, and the sum that the second norm takes. Gate and up,
+``2 e T f`` of ``e (6 d + 2 f) T`` bytes in all, are kept in the last blocks, as many as memory allows, and computed
+again in the others by two products, ``4 T d f`` FLOPs of ``24 T d f`` or more that a block has. That is the policy
+``keep=N`` of ``--checkpoint``: N blocks keep gate and up.
+
+Letters as in ``accounting.activations``; ``e`` is 2 in half precision.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
+from cs336sys.accounting.flops import linear_flops
+from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
+from cs336sys.accounting.sharding.fsdp import gathered_bytes, own_rows, replicated_elements, sharded_units
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+
+# Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
+# bits, by the name of workload.STATE_DTYPES.
+STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step of fully sharded training with fused kernels, whose loss is computed without logits.
+
+    Attributes:
+        size: its batch is that of all ranks together, of which each has an equal part.
+        precision: of weights in use, activations and their gradients.
+        state_dtype: a name of :data:`STATE_BYTES`.
+        blocks: how many of the last blocks keep gate and up.
+        prefetch: units gathered ahead of use.
+
+    Raises:
+        UsageError: the ranks do not divide the batch, or the model has not so many blocks.
+    """
+
+    size: ModelSize
+    world_size: int
+    precision: str = "bf16"
+    state_dtype: str = "fp32"
+    blocks: int = 0
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.size.batch_size % self.world_size:
+            raise UsageError(f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}")
+        if not 0 <= self.blocks <= self.size.num_layers:
+            raise UsageError(f"keep={self.blocks}: the model has {self.size.num_layers} blocks")
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def share(self) -> ModelSize:
+        """The size with this rank's part of the batch."""
+        return replace(self.size, batch_size=self.size.batch_size // self.world_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank."""
+        return self.share.batch_size * self.size.context
+
+
+def kept_state(step: KeptStep) -> TrainingState:
+    """What the first rank, which holds most rows, has of the training state between backward pass and optimizer."""
+    elements = replicated_elements(step.size)
+    for shapes in sharded_units(step.size).values():
+        elements += sum(len(own_rows(shape[0], 0, step.world_size)) * math.prod(shape[1:]) for shape in shapes)
+    parameter, gradient, moments, beside = STATE_BYTES[step.state_dtype]
+    return TrainingState(elements * parameter, elements * gradient, elements * moments, elements * beside)
+
+
+def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
+    """What one block keeps for its backward pass: ``6 e T d``, the logsumexp, both norms' factors, and ``2 e T f``."""
+    e, tokens, size = step.element_bytes, step.tokens, step.size
+    always = 6 * e * tokens * size.d_model + 4 * tokens * size.num_heads + 2 * 4 * tokens
+    return always + (2 * e * tokens * size.d_ff if gate_and_up else 0)
+
+
+def kept_moments(step: KeptStep) -> list[PeakMemory]:
+    """The moments that can be the peak of a second or later step; buffers of communication count as activations.
+
+    - Loss: everything kept; the input, output and output's gradient of the last norm; the LM head's weight, its
+      gradient, and a chunk of logits.
+    - Feed-forward of a block in the backward pass: what it and those before it keep; gradients of its output and of the
+      normalized input, of the product, of gate and of up, and the product itself, ``e T (2 d + 4 f)``; gate and up
+      again where they are not kept; its weights and those fetched ahead; the gradients of the unit before it, whole and
+      as this rank's slice, which are being averaged.
+    - Optimizer: the whole state.
+    """
+    e, size, tokens = step.element_bytes, step.size, step.tokens
+    state = kept_state(step)
+    layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
+    # The batch of all ranks, the rotary table.
+    always = 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
+    parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
+    kept = [kept_block_bytes(step, gate_and_up=block >= layers - step.blocks) for block in range(layers)]
+    units = list(gathered_bytes(size, e, step.world_size).values())
+    head = units[-1]
+    # An element of a gathered unit, in the gradient of a rank's slice.
+    to_slice = STATE_BYTES[step.state_dtype][1] / e / step.world_size
+
+    chunk = min(LOGITS_CHUNK_BYTES, e * tokens * size.vocab_size)
+    at_loss = sum(kept) + 3 * stream + 2 * head + chunk
+    moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
+    done = 0.0
+    for block in reversed(range(layers)):
+        averaged = units[block + 2]
+        # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
+        arriving = averaged if to_slice * step.world_size != 1 else 0
+        again = 2 * inner if block < layers - step.blocks else 0
+        gathered = sum(units[max(0, block + 1 - step.prefetch) : block + 2])
+        held = sum(kept[: block + 1]) + 2 * stream + 4 * inner + again + gathered + averaged + arriving
+        done += to_slice * averaged
+        name = f"feed-forward backward, block {block + 1} of {layers}"
+        moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + held))
+    moments.append(PeakMemory("optimizer", parameters, state.gradients, optimizer_state, always))
+    return moments
+
+
+def kept_peak(step: KeptStep) -> PeakMemory:
+    """The widest of :func:`kept_moments`."""
+    return max(kept_moments(step), key=lambda moment: moment.total)
+
+
+def flops_again(step: KeptStep) -> int:
+    """FLOPs of all ranks together that a step spends on gate and up a second time."""
+    size = step.size
+    product = linear_flops(size.batch_size * size.context, size.d_model, size.d_ff, backward=False)
+    return 2 * (size.num_layers - step.blocks) * product
+
+
+def kept_choices(step: KeptStep, numbers: Sequence[int] | None = None) -> list[tuple[KeptStep, PeakMemory, int]]:
+    """For each number of blocks that keep gate and up, by default all: the step, its peak, and its FLOPs again."""
+    numbers = range(step.size.num_layers + 1) if numbers is None else numbers
+    steps = [replace(step, blocks=blocks) for blocks in numbers]
+    return [(one, kept_peak(one), flops_again(one)) for one in steps]
+
+
+def choose_kept_blocks(step: KeptStep, limit_bytes: float) -> KeptStep:
+    """The step in which most blocks keep gate and up, and whose predicted peak is within the limit.
+
+    Raises:
+        UsageError: there is none; the message says what is needed.
+    """
+    fitting = [one for one, peak, _ in kept_choices(step) if peak.total <= limit_bytes]
+    if not fitting:
+        need = kept_peak(replace(step, blocks=0)).total_gib
+        raise UsageError(
+            f"--memory-limit {limit_bytes / GIB:.4g}GiB: a rank needs {need:.1f} GiB even if no block keeps gate "
+            f"and up (state in {step.state_dtype}, {step.world_size} ranks); choose more ranks or a smaller state"
+        )
+    return fitting[-1]

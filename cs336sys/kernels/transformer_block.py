@@ -1,0 +1,220 @@
+"""A Transformer block as one node of autograd's graph, which chooses what to keep for its backward pass.
+
+Autograd keeps whatever each operation needs, and computes each gradient by itself. Here the block's backward pass is
+written out: what costs little to compute again (norms, the gate's product) is never kept, products that add to the same
+gradient add it up themselves, and what needs much memory for its arithmetic (gate and up) is kept or not, block by
+block.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.fuse import rotation_base
+from cs336sys.kernels.operators import as_rows
+from cs336sys.kernels.rope import rope
+from cs336sys.kernels.swiglu import swiglu
+
+# (query, key, value), each (B, H, S, D), to (B, H, S, D), causal.
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return flash_attention(query, key, value, is_causal=True)
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What a block computes, beside its weights.
+
+    Attributes:
+        num_heads: H.
+        epsilons: of the first and of the second norm.
+        theta: base of the rotation's angles; None for no rotation.
+        attention: causal.
+        keeps_gate_and_up: whether the backward pass finds gate and up, 2 T d_ff elements, or computes them again by two
+            products.
+    """
+
+    num_heads: int
+    epsilons: tuple[float, float] = (1e-5, 1e-5)
+    theta: float | None = 10_000.0
+    attention: Attention = _causal_attention
+    keeps_gate_and_up: bool = True
+
+
+class TransformerBlock(torch.autograd.Function):
+    """``TransformerBlock.apply(settings, x, norm1, q, k, v, o, norm2, gate, up, down)``; :func:`transformer_block`."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: BlockSettings, x: Tensor, *weights: Tensor) -> Tensor:
+        norm1, q, k, v, o, norm2, gate_weight, up_weight, down = weights
+        ops, is_trained = torch.ops.cs336sys, any(ctx.needs_input_grad)
+        rows = as_rows(x)
+        normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)
+        heads = [_heads(normalized @ weight.mT, x, settings.num_heads) for weight in (q, k, v)]
+        del normalized
+        if settings.theta is not None:
+            # One after the other, so that one projection at a time exists beside its rotation.
+            for index in range(2):
+                heads[index] = rope(heads[index], theta=settings.theta)
+        with torch.set_grad_enabled(is_trained):
+            # A graph of attention's own, which keeps query, key, value, output and logsumexp.
+            heads = [one.detach().requires_grad_(is_trained) for one in heads]
+            attended = settings.attention(*heads)
+        projected = _rows(attended.detach()) @ o.mT
+        normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, rows, settings.epsilons[1], x.dtype)
+        del projected
+        gate, up = normalized @ gate_weight.mT, normalized @ up_weight.mT
+        del normalized
+        out = torch.addmm(total, swiglu(gate, up), down.mT)
+        if is_trained:
+            kept = (gate, up) if settings.keeps_gate_and_up else (None, None)
+            ctx.save_for_backward(x, inverse1, total, inverse2, *kept, *weights)
+            ctx.settings, ctx.attention = settings, (heads, attended)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, inverse1, total, inverse2, gate, up, *weights = ctx.saved_tensors
+        norm1, q, k, v, o, norm2, gate_weight, up_weight, down = weights
+        # For the settings and x there is one each before the weights.
+        _, needs_q, needs_k, needs_v, needs_o, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad[2:]
+        settings: BlockSettings = ctx.settings
+        ops, rows = torch.ops.cs336sys, as_rows(x)
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        grad = as_rows(grad).contiguous()
+        normalized = ops.rms_norm_forward(total, norm2, None, settings.epsilons[1], x.dtype)[0]
+        if gate is None:
+            gate, up = normalized @ gate_weight.mT, normalized @ up_weight.mT
+        grad_product = grad @ down
+        grad_gate, grad_up, product = ops.swiglu_backward(gate, up, grad_product, True)
+        del grad_product, gate, up
+        grad_down = grad.mT @ product if needs_down else None
+        del product
+        grad_gate_weight = grad_gate.mT @ normalized if needs_gate else None
+        grad_up_weight = grad_up.mT @ normalized if needs_up else None
+        grad_normalized = (grad_gate @ gate_weight).addmm_(grad_up, up_weight)
+        del grad_gate, grad_up, normalized
+        # Of the sum of attention's output and x, which also goes on around the feed-forward network.
+        grad_total, _, grad_norm2 = ops.rms_norm_backward(
+            grad_normalized, grad, total, norm2, inverse2, x.dtype, x.dtype
+        )
+
+        heads, attended = ctx.attention
+        grad_o = grad_total.mT @ _rows(attended.detach()) if needs_o else None
+        grad_attended = _heads(grad_total @ o, x, settings.num_heads)
+        grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
+        del heads, attended, grad_attended
+        if not keeps_graph:
+            # Whoever holds on to the loss holds on to this node.
+            ctx.attention = None
+        if settings.theta is not None:
+            for index in range(2):
+                one = grad_heads[index]
+                grad_heads[index] = ops.rope(one, None, settings.theta, True, None, one.dtype)
+        grad_q, grad_k, grad_v = (_rows(one) for one in grad_heads)
+        del grad_heads
+        normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
+        grad_weights = [
+            one.mT @ normalized if is_needed else None
+            for one, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
+        ]
+        grad_normalized = (grad_q @ q).addmm_(grad_k, k).addmm_(grad_v, v)
+        grad_x, _, grad_norm1 = ops.rms_norm_backward(
+            grad_normalized, grad_total, rows, norm1, inverse1, x.dtype, x.dtype
+        )
+        return (
+            None, grad_x.view(x.shape), grad_norm1, *grad_weights, grad_o,
+            grad_norm2, grad_gate_weight, grad_up_weight, grad_down,
+        )  # fmt: skip
+
+
+def _heads(rows: Tensor, like: Tensor, num_heads: int) -> Tensor:
+    """(B S, H D) as (B, H, S, D), as it lies in memory; B may be several dimensions, those of ``like``."""
+    return rows.view(*like.shape[:-1], num_heads, -1).transpose(-3, -2)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """(B, H, S, D) as (B S, H D): a view where the heads of a token lie side by side."""
+    return as_rows(heads.transpose(-3, -2).flatten(-2))
+
+
+def transformer_block(x: Tensor, weights: tuple[Tensor, ...], settings: BlockSettings) -> Tensor:
+    """A pre-norm block: ``t = x + attention(norm(x))``, then ``t + down(silu(gate) * up)`` of ``norm(t)``.
+
+    What exists for the backward pass, of T tokens and beside the weights: x, t, query, key, value and attention's
+    output, each (T, d), attention's logsumexp, a float32 number a token for either norm, and if they are kept gate and
+    up, each (T, d_ff). The norms' outputs and the gate's product are computed again. Results are the same to the last
+    bit whatever is kept. Differentiable once.
+
+    Args:
+        x: (B, S, d), contiguous, float32, float16 or bfloat16.
+        weights: norm1 (d,); q, k, v, o (d, d); norm2 (d,); gate, up (d_ff, d); down (d, d_ff): matrices in the dtype of
+            ``x``.
+
+    Returns:
+        (B, S, d).
+
+    Raises:
+        TypeError: a matrix has another dtype than ``x``.
+        UsageError: under autocast, whose casts the written-out backward pass lacks.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        raise UsageError("a block that chooses what to keep computes in the dtype of its weights: switch autocast off")
+    for weight in weights:
+        if weight.dim() == 2 and weight.dtype != x.dtype:
+            raise TypeError(f"x is in {x.dtype} and a matrix in {weight.dtype}: a block computes in one dtype")
+    return TransformerBlock.apply(settings, x.contiguous(), *weights)
+
+
+def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Attention | None = None) -> None:
+    """Lets every block of a fused Transformer run as :func:`transformer_block`; the last so many keep gate and up.
+
+    The handle of :func:`~cs336sys.kernels.fuse.fuse`, which must have been called before, undoes this, too.
+
+    Args:
+        blocks_with_gate_and_up: from 0 to the number of blocks.
+        attention: causal; None is :func:`~cs336sys.kernels.attention.flash_attention`.
+
+    Raises:
+        UsageError: there is no block, or not that many, or they are not fused.
+    """
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "TransformerBlock"]
+    if not blocks or not 0 <= blocks_with_gate_and_up <= len(blocks):
+        raise UsageError(f"{blocks_with_gate_and_up} blocks to keep gate and up in: the model has {len(blocks)}")
+    if any("forward" not in block.__dict__ for block in blocks):
+        raise UsageError("what blocks keep can be chosen where they are fused: call fuse(model) first")
+    for index, block in enumerate(blocks):
+        rotation = block.attn.positional_encoder
+        settings = BlockSettings(
+            block.attn.num_heads,
+            (block.ln1.eps, block.ln2.eps),
+            None if rotation is None else rotation_base(model, f"block {index}", rotation),
+            attention or _causal_attention,
+            # The backward pass begins with the last, and has room for gate and up of one more block when it is done.
+            keeps_gate_and_up=index >= len(blocks) - blocks_with_gate_and_up,
+        )
+        block.__dict__["forward"] = types.MethodType(_forward_with(settings), block)
+
+
+def _forward_with(settings: BlockSettings) -> Callable:
+    def forward(block: Any, x: Tensor) -> Tensor:
+        attn, ffn = block.attn, block.ffn
+        matrices = (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj)
+        weights = (
+            block.ln1.weight, *(layer.weight for layer in matrices),
+            block.ln2.weight, ffn.w1.weight, ffn.w3.weight, ffn.w2.weight,
+        )  # fmt: skip
+        return transformer_block(x, weights, settings)
+
+    return forward

@@ -1,0 +1,76 @@
+"""What the blocks of the 8B step keep, on paper."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.kept_parts import (
+    KeptStep,
+    choose_kept_blocks,
+    flops_again,
+    kept_block_bytes,
+    kept_choices,
+    kept_moments,
+    kept_peak,
+    kept_state,
+)
+from cs336sys.errors import UsageError
+from cs336sys.sizes import SIZES
+
+STEP = KeptStep(SIZES["8b"], world_size=2, state_dtype="bf16")
+
+
+def test_bytes_of_a_block():
+    tokens = 32768
+    always = 2 * 6 * tokens * 4096 + 4 * 32 * tokens + 8 * tokens
+    assert kept_block_bytes(STEP, gate_and_up=False) == always
+    assert kept_block_bytes(STEP, gate_and_up=True) == always + 2 * 2 * tokens * 11008
+
+
+def test_state_by_dtype():
+    shard = count_parameters(STEP.size) / 2
+    for dtype, each in {"fp32": 16, "bf16": 8, "split": 14}.items():
+        assert kept_state(replace(STEP, state_dtype=dtype)).total == pytest.approx(each * shard, rel=1e-4)
+
+
+def test_peak_is_where_the_backward_pass_begins():
+    """Of 34 blocks that keep everything: the state without gradients, the blocks, and little more."""
+    step = replace(STEP, blocks=34)
+    peak = kept_peak(step)
+    assert peak.moment == "feed-forward backward, block 34 of 34"
+    state = kept_state(step)
+    beside = peak.total - (state.parameters + state.optimizer_state) - 34 * kept_block_bytes(step, gate_and_up=True)
+    assert 5 * GIB < beside < 7 * GIB
+    assert {moment.moment for moment in kept_moments(step)} >= {"loss", "optimizer"}
+
+
+def test_with_few_tokens_the_loss_is_widest():
+    assert kept_peak(replace(STEP, size=replace(STEP.size, context=2048))).moment == "loss"
+
+
+def test_most_blocks_that_fit_are_chosen():
+    for limit, blocks in {130: 34, 110: 22, 81: 0}.items():
+        chosen = choose_kept_blocks(STEP, limit * GIB)
+        assert chosen.blocks == blocks
+        assert kept_peak(chosen).total <= limit * GIB
+        if blocks < 34:
+            assert kept_peak(replace(chosen, blocks=blocks + 1)).total > limit * GIB
+    with pytest.raises(UsageError, match=r"--memory-limit 80GiB: a rank needs 80\.9 GiB even if no block keeps"):
+        choose_kept_blocks(STEP, 80 * GIB)
+
+
+def test_flops_again_are_those_of_two_products():
+    choices = kept_choices(STEP)
+    assert [step.blocks for step, _, _ in choices] == list(range(35))
+    assert flops_again(replace(STEP, blocks=33)) == 2 * 2 * 65536 * 4096 * 11008
+    assert choices[0][2] == 34 * choices[33][2]
+    assert choices[34][2] == 0
+
+
+def test_refusals():
+    with pytest.raises(UsageError, match="keep=35: the model has 34 blocks"):
+        replace(STEP, blocks=35)
+    with pytest.raises(UsageError, match="3 ranks do not divide the batch of 2"):
+        replace(STEP, world_size=3)

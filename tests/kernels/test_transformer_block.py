@@ -1,0 +1,145 @@
+"""A block that chooses what to keep computes what the plain one computes, and keeps what the accounting says."""
+
+import copy
+
+import pytest
+import torch
+from cs336_basics.model import BasicsTransformerLM
+from torch import nn
+
+from cs336sys.accounting.sharding.kept_parts import KeptStep, kept_block_bytes
+from cs336sys.errors import UsageError
+from cs336sys.kernels import transformer_block as module
+from cs336sys.kernels.fuse import fuse
+from cs336sys.kernels.transformer_block import BlockSettings, choose_kept, transformer_block
+from cs336sys.sizes import ModelSize
+
+SIZE = ModelSize("odd", d_model=24, d_ff=40, num_layers=2, num_heads=2, vocab_size=23, context=11, batch_size=3)
+
+
+@pytest.fixture
+def model(device):
+    torch.manual_seed(0)
+    with device:
+        model = BasicsTransformerLM(23, context_length=11, d_model=24, num_layers=2, num_heads=2, d_ff=40)
+    for layer in model.layers:
+        # Gains of one would hide a forgotten one.
+        nn.init.uniform_(layer.ln1.weight, 0.5, 1.5)
+        nn.init.uniform_(layer.ln2.weight, 0.5, 1.5)
+    return model
+
+
+def trained(model):
+    """The output, all gradients by name, that of the blocks' input, and the bytes that the blocks keep."""
+    kept = {}
+
+    def keep(tensor):
+        # A weight is kept as a part of the model; views of one tensor are one.
+        if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    torch.manual_seed(1)
+    device = next(model.parameters()).device
+    x = torch.randn(3, 11, 24, device=device, requires_grad=True)
+    y = x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for layer in model.layers:
+            y = layer(y)
+    (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return y, gradients | {"x": x.grad}, sum(kept.values())
+
+
+def test_whatever_is_kept_results_are_the_same(model):
+    expected, expected_gradients, _ = trained(copy.deepcopy(model))
+    first = None
+    for blocks in (0, 1, 2):
+        chosen = copy.deepcopy(model)
+        fuse(chosen)
+        choose_kept(chosen, blocks)
+        output, gradients, kept_bytes = trained(chosen)
+        torch.testing.assert_close(output, expected)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+        step = KeptStep(SIZE, 1, precision="fp32", blocks=blocks)
+        blocks_bytes = [kept_block_bytes(step, gate_and_up=block >= 2 - blocks) for block in range(2)]
+        assert kept_bytes == sum(blocks_bytes)
+        if first is None:
+            first = output, gradients
+        assert torch.equal(output, first[0])
+        assert all(torch.equal(gradient, first[1][name]) for name, gradient in gradients.items())
+
+
+def test_what_is_kept_is_gone_after_the_backward_pass_though_the_loss_is_not(model):
+    fuse(model)
+    choose_kept(model, 2)
+    y = torch.randn(3, 11, 24, device=next(model.parameters()).device, requires_grad=True)
+    y = model.layers[0](y)
+    node = y.grad_fn
+    y.sum().backward(retain_graph=True)
+    first = {name: parameter.grad.clone() for name, parameter in model.layers[0].named_parameters()}
+    assert node.attention is not None
+    y.sum().backward()
+    assert node.attention is None
+    for name, parameter in model.layers[0].named_parameters():
+        assert torch.equal(parameter.grad, 2 * first[name]), name
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_frozen_weights_and_no_gradients(model):
+    fuse(model)
+    choose_kept(model, 1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("w3" in name or "k_proj" in name)
+    _, gradients, _ = trained(model)
+    assert {name.split(".", 2)[-1] for name in gradients} == {"ffn.w3.weight", "attn.k_proj.weight", "x"}
+    with torch.no_grad():
+        assert not model.layers[0](torch.ones(1, 11, 24, device=next(model.parameters()).device)).requires_grad
+
+
+def test_gate_and_up_are_computed_again_where_they_are_not_kept(model, monkeypatch):
+    """A wrong recomputation is seen: the second norm's output is what gate and up are products of."""
+    fuse(model)
+    choose_kept(model, 0)
+    right = trained(copy.deepcopy(model))[1]
+    backward = module.TransformerBlock.backward
+
+    def with_wrong_sum(ctx, grad):
+        saved = ctx.saved_tensors
+
+        class Context:
+            saved_tensors = (*saved[:2], saved[2] * 1.01 + 0.01, *saved[3:])
+
+            def __getattr__(self, name):
+                return getattr(ctx, name)
+
+            def __setattr__(self, name, value):
+                setattr(ctx, name, value)
+
+        return backward(Context(), grad)
+
+    monkeypatch.setattr(module.TransformerBlock, "backward", staticmethod(with_wrong_sum))
+    wrong = trained(model)[1]
+    for name in ("layers.0.ffn.w1.weight", "layers.0.ffn.w2.weight", "layers.0.ln2.weight"):
+        assert not torch.allclose(wrong[name], right[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_refusals(model):
+    with pytest.raises(UsageError, match="call fuse"):
+        choose_kept(model, 1)
+    handle = fuse(model)
+    with pytest.raises(UsageError, match="3 blocks to keep gate and up in: the model has 2"):
+        choose_kept(model, 3)
+    choose_kept(model, 2)
+    x = torch.ones(1, 4, 24, device=next(model.parameters()).device)
+    with torch.autocast(x.device.type, torch.bfloat16), pytest.raises(UsageError, match="switch autocast off"):
+        model.layers[0](x)
+    weights = tuple(parameter.to(torch.bfloat16) for parameter in model.layers[0].parameters())
+    with pytest.raises(TypeError, match="computes in one dtype"):
+        transformer_block(x, weights, BlockSettings(2))
+    handle.undo()
+    assert "forward" not in model.layers[0].__dict__
