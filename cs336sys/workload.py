@@ -203,7 +203,8 @@ class ProfileWorkload(Configured):
 
 # How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last synchronizes
 # nothing, and is what the others are compared with.
-DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch")
+BUCKETED_STRATEGIES = ("bucketed", "bucketed-step")
+DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", *BUCKETED_STRATEGIES, "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
 STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -227,7 +228,7 @@ class ParallelWorkload(Configured):
         strategy: one of :data:`STRATEGIES`.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
-            for ``bucketed``, else None.
+            for :data:`BUCKETED_STRATEGIES`, else None.
         gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
@@ -262,8 +263,10 @@ class ParallelWorkload(Configured):
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
         if self.world_size < 1:
             raise UsageError(f"--world-size {self.world_size}: must be at least 1")
-        if (self.bucket_mb is not None) != (self.strategy == "bucketed"):
-            raise UsageError(f"bucket size {self.bucket_mb}: strategy 'bucketed' needs one, and others have none")
+        if (self.bucket_mb is not None) != (self.strategy in BUCKETED_STRATEGIES):
+            raise UsageError(
+                f"bucket size {self.bucket_mb}: {' and '.join(BUCKETED_STRATEGIES)} need one, and others have none"
+            )
         if isinstance(self.bucket_mb, str):
             if self.bucket_mb != WHOLE_BLOCKS:
                 raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")

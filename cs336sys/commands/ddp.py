@@ -22,7 +22,7 @@ from cs336sys.commands.resuming import ResumeOptions
 from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload
+from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload
 
 
 def ddp(
@@ -34,7 +34,8 @@ def ddp(
         list[str],
         typer.Option(
             "--bucket-mb",
-            help=f"For bucketed: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
+            help=f"For {' and '.join(BUCKETED_STRATEGIES)}: the most gradients in one all-reduce, in 1e6 bytes; "
+            f"{WHOLE_BLOCKS}: whole blocks.",
         ),
     ] = [WHOLE_BLOCKS],
     world_size: WorldSizeOption = [],
@@ -125,12 +126,12 @@ def ddp(
 
 
 def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | str | None]]:
-    """Modes with their bucket sizes; only ``bucketed`` has any."""
+    """Modes with their bucket sizes, where they have any."""
     buckets = split_list(bucket_mb, "--bucket-mb", _bucket_size)
     return [
         (strategy, bucket)
         for strategy in split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
-        for bucket in (buckets if strategy == "bucketed" else [None])
+        for bucket in (buckets if strategy in BUCKETED_STRATEGIES else [None])
     ]
 
 

@@ -15,7 +15,7 @@ Sources: CS336 assignment 2 (2025), sections 2.2 and 2.3; Li et al., "PyTorch Di
 Data Parallel Training" (2020).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -112,12 +112,17 @@ class _Replicated(nn.Module):
         """The gradients that are averaged together, in the order of launching."""
         return self._synchronizer.buckets
 
-    def finish_gradient_synchronization(self) -> None:
+    def finish_gradient_synchronization(self, averaged: Callable[[GradientBucket], None] | None = None) -> None:
         """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
         On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
+
+        Args:
+            averaged: called with each of :attr:`buckets` in order, as soon as work queued on the current stream may use
+                its gradients, while later buckets may still be under way:
+                :class:`~cs336sys.parallel.bucket_optimizer.BucketOptimizer` updates its parameters then.
         """
-        self._synchronizer.finish()
+        self._synchronizer.finish(averaged)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes accumulate gradients on this rank only.

@@ -103,8 +103,13 @@ class GradientSynchronizer(SynchronizationSwitch):
             while self._launched < len(self.buckets) and not self._next.waiting:
                 self._launch_next()
 
-    def finish(self) -> None:
-        """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it."""
+    def finish(self, averaged: Callable[[GradientBucket], None] | None = None) -> None:
+        """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it.
+
+        Args:
+            averaged: called with each bucket, in order, when its gradients may be used, and those of later buckets may
+                still be under way: on a GPU, by work queued on the current stream.
+        """
         if not self.buckets:
             return
         with self._lock:
@@ -112,11 +117,19 @@ class GradientSynchronizer(SynchronizationSwitch):
                 self._launch_next()
             present = [here for bucket in self.buckets for here in bucket.present]
             present_anywhere = AnyRank(present, next(iter(self.buckets[0].parameters.values())).device)
+            all_here, anywhere = all(present), iter(present)
+            if not all_here:
+                # Then this rank must know before it goes on; all others wait for the answer after the last bucket.
+                for bucket in self.buckets:
+                    bucket.wait()
+                anywhere = iter(present_anywhere.wait())
             for bucket in self.buckets:
-                bucket.wait()
-            anywhere = iter(present_anywhere.wait())
-            for bucket in self.buckets:
+                if all_here:
+                    bucket.wait()
                 bucket.finish([next(anywhere) for _ in bucket.parameters])
+                if averaged is not None:
+                    averaged(bucket)
+            present_anywhere.wait()
             self._launched = 0
 
     @property

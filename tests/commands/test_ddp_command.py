@@ -46,6 +46,8 @@ def test_every_mode_is_checked_and_timed(sweep):
         ("overlap", None, "ok"),
         ("bucketed", 1.0, "ok"),
         ("bucketed", 1000.0, "ok"),
+        ("bucketed-step", 1.0, "ok"),
+        ("bucketed-step", 1000.0, "ok"),
         ("torch", None, "ok"),
     ]
     naive = rows[0]["step_ms_median"]
@@ -61,7 +63,7 @@ def test_every_mode_is_checked_and_timed(sweep):
     assert [row["communicated_bytes"] for row in rows[:3]] == 3 * [4 * 3_084_928 + 21]
     synchronize = [row["synchronize_ms_mean"] for row in found["phases"]["rows"]]
     assert all(value is not None for value in synchronize[:5])
-    assert synchronize[5] is None, "torch's DDP has no phase of its own"
+    assert synchronize[5:] == [None] * 3, "torch's DDP and bucketed-step have no phase of its own"
     buckets = found["buckets"]["rows"]
     assert [(row["bucket_mb"], row["buckets"]) for row in buckets] == [(1.0, 5), (1000.0, 1)]
     assert all(row["predicted_ms"] > 0 for row in buckets)
@@ -78,7 +80,9 @@ def test_resume_measures_nothing_again_and_shows_the_same(sweep):
     assert (folder / "r.jsonl").read_bytes() == before
     text = invoke(*arguments, "--resume", "--format", "csv").stdout
     rows = list(csv.DictReader(text.split("\n\n")[0].splitlines()))
-    assert [row["strategy"] for row in rows] == ["naive", "flat", "overlap", "bucketed", "bucketed", "torch"]
+    assert [row["strategy"] for row in rows] == [
+        *("naive", "flat", "overlap", "bucketed", "bucketed", "bucketed-step", "bucketed-step", "torch")
+    ]
 
 
 def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
@@ -133,7 +137,7 @@ def test_dry_run_lists_the_cells():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--mode", "ring"], "--mode 'ring': choose from naive, flat, overlap, bucketed, torch"),
+        (["--mode", "ring"], "--mode 'ring': choose from naive, flat, overlap, bucketed, bucketed-step, torch"),
         (["--bucket-mb", "0"], "--bucket-mb '0': must be between 1e-06 and 1e+06"),
         (["--bucket-mb", "-3"], "--bucket-mb '-3': must be between 1e-06 and 1e+06"),
         (["--bucket-mb", "big"], "--bucket-mb 'big': not a number"),

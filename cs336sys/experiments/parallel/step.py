@@ -38,7 +38,8 @@ class ParallelStep(TrainStep):
     are NVTX ranges.
 
     In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
-    synchronizes in that phase, and one that sends updated parameters does so in the forward pass.
+    synchronizes in that phase, one that updates parameters meanwhile does that in it, too, and one that sends updated
+    parameters does so in the forward pass.
 
     Args:
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
@@ -72,6 +73,8 @@ class ParallelStep(TrainStep):
             else:
                 self.phases["synchronize"] = replica.synchronize
             self.phases["optimizer"] = optimizer
+        if in_graphs and replica.optimizer_synchronizes:
+            self.phases["backward"] = functools.partial(_in_turn, self.backward, self.phases.pop("optimizer"))
         if in_graphs and replica.sharded is not None:
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)

@@ -27,7 +27,7 @@ TENSORS = 21
 def workload(strategy, **settings):
     """Settings of the ranks or of the training, by their names."""
     own = {name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace") if name in settings}
-    bucket_mb = settings.pop("bucket_mb", 0.5) if strategy == "bucketed" else None
+    bucket_mb = settings.pop("bucket_mb", 0.5) if strategy.startswith("bucketed") else None
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
     return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, **own)
 
@@ -88,7 +88,10 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["naive", "flat", "overlap", "bucketed", "bucketed-step", "none", "optimizer", "optimizer-flat"],
+)
 def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
     shared = workload(strategy, cuda_graph="on", optimizer="fused", size=SMALL)
     assert largest(ranks().run(training_ranks.verify_in_graphs, shared)) < TOLERANCES["fp32"] / 50
@@ -261,7 +264,7 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
     size = choose_size("small", batch_size=4, context=1024)
     for strategy in DATA_PARALLEL_STRATEGIES:
         settings = {"size": size, "precision": "fp32", "optimizer": "fused", "device": "cuda"}
-        settings |= {"warmup": 3, "steps": 5} | ({"bucket_mb": 25} if strategy == "bucketed" else {})
+        settings |= {"warmup": 3, "steps": 5} | ({"bucket_mb": 25} if strategy.startswith("bucketed") else {})
         outcomes[strategy] = measure_parallel_training(
             workload(strategy, **settings).configuration(), lambda stage: None
         )
@@ -272,7 +275,7 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
         assert derived[strategy]["timeline"]["communicate"], strategy
     for strategy in ("naive", "flat"):
         assert derived[strategy]["overlap_percent"] < 10
-    for strategy in ("overlap", "bucketed", "torch"):
+    for strategy in ("overlap", "bucketed", "bucketed-step", "torch"):
         assert derived[strategy]["overlap_percent"] > 30
     assert outcomes["naive"].samples["step"].method == "cuda events, maximum over ranks"
 
@@ -286,11 +289,11 @@ def test_gpus_replay_what_one_process_launches(strategy, precision):
     """Weights are compared before anything is timed; communication is captured where it can overlap."""
     size = choose_size("small", num_layers=4, batch_size=4, context=256)
     settings = {"size": size, "precision": precision, "optimizer": "fused", "device": "cuda", "cuda_graph": "on"}
-    settings |= {"warmup": 2, "steps": 5} | ({"bucket_mb": "block"} if strategy == "bucketed" else {})
+    settings |= {"warmup": 2, "steps": 5} | ({"bucket_mb": "block"} if strategy.startswith("bucketed") else {})
     outcome = measure_parallel_training(workload(strategy, **settings).configuration(), lambda stage: None)
     assert (outcome.status, outcome.reason) == ("ok", None)
     assert outcome.derived["timeline"]["communicate"]
-    if strategy in ("overlap", "bucketed"):
+    if strategy in ("overlap", "bucketed", "bucketed-step"):
         assert outcome.derived["overlap_percent"] > 20
     assert outcome.derived["capture_s"] < 5
     assert outcome.derived["calls"] > 0
@@ -304,10 +307,13 @@ def test_configuration_is_the_workload():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"strategy": "ring"}, "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, torch"),
+        (
+            {"strategy": "ring"},
+            "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, bucketed-step, torch",
+        ),
         ({"world_size": 3}, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         ({"world_size": 0}, "--world-size 0: must be at least 1"),
-        ({"strategy": "bucketed"}, "strategy 'bucketed' needs one"),
+        ({"strategy": "bucketed"}, "bucketed and bucketed-step need one"),
         ({"bucket_mb": 1.0}, "and others have none"),
         ({"strategy": "bucketed", "bucket_mb": 0.0}, "--bucket-mb 0: must be a positive number of megabytes"),
         ({"strategy": "bucketed", "bucket_mb": -2.0}, "--bucket-mb -2: must be a positive number of megabytes"),
