@@ -33,7 +33,17 @@ RESERVED = {
 SHARED_AMONG_SIBLINGS = {
     "commands": {
         f"commands.{name}"
-        for name in ("faults", "lazy", "options", "progress", "ranks", "resuming", "sweep", "training_options")
+        for name in (
+            "faults",
+            "lazy",
+            "options",
+            "output_options",
+            "progress",
+            "ranks",
+            "resuming",
+            "sweep",
+            "training_options",
+        )
     },
     "experiments": {f"experiments.{name}" for name in ("bench", "training", "weight_check")},
 }
@@ -132,7 +142,7 @@ def test_module_imports_only_what_its_layer_may(module):
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton import settings"),
         ("kernels.weighted_sum", "from cs336sys.parallel.fsdp import FSDP"),
         ("parallel.ddp", "from cs336sys.experiments.training import TrainStep"),
-        ("report.tables", "from cs336sys.commands.options import FormatOption"),
+        ("report.tables", "from cs336sys.commands.output_options import OutputOptions"),
         ("results", "from tabulate import tabulate"),
     ],
 )

@@ -9,18 +9,10 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.collectives import COLLECTIVES
-from cs336sys.commands.options import (
-    FormatOption,
-    OutputOption,
-    SaveOption,
-    byte_count,
-    check_choice,
-    one_of,
-    split_list,
-)
+from cs336sys.commands.options import byte_count, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
@@ -54,11 +46,8 @@ def allreduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their tensors and run nothing.")
     ] = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Check and time collective operations: time, algorithm and bus bandwidth, and a fit of latency and bandwidth.
 
@@ -70,13 +59,12 @@ def allreduce(
     """
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.parallel.allreduce import allreduce_plan, allreduce_tables
-    from cs336sys.report.tables import check_output, emit
 
     collectives = split_list(collective, "--collective", one_of(COLLECTIVES))
     dtypes = split_list(dtype, "--dtype", one_of(tuple(COLLECTIVE_DTYPES)))
     world_sizes = choose_world_sizes(world_size)
     if is_first_rank():
-        check_output(output, format)
+        output.check()
         check_plot(plot)
     backends = _backends(backend, device)
     messages = message_sizes(message or [DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
@@ -87,21 +75,18 @@ def allreduce(
     ]
     if dry_run:
         if is_first_rank():
-            emit([allreduce_plan(workloads)], format=format, output=output)
+            output.emit([allreduce_plan(workloads)])
         return
     sweep = run_sweep(
         "allreduce",
         "cs336sys.experiments.collectives:measure_collective",
         [workload.configuration() for workload in workloads],
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
         across_ranks=True,
     )
     sweep.report(
         lambda: allreduce_tables(sweep.cells, sweep.run),
-        format=format,
-        output=output,
+        output,
         pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
     )
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, check_choice, one_of, split_list
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import at_least, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, AttentionWorkload
@@ -26,18 +26,14 @@ def attn(
     steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Time plain PyTorch attention and the memory that it holds for the backward pass, eager and compiled.
 
     cs336sys attn --context 256,1024,4096,8192,16384 --d-model 16,32,64,128
     """
     from cs336sys.report.attention import attn_tables
-    from cs336sys.report.tables import check_output
 
     axes = (
         split_list(context, "--context", at_least(1)),
@@ -46,7 +42,7 @@ def attn(
         split_list(implementations, "--implementations", one_of(PLAIN_ATTENTION)),
     )
     check_choice(device, "--device", DEVICES)
-    check_output(output, format)
+    output.check()
     configurations = [
         AttentionWorkload(
             implementation, batch_size, 1, tokens, head_dim, chosen_dtype, causal, device, seed
@@ -58,8 +54,6 @@ def attn(
         "attn",
         "cs336sys.experiments.attention:measure_attn",
         configurations,
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
     )
-    sweep.report(lambda: attn_tables(sweep.cells, sweep.run), format=format, output=output)
+    sweep.report(lambda: attn_tables(sweep.cells, sweep.run), output)

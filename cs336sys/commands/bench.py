@@ -6,16 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import (
-    FormatOption,
-    OutputOption,
-    SaveOption,
-    between,
-    check_choice,
-    split_list,
-)
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import between, check_choice, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
@@ -24,7 +17,7 @@ _COMPARED = tuple(setting.replace("_", "-") for setting in COMPARED_SETTINGS)
 
 
 def bench(
-    model: options.ModelOptions = options.ModelOptions(["small"]),
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: options.ModeOption = "train",
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
@@ -32,20 +25,15 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Times to go through all combinations.", min=1)] = 1,
     interleave: Annotated[
         str | None,
-        typer.Option(
-            help=f"Take the steps of this setting's values in turn: {', '.join(_COMPARED)}.", show_default=False
-        ),
+        typer.Option(help=f"Steps in turn: {', '.join(_COMPARED)}.", show_default=False),
     ] = None,
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Time forward pass, backward pass and optimizer step, for every combination of the lists.
 
@@ -54,11 +42,10 @@ def bench(
     cs336sys bench --size small --attention sdpa,flash --interleave attention
     """
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
-    from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
-    check_output(output, format)
+    output.check()
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
         measure = "cs336sys.experiments.bench:measure_training"
@@ -68,7 +55,7 @@ def bench(
         configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        emit([bench_plan(workloads, notes=plan_notes)], format=format, output=output)
+        output.emit([bench_plan(workloads, notes=plan_notes)])
         return
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
@@ -79,15 +66,12 @@ def bench(
         "bench",
         measure,
         configurations,
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
         fresh_worker=len({workload.warmup for workload in workloads}) > 1,
     )
     sweep.report(
         lambda: bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles),
-        format=format,
-        output=output,
+        output,
     )
 
 

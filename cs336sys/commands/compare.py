@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption, split_list
+from cs336sys.commands.options import split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
 from cs336sys.measure.comparison import compare_pairs, match_cells
 from cs336sys.results import read_several
@@ -31,8 +32,7 @@ def compare(
     allow_undecided: Annotated[
         bool, typer.Option("--allow-undecided", help="With --fail-above: do not fail for what is missing or undecided.")
     ] = False,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Compare the cells of --save files that have the same configuration, by their raw samples.
 
@@ -41,7 +41,6 @@ def compare(
     cs336sys compare main-1.jsonl,main-2.jsonl,main-3.jsonl branch-1.jsonl,branch-2.jsonl,branch-3.jsonl
     """
     from cs336sys.report.comparison import comparison_tables, comparison_warnings, regressions, undecided
-    from cs336sys.report.tables import check_output, emit
 
     limit_percent = None if fail_above is None else _percent(fail_above)
     if allow_undecided and limit_percent is None:
@@ -50,7 +49,7 @@ def compare(
     if not 50 <= confidence < 100:
         raise UsageError(f"--confidence {confidence:g}: must be a percentage from 50 to less than 100, such as 95")
     asked = split_list(metric, "--metric", str) if metric else []
-    check_output(output, format)
+    output.check()
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
     if not matched.pairs:
@@ -58,7 +57,7 @@ def compare(
     compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)
     for warning in comparison_warnings(matched, compared, asked, a, b):
         typer.echo(f"warning: {warning}", err=True)
-    emit(comparison_tables(matched.pairs, compared, confidence), format=format, output=output)
+    output.emit(comparison_tables(matched.pairs, compared, confidence))
     if limit_percent is None:
         return
     slower = list(regressions(matched.pairs, compared, limit_percent))

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
+from cs336sys.commands.options import between, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import (
     BackendOption,
     HighPriorityOption,
@@ -18,8 +19,7 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload
@@ -60,11 +60,8 @@ def ddp(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
     ] = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Train on several ranks, check the weights against one process, and time what communication costs the step.
 
@@ -76,7 +73,6 @@ def ddp(
     """
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables
-    from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
@@ -99,28 +95,25 @@ def ddp(
         for strategy, bucket in _strategies(mode, bucket_mb)
     ]
     if is_first_rank():
-        check_output(output, format)
+        output.check()
         check_plot(plot)
         check_plot(plot_buckets, "--plot-buckets")
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
         if is_first_rank():
-            emit([ddp_plan(chosen)], format=format, output=output)
+            output.emit([ddp_plan(chosen)])
         return
     sweep = run_sweep(
         "ddp",
         "cs336sys.experiments.parallel.measurement:measure_parallel_training",
         [workload.configuration() for workload in chosen],
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
         across_ranks=True,
     )
     sweep.report(
         lambda: ddp_tables(sweep.cells, sweep.run),
-        format=format,
-        output=output,
+        output,
         pictures=_pictures(sweep.cells, plot, plot_buckets),
     )
 

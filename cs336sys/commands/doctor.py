@@ -4,20 +4,20 @@ from dataclasses import asdict
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import CapabilityError
 
 
-def doctor(format: FormatOption = None, output: OutputOption = None) -> None:
+def doctor(output: OutputOptions = OutputOptions()) -> None:
     """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to fix what is wrong.
 
     Exits with 3 when something is missing that cs336sys cannot do without. A machine without a GPU is no such case.
 
     cs336sys doctor --format json
     """
-    from cs336sys.report.tables import Column, Table, check_output, emit
+    from cs336sys.report.tables import Column, Table
 
-    check_output(output, format)
+    output.check()
 
     from cs336sys.measure.diagnosis import diagnose
 
@@ -31,6 +31,6 @@ def doctor(format: FormatOption = None, output: OutputOption = None) -> None:
         Column("fix", "fix"),
     )
     table = Table("doctor", f"What cs336sys finds here: {counts}", columns, [asdict(check) for check in checks])
-    emit([table], format=format, output=output)
+    output.emit([table])
     if "missing" in verdicts:
         raise typer.Exit(CapabilityError.exit_code)

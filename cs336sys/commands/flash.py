@@ -6,19 +6,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import (
-    BaselineOption,
-    FormatOption,
-    OutputOption,
-    SaveOption,
-    at_least,
-    check_baseline,
-    check_choice,
-    one_of,
-    split_list,
-)
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
@@ -59,11 +49,8 @@ def flash(
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Check attention implementations against float64, then time their forward and backward passes.
 
@@ -76,7 +63,6 @@ def flash(
     from cs336sys.report.attention import flash_tables, pool_flash_rounds
     from cs336sys.report.attention_plots import plot_flash
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output
 
     shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}
     if grid is not None:
@@ -92,7 +78,7 @@ def flash(
     if max(head_dims) > 256:
         raise UsageError(f"--head-dim {max(head_dims)}: must be at most 256")
     check_choice(device, "--device", DEVICES)
-    check_output(output, format)
+    output.check()
     check_plot(plot)
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
@@ -107,14 +93,11 @@ def flash(
         "flash",
         "cs336sys.experiments.attention:measure_flash",
         configurations,
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
     )
     cells = pool_flash_rounds(sweep.cells)
     sweep.report(
         lambda: flash_tables(cells, sweep.run, over),
-        format=format,
-        output=output,
+        output,
         pictures=[] if plot is None else [lambda: plot_flash(cells, plot)],
     )

@@ -6,19 +6,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import (
-    BaselineOption,
-    FormatOption,
-    OutputOption,
-    SaveOption,
-    at_least,
-    check_baseline,
-    check_choice,
-    one_of,
-    split_list,
-)
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
@@ -53,11 +43,8 @@ def kernels(
     plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate to this picture file.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Check fused kernels against float64, then time forward and backward passes and set them against a copy.
 
@@ -66,14 +53,13 @@ def kernels(
     from cs336sys.measure.device import choose_device
     from cs336sys.report.kernels import kernel_tables, plot_kernels
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output
 
     ops = split_list(op, "--op", one_of(KERNELS))
     chosen = split_list(implementations, "--implementations", one_of(KERNEL_IMPLEMENTATIONS))
     dtypes = split_list(dtype, "--dtype", one_of(PRECISIONS))
     over = check_baseline(baseline, chosen, "eager")
     check_choice(device, "--device", DEVICES)
-    check_output(output, format)
+    output.check()
     check_plot(plot)
     default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
     token_counts = split_list(tokens or [default_tokens], "--tokens", at_least(1))
@@ -104,13 +90,10 @@ def kernels(
         "kernels",
         "cs336sys.experiments.kernels.measurement:measure_kernel",
         configurations,
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
     )
     sweep.report(
         lambda: kernel_tables(sweep.cells, sweep.run, over),
-        format=format,
-        output=output,
+        output,
         pictures=[] if plot is None else [lambda: plot_kernels(sweep.cells, plot)],
     )

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, between, one_of, split_list
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import between, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
 
@@ -32,7 +32,7 @@ SnapshotOption = Annotated[
 
 
 def memprof(
-    model: options.ModelOptions = options.ModelOptions(["small"]),
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: ModesOption = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
@@ -43,11 +43,8 @@ def memprof(
     steps: options.StepsOptions = options.StepsOptions(warmup=["1"], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Find where the memory of a training step goes: peaks, categories, allocations, saved tensors, checkpointing.
 
@@ -59,7 +56,6 @@ def memprof(
     from cs336sys.report.memory.files import check_directory, write_files
     from cs336sys.report.memory.plan import plan_tables
     from cs336sys.report.memory.tables import memory_tables
-    from cs336sys.report.tables import check_output, emit
 
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint", str)
@@ -74,10 +70,10 @@ def memprof(
         for strategy in (strategies if phases != "forward" else ["none"])
     ]
     workloads = list(dict.fromkeys(workloads))
-    check_output(output, format)
+    output.check()
     if dry_run and not trace:
         cells = [Cell("memprof", workload.configuration(), "ok") for workload in workloads]
-        emit(plan_tables(cells, shown), format=format, output=output)
+        output.emit(plan_tables(cells, shown))
         return
     if not dry_run:
         check_directory(snapshot)
@@ -86,16 +82,13 @@ def memprof(
         "memprof",
         f"cs336sys.experiments.memory.{measure}",
         [workload.configuration() for workload in workloads],
-        save=None if dry_run else save,
-        resume=ResumeOptions() if dry_run else resume,
-        cell_timeout=cell_timeout,
+        SweepOptions(cell_timeout=sweeping.cell_timeout) if dry_run else sweeping,
     )
     if dry_run:
-        sweep.report(lambda: plan_tables(sweep.cells, shown), format=format, output=output)
+        sweep.report(lambda: plan_tables(sweep.cells, shown), output)
     else:
         sweep.report(
             lambda: memory_tables(sweep.cells, sweep.run, shown),
-            format=format,
-            output=output,
+            output,
             pictures=[] if snapshot is None else [lambda: write_files(sweep.cells, sweep.run, snapshot)],
         )

@@ -2,32 +2,25 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, one_of, split_list
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.options import one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
 # What can be asked of a report; everything else says what to run.
-_OF_REPORTS = ("source", "range_names", "top", "full_names", "format", "output")
+_OF_REPORTS = ("source", "range_names", "top", "full_names", *(field.name for field in fields(OutputOptions)))
 # What a process that runs under nsys, and leaves reading the report to another, has no use for.
 _NOT_UNDER_NSYS = (
-    "compare_precision",
-    "keep",
-    "top",
-    "full_names",
-    "save",
-    "resume",
-    "resume_any",
-    "cell_timeout",
-    "format",
-    "output",
+    *("compare_precision", "keep", "top", "full_names"),
+    *(field.name for group in (SweepOptions, OutputOptions) for field in fields(group)),
 )
 
 
@@ -41,7 +34,7 @@ def nsys(
         list[str],
         typer.Option("--range", help="Ranges that are the phases of that report.", show_default=False),
     ] = [],
-    model: options.ModelOptions = options.ModelOptions(["small"]),
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: options.ModeOption = "train",
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
@@ -59,11 +52,8 @@ def nsys(
     top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
     dry_run: options.DryRunOption = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Show which kernels take the time in each phase of a training step, and how much of it is matrix multiplication.
 
@@ -76,16 +66,11 @@ def nsys(
     from cs336sys.measure.profile.nsys import is_profiled
     from cs336sys.report.bench import bench_plan
     from cs336sys.report.profile import profile_tables
-    from cs336sys.report.tables import check_output, emit
 
-    check_output(output, format)
+    output.check()
     if source is not None:
         _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        emit(
-            _tables_of_report(source, range_names, top, full_names),
-            format=format,
-            output=output,
-        )
+        output.emit(_tables_of_report(source, range_names, top, full_names))
         return
     _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
@@ -95,7 +80,7 @@ def nsys(
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
-        emit([bench_plan(workloads, "nsys")], format=format, output=output)
+        output.emit([bench_plan(workloads, "nsys")])
         return
     if is_profiled():
         _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
@@ -110,16 +95,13 @@ def nsys(
         "nsys",
         "cs336sys.experiments.profiling:measure_profile",
         [cell.configuration() for cell in cells],
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
     )
     sweep.report(
         lambda: profile_tables(
             sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision
         ),
-        format=format,
-        output=output,
+        output,
     )
 
 

@@ -14,32 +14,13 @@ import typer
 from typer.models import OptionInfo
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.report.outputs import FORMATS
 
 # Panels of the help, beside that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
-FormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help=f"{', '.join(FORMATS)}. Default: the file name's.",
-        show_default=False,
-        rich_help_panel=OUTPUT,
-    ),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Write the result to this file, not to stdout.", rich_help_panel=OUTPUT),
-]
 BaselineOption = Annotated[
     str | None, typer.Option("--baseline", help="Which of them speed-ups are over. Default: eager.", show_default=False)
 ]
-SaveOption = Annotated[
-    Path | None,
-    typer.Option("--save", help="Append cells and samples to this .jsonl or .jsonl.gz.", rich_help_panel=OUTPUT),
-]
-
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12

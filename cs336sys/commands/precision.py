@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, check_choice, one_of, split_list
+from cs336sys.commands.options import check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SaveOption
 from cs336sys.commands.sweep import Sweep, unsaved
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.results import Cell
@@ -25,19 +26,17 @@ def precision(
     ] = ["fp16", "bf16"],
     device: DeviceOption = "auto",
     save: SaveOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Add 1000 times 0.01 in four ways, and show the dtype of each part of the handout's toy model under autocast.
 
     cs336sys precision --precision bf16 --device cpu
     """
     from cs336sys.report.precision import precision_tables
-    from cs336sys.report.tables import check_output
 
     chosen = split_list(precision, "--precision", one_of(AUTOCAST_PRECISIONS))
     check_choice(device, "--device", DEVICES)
-    check_output(output, format)
+    output.check()
 
     from cs336sys.measure.device import choose_device
     from cs336sys.measure.environment import new_run
@@ -51,9 +50,7 @@ def precision(
         for cell in cells:
             file.append(cell)
         file.close()
-    Sweep(tuple(cells), run, fault=unsaved(file)).report(
-        lambda: precision_tables(cells, run), format=format, output=output
-    )
+    Sweep(tuple(cells), run, fault=unsaved(file)).report(lambda: precision_tables(cells, run), output)
 
 
 def _accumulations(device: "torch.device", run_id: str) -> list[Cell]:

@@ -5,14 +5,14 @@ For a command like ``allreduce``, ``ddp`` or ``shard``::
     def ddp(world_size: WorldSizeOption = [], ...):
         ... choose_world_sizes(world_size) ...
         if is_first_rank():
-            check_output(output, format)
+            output.check()
         if dry_run:
             if is_first_rank():
-                emit([ddp_plan(workloads)], format=format, output=output)
+                output.emit([ddp_plan(workloads)])
             return
         sweep = run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
                           across_ranks=True, ...)
-        sweep.report(lambda: ddp_tables(sweep.cells, sweep.run), format=format, output=output)
+        sweep.report(lambda: ddp_tables(sweep.cells, sweep.run), output)
 
 and its function that measures a cell, which is the same however the ranks were started::
 

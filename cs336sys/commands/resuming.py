@@ -2,32 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-import typer
-
-from cs336sys.commands.options import OUTPUT
 from cs336sys.results import Cell, Results, Run, code_name, configuration_key, differing_conditions, same_code
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """Which cells of the ``--save`` file are skipped; true where any are."""
-
-    panel: ClassVar = OUTPUT
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Skip cells that the --save file holds, if they were measured alike."),
-    ] = False
-    resume_any: Annotated[
-        bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")
-    ] = False
-
-    def __bool__(self) -> bool:
-        return self.resume or self.resume_any
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, SaveOption, at_least, one_of, split_list
+from cs336sys.commands.options import at_least, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import (
     BackendOption,
     HighPriorityOption,
@@ -18,8 +19,7 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.resuming import ResumeOptions
-from cs336sys.commands.sweep import CellTimeoutOption, run_sweep
+from cs336sys.commands.sweep import run_sweep
 from cs336sys.results import Cell
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
 
@@ -51,11 +51,8 @@ def shard(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the predicted memory of a rank and run nothing.")
     ] = False,
-    save: SaveOption = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: CellTimeoutOption = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Shard training state over ranks: check the weights against one process, then measure memory, time and traffic.
 
@@ -67,7 +64,6 @@ def shard(
     """
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.shard import shard_plan, shard_tables
-    from cs336sys.report.tables import check_output, emit
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
@@ -90,27 +86,24 @@ def shard(
         for name, ahead in _strategies(strategy, prefetch)
     ]
     if is_first_rank():
-        check_output(output, format)
+        output.check()
         check_plot(plot)
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
         if is_first_rank():
-            emit([shard_plan(chosen)], format=format, output=output)
+            output.emit([shard_plan(chosen)])
         return
     sweep = run_sweep(
         "shard",
         "cs336sys.experiments.parallel.measurement:measure_parallel_training",
         [workload.configuration() for workload in chosen],
-        save=save,
-        resume=resume,
-        cell_timeout=cell_timeout,
+        sweeping,
         across_ranks=True,
     )
     sweep.report(
         lambda: shard_tables(sweep.cells, sweep.run),
-        format=format,
-        output=output,
+        output,
         pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
     )
 

@@ -8,7 +8,8 @@ import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.lazy import LazyGroup
-from cs336sys.commands.options import FormatOption, OutputOption, at_least, between, one_of, split_list
+from cs336sys.commands.options import at_least, between, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
 from cs336sys.results import Results, Status, read_results
 
@@ -22,16 +23,6 @@ def show(
     command: Annotated[
         list[str], typer.Option("--command", help="Only the cells of these commands.", show_default=False)
     ] = [],
-    table: Annotated[
-        list[str], typer.Option("--table", help="Only the tables of these names.", show_default=False)
-    ] = [],
-    columns: Annotated[
-        list[str], typer.Option("--columns", help="Only these columns, by their names in csv.", show_default=False)
-    ] = [],
-    sort: Annotated[
-        str | None,
-        typer.Option("--sort", help="Sort rows by this column; -step_ms: largest first.", show_default=False),
-    ] = None,
     status: Annotated[
         list[str],
         typer.Option("--status", help=f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False),
@@ -42,8 +33,7 @@ def show(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write all tables and pictures to this page, and print nothing.")
     ] = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Print the tables of saved results again, as the commands printed that measured them, without torch or a GPU.
 
@@ -59,11 +49,9 @@ def show(
     from cs336sys.report.page import check_page
     from cs336sys.report.saved import invocations, saved_pictures, saved_tables, shown_cells
     from cs336sys.report.saved_page import Shown, saved_page
-    from cs336sys.report.selection import select_in_groups
-    from cs336sys.report.tables import check_output, emit
 
     statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
-    check_output(output, format)
+    output.check()
     check_plot(plot)
     check_page(html)
     found = invocations([_read(path) for path in files])
@@ -81,16 +69,11 @@ def show(
         saved_tables(invocation, some, _presentation(ctx, invocation), mark=names.count(invocation.command) > 1)
         for invocation, some in cells
     ]
-    tables = select_in_groups(
-        tables,
-        split_list(table, "--table", str) if table else (),
-        split_list(columns, "--columns", str) if columns else (),
-        sort,
-    )
+    tables = output.chosen(tables)
     pictures = [saved_pictures(*one) if plot is not None or html is not None else {} for one in cells]
     drawings = list(_drawings(pictures, plot, names)) if plot is not None else []
-    if html is None or output is not None:
-        emit([one for some in tables for one in some], format=format, output=output)
+    if html is None or output.output is not None:
+        output.write([one for some in tables for one in some])
     for path, draw in drawings:
         draw(path)
         say(f"drew {path}")

@@ -5,16 +5,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cs336sys.commands.faults import interruption_code, say
-from cs336sys.commands.options import LONGEST_S, MEASURING
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.progress import showing_progress
 from cs336sys.commands.ranks import JoinedWorker
-from cs336sys.commands.resuming import ResumeOptions, known_cells, shown_run
+from cs336sys.commands.resuming import known_cells, shown_run
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
 from cs336sys.results import Cell, Run, configuration_key, read_results
@@ -23,17 +22,6 @@ from cs336sys.results_file import ResultsFile
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome
     from cs336sys.report.tables import Table
-
-CellTimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--cell-timeout",
-        help="Give a cell up after this many seconds.",
-        show_default=False,
-        max=LONGEST_S,
-        rich_help_panel=MEASURING,
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -65,27 +53,25 @@ class Sweep:
     def report(
         self,
         tables: Callable[[], Sequence["Table"]],
+        output: OutputOptions,
         *,
-        format: str | None,
-        output: Path | None,
         pictures: Iterable[Callable[[], None]] = (),
     ) -> None:
         """Print the tables and draw the pictures, if there is a cell and this process reports, and :meth:`exit`.
 
         Tables come first: what cannot be drawn, or saved, has been seen.
         """
-        from cs336sys.report.tables import emit
-
-        faults = [] if self.fault is None else [self.fault]
+        faults: list[OutputError | UsageError] = [] if self.fault is None else [self.fault]
         if self.cells and self.is_reported_here:
-            for write in (lambda: emit(tables(), format=format, output=output), *pictures):
+            faults += output.emit_measured(tables())
+            for draw in pictures:
                 try:
-                    write()
+                    draw()
                 except OutputError as fault:
                     faults.append(fault)
         self.exit(faults)
 
-    def exit(self, faults: Sequence[OutputError] = ()) -> None:
+    def exit(self, faults: Sequence[OutputError | UsageError] = ()) -> None:
         """End the command as the documented exit codes say, once the cells are printed.
 
         Cells that ran out of memory, timed out or are not supported are results beside others; a sweep in which a cell
@@ -113,10 +99,8 @@ def run_sweep(
     command: str,
     measure: str,
     configurations: Sequence[dict[str, Any]],
+    asked: SweepOptions = SweepOptions(),
     *,
-    save: Path | None = None,
-    resume: ResumeOptions = ResumeOptions(),
-    cell_timeout: float | None = None,
     fresh_worker: bool = False,
     across_ranks: bool = False,
 ) -> Sweep:
@@ -128,23 +112,24 @@ def run_sweep(
             started these, ``fresh_worker`` has no effect.
 
     Raises:
-        UsageError: ``save`` cannot be written or, on ``resume``, read; the timeout is not positive.
+        UsageError: ``asked.save`` cannot be written or, on ``--resume``, read; the timeout is not positive.
         CapabilityError: the measuring process does not start.
     """
     from cs336sys.measure.cells import Worker
 
+    save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
     if cell_timeout is not None and cell_timeout <= 0:
         raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
-    if resume and save is None:
+    if resumes and save is None:
         raise UsageError("--resume needs --save: the file that holds the cells to skip")
     identity = started_outside() if across_ranks else None
     if identity is not None and cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
     ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
     if ranks is not None and not ranks.is_first:
-        save, resume = None, ResumeOptions()
+        save, resumes = None, False
     file = ResultsFile(save) if save else None
-    results = read_results(save) if resume and save and save.stat().st_size else None
+    results = read_results(save) if resumes and save and save.stat().st_size else None
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
     run = None
@@ -161,7 +146,7 @@ def run_sweep(
             known: dict[str, Cell] = {}
             # Without a worker it is not known which machine this is.
             if results is not None and run is not None:
-                found = known_cells(results, command, configurations, run, take_any=resume.resume_any)
+                found = known_cells(results, command, configurations, run, take_any=asked.resume_any)
                 known = found.cells
                 for note in found.notes:
                     say(note)

@@ -20,7 +20,7 @@ from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MOD
 
 _OWN = "Default: the size's own."
 _SIZES = ", ".join(
-    f"{name} ({format_number(count_parameters(size), 'parameters').replace(' ', '')})" for name, size in SIZES.items()
+    f"{name} {format_number(count_parameters(size), 'parameters').replace(' ', '')}" for name, size in SIZES.items()
 )
 
 ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
@@ -37,7 +37,7 @@ CudaGraphOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-SynchronizeOption = Annotated[str, typer.Option(help="step: wait for the GPU each time; none: in the end.")]
+SynchronizeOption = Annotated[str, typer.Option(help="step (each waits for the GPU), none.")]
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING),
@@ -84,7 +84,16 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class SharedModelOptions(ModelOptions):
+class TrainedModelOptions(ModelOptions):
+    """Which models are trained here."""
+
+    size: Annotated[
+        list[str], typer.Option(help=f"{_SIZES}. Default: small; without a GPU tiny.", show_default=False)
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SharedModelOptions(TrainedModelOptions):
     """Which models, and batches that the ranks share."""
 
     batch_size: Annotated[
@@ -147,7 +156,7 @@ class RunOptions:
 
 
 def _default_size(device: str) -> str:
-    """The model where none is asked for and the command must end soon: ``small``, or ``tiny`` without a GPU."""
+    """The model where none is asked for: ``small``, or ``tiny`` without a GPU."""
     return "tiny" if device == "cpu" or shutil.which("nvidia-smi") is None else "small"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.noise import Interval
-from cs336sys.report.tables import Table, Value
+from cs336sys.report.tables import Column, Table, Value
 from cs336sys.results import Samples
 
 
@@ -46,8 +46,10 @@ def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence
     return [table for table in tables if table.name in names]
 
 
-def select_columns(tables: Sequence[Table], keys: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
-    """The tables with the columns of these keys alone, in this order; those that have none of them are left out.
+def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
+    """The tables with these columns alone, in this order; those that have none of them are left out.
+
+    A column is named by its key (``step_ms``), or by its header (``step``) in any case.
 
     Args:
         among: the tables that the columns must be of, where ``tables`` are some of them.
@@ -55,9 +57,9 @@ def select_columns(tables: Sequence[Table], keys: Sequence[str], among: Sequence
     Raises:
         UsageError: no table has one of the columns.
     """
-    _check(keys, "--columns", [column.key for table in among or tables for column in table.columns])
+    _check_columns(names, "--columns", among or tables)
     chosen = [
-        replace(table, columns=[column for key in keys for column in table.columns if column.key == key])
+        replace(table, columns=list(dict.fromkeys(column for name in names for column in _named(table, name))))
         for table in tables
     ]
     return [table for table in chosen if table.columns]
@@ -74,11 +76,10 @@ def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) 
     Raises:
         UsageError: no table has the column.
     """
-    key, is_descending = order.removeprefix("-"), order.startswith("-")
-    _check([key], "--sort", [column.key for table in among or tables for column in table.columns])
+    name, is_descending = order.removeprefix("-"), order.startswith("-")
+    _check_columns([name], "--sort", among or tables)
     return [
-        _sorted(table, key, is_descending) if any(column.key == key for column in table.columns) else table
-        for table in tables
+        _sorted(table, columns[0].key, is_descending) if (columns := _named(table, name)) else table for table in tables
     ]
 
 
@@ -103,6 +104,17 @@ def _rank(value: Value) -> tuple[bool, float, str] | None:
     except ValueError:
         return True, 0.0, str(value)
     return None if math.isnan(number) else (False, number, "")
+
+
+def _named(table: Table, name: str) -> list[Column]:
+    """The column of this key, or else those of this header."""
+    by_key = [column for column in table.columns if column.key == name]
+    return by_key or [column for column in table.columns if column.header.lower() == name.lower()]
+
+
+def _check_columns(names: Sequence[str], option: str, tables: Sequence[Table]) -> None:
+    unknown = [name for name in names if not any(_named(table, name) for table in tables)]
+    _check(unknown, option, [column.key for table in tables for column in table.columns])
 
 
 def _check(names: Sequence[str], option: str, choices: Collection[str]) -> None:

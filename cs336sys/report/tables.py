@@ -92,8 +92,8 @@ def render(tables: Sequence[Table], format: str) -> str:
       ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
       number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, beside
       ``_low`` and ``_high``. NaN and infinity are null, which is all that JSON has for them.
-    - ``csv``: likewise with mean and std, without titles and notes. The first column names the table; several are
-      separated by an empty line, each under its own header.
+    - ``csv``: likewise with mean and std, without notes. The first column names the table, and a second has the titles
+      where those of one name differ; tables are separated by an empty line, each under its own header.
 
     Numbers for programs are not rounded.
 
@@ -104,32 +104,32 @@ def render(tables: Sequence[Table], format: str) -> str:
     return _RENDERERS[format](tables)
 
 
-def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None) -> None:
+def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
     """Write the tables to the file ``output``, or else (None, ``-``) to stdout.
 
     Without a format a file gets that of its name's ending, a terminal ``table`` drawn by rich, and everything else
-    ``markdown``.
+    ``markdown``. With ``wide`` stdout gets ``table`` as files have it, whatever a terminal's width.
 
     Raises:
         UsageError: the format is unknown.
         OutputError: ``output`` cannot be written, and stdout got the tables instead; or that cannot be written.
     """
     if output is None or output == STDOUT:
-        _print(tables, format)
+        _print(tables, format, wide)
         return
     text = render(tables, format or FORMAT_OF_ENDING.get(output.suffix.lower(), "markdown"))
     try:
         write_file(output, text.encode(), "--output")
     except OutputError:
-        _print(tables, format)
+        _print(tables, format, wide)
         raise
 
 
-def _print(tables: Sequence[Table], format: str | None) -> None:
+def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
     if sys.stdout is None:
         raise OutputError("cannot write the result: standard output is closed; give a file with --output")
     with writing_stdout():
-        if format in (None, "table") and sys.stdout.isatty():
+        if format in (None, "table") and sys.stdout.isatty() and not wide:
             from rich.console import Console
 
             from cs336sys.report.terminal import print_tables
@@ -138,7 +138,9 @@ def _print(tables: Sequence[Table], format: str | None) -> None:
             return
         encoding = sys.stdout.encoding or "utf-8"
         # A terminal without Unicode shows ? for ±; numbers that took an hour to measure must not end in a traceback.
-        sys.stdout.write(render(tables, format or "markdown").encode(encoding, "replace").decode(encoding))
+        sys.stdout.write(
+            render(tables, format or ("table" if wide else "markdown")).encode(encoding, "replace").decode(encoding)
+        )
 
 
 def check_output(output: Path | None, format: str | None = None) -> None:
@@ -316,13 +318,15 @@ def _statistic(value: Value, statistic: str) -> Value:
 
 def _csv(tables: Sequence[Table]) -> str:
     parts = []
+    have_titles = len({(table.name, table.title) for table in tables}) > len({table.name for table in tables})
     for table in tables:
         keys, rows = _flat_rows(table, ("mean", "std"))
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["table", *keys])
+        writer.writerow(["table", *(["title"] if have_titles else []), *keys])
         for row in rows:
-            writer.writerow([table.name, *(str(value).lower() if isinstance(value, bool) else value for value in row)])
+            words = [str(value).lower() if isinstance(value, bool) else value for value in row]
+            writer.writerow([table.name, *([table.title] if have_titles else []), *words])
         parts.append(stream.getvalue())
     return "\n".join(parts)
 

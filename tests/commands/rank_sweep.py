@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.output_options import SweepOptions
 from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome
@@ -46,8 +46,7 @@ def main():
         "bench",
         "rank_sweep:measure",
         configurations,
-        save=save,
-        resume=ResumeOptions(save is not None),
+        SweepOptions(save, resume=save is not None),
         across_ranks=True,
     )
     if sweep.is_reported_here:

@@ -1,4 +1,5 @@
 import itertools
+import json
 import re
 
 import pytest
@@ -135,3 +136,36 @@ def test_mistakes_are_one_sentence_with_the_nearest_name(arguments, sentence):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert re.fullmatch(f"error: {sentence}\n".replace("?", "[?]"), result.stderr), result.stderr
+
+
+def test_every_command_with_a_table_takes_the_selection_of_tables_and_columns(every_command):
+    """Where their tables are made of measured cells, a wrong name loses nothing: see test_sweep."""
+    shown = {"format", "output", "table", "columns", "sort", "wide"}
+    assert {
+        command.name for _, command in every_command if not shown <= {option.name for option in command.params}
+    } == set()
+
+
+def test_tables_and_columns_are_chosen_before_they_are_written():
+    arguments = ["account", "xxl", "--format", "json"]
+    names = [table["name"] for table in json.loads(CliRunner().invoke(app, arguments).stdout)["tables"]]
+    assert len(names) > 1
+    chosen = ["--table", names[0], "--columns", "value,QUANTITY", "--sort", "-value"]
+    (table,) = json.loads(CliRunner().invoke(app, [*arguments, *chosen]).stdout)["tables"]
+    assert {tuple(row) for row in table["rows"]} == {("value", "quantity")}
+    values = [row["value"] for row in table["rows"]]
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize(("tools", "size"), [({"nvidia-smi"}, "small"), (set(), "tiny")])
+@pytest.mark.parametrize("command", ["bench", "nsys", "ddp"])
+def test_without_a_gpu_the_smallest_model_is_trained_unless_one_is_named(command, tools, size, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
+    result = CliRunner().invoke(app, [command, "--dry-run", "--format", "json"])
+    assert {row["size"] for table in json.loads(result.stdout)["tables"] for row in table["rows"]} == {size}
+
+
+def test_wide_text_is_not_cut_or_turned():
+    drawn = CliRunner().invoke(app, ["bench", "--size", "tiny", "--dry-run", "--wide"]).stdout.splitlines()
+    assert drawn[1].startswith("╭─")
+    assert len(drawn[1]) > 200

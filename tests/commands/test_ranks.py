@@ -11,6 +11,7 @@ from two_agents import run_two_agents
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.output_options import SweepOptions
 from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
@@ -56,7 +57,7 @@ def test_cells_without_measuring_are_printed_by_the_first_rank_alone(command):
 @pytest.mark.usefixtures("first_of_four")
 def test_cell_cannot_be_given_up_under_torchrun():
     with pytest.raises(UsageError, match="--cell-timeout: ranks that torchrun started cannot be ended"):
-        run_sweep("bench", "rank_sweep:measure", [], cell_timeout=1.0, across_ranks=True)
+        run_sweep("bench", "rank_sweep:measure", [], SweepOptions(cell_timeout=1.0), across_ranks=True)
 
 
 @pytest.mark.usefixtures("first_of_four")

@@ -65,7 +65,7 @@ def test_every_command_that_saves_can_be_shown():
     saving = []
     for name in COMMANDS:
         command = getattr(importlib.import_module(f"cs336sys.commands.{name}"), name)
-        if callable(command) and "save" in inspect.signature(command).parameters:
+        if callable(command) and {"save", "sweeping"} & inspect.signature(command).parameters.keys():
             saving.append(name)
     assert sorted(saving) == sorted(SAVED_COMMANDS)
 
@@ -226,8 +226,8 @@ def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
         ([BENCH, "--status", "timeout"], "--status timeout: no cell has it"),
         ([BENCH, "--status", "good"], "--status 'good': choose from ok, oom"),
         ([BENCH, "--table", "times"], "--table 'times': choose from bench, speedup"),
-        ([BENCH, "--columns", "step"], "--columns 'step': choose from size, "),
-        ([BENCH, "--sort", "step"], "--sort 'step': choose from size, "),
+        ([BENCH, "--columns", "steps"], "--columns 'steps': choose from size, "),
+        ([BENCH, "--sort", "steps"], "--sort 'steps': choose from size, "),
         (
             [RESULTS / "nsys-torch-h200.jsonl.gz", "--plot", "n.png"],
             "--plot n.png: the cells of nsys hold no picture's data",

@@ -12,7 +12,7 @@ import sys
 import pytest
 import typer
 
-from cs336sys.commands.resuming import ResumeOptions
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome
@@ -21,7 +21,6 @@ from cs336sys.results import Cell, Run, read_results
 from cs336sys.results_file import ResultsFile
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
-RESUME = ResumeOptions(resume=True)
 STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
 
 
@@ -33,7 +32,9 @@ def _find_fake_cells(monkeypatch):
 
 
 def sweep(actions, **options):
-    return run_sweep("bench", "fake_cells:measure", [{"action": action} for action in actions], **options)
+    how = {name: options.pop(name) for name in ("fresh_worker", "across_ranks") if name in options}
+    configurations = [{"action": action} for action in actions]
+    return run_sweep("bench", "fake_cells:measure", configurations, SweepOptions(**options), **how)
 
 
 def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
@@ -50,7 +51,7 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
 def test_resume_measures_only_what_is_missing_or_may_succeed_now(tmp_path):
     path = tmp_path / "r.jsonl.gz"
     first = sweep(("measure", "out of memory", "raise", "unsupported"), save=path)
-    second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=RESUME)
+    second = sweep(("measure", "out of memory", "raise", "unsupported", "print"), save=path, resume=True)
     assert [cell.status for cell in second.cells] == ["ok", "oom", "error", "unsupported", "ok"]
     assert second.cells[:2] == first.cells[:2]
     measured_again = read_results(path).cells[len(first.cells) :]
@@ -64,32 +65,32 @@ def test_resume_measures_again_what_was_measured_under_other_conditions(tmp_path
     now = lines[0]["environment"].get("OMP_NUM_THREADS")
     lines[0]["environment"]["OMP_NUM_THREADS"] = "77"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    taken = sweep(("measure",), save=path, resume=ResumeOptions(resume_any=True))
+    taken = sweep(("measure",), save=path, resume_any=True)
     assert len(read_results(path).cells) == 1
     assert taken.run == read_results(path).runs[taken.cells[0].run_id], "titles name the machine of the cells"
     assert "--resume-any takes 1 cell that the file holds from other conditions: " in capsys.readouterr().err
-    sweep(("measure",), save=path, resume=RESUME)
+    sweep(("measure",), save=path, resume=True)
     assert len(read_results(path).cells) == 2
     assert f"OMP_NUM_THREADS (77 then, {now} now)" in capsys.readouterr().err
 
 
 def test_resume_on_a_file_that_is_not_there_yet_starts_it(tmp_path):
-    assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=RESUME).cells[0].status == "ok"
+    assert sweep(("measure",), save=tmp_path / "r.jsonl", resume=True).cells[0].status == "ok"
 
 
 def test_cells_whose_worker_does_not_start_time_out(tmp_path):
     path = tmp_path / "r.jsonl"
     configurations = [{"action": "measure"}, {"action": "print"}]
-    for resume in (ResumeOptions(), RESUME):
+    for resume in (False, True):
         measured = run_sweep(
-            "bench", "hangs_at_import:measure", configurations, save=path, resume=resume, cell_timeout=0.5
+            "bench", "hangs_at_import:measure", configurations, SweepOptions(path, resume=resume, cell_timeout=0.5)
         )
         assert {(cell.status, cell.reason) for cell in measured.cells} == {
             ("timeout", "the measuring process did not start within 0.5 s")
         }
         assert measured.run is None
     assert len(read_results(path).cells) == 4
-    assert sweep(("measure",), save=path, resume=RESUME).cells[0].status == "ok"
+    assert sweep(("measure",), save=path, resume=True).cells[0].status == "ok"
 
 
 def test_fresh_worker_measures_every_cell_in_a_process_of_its_own():
@@ -103,7 +104,7 @@ def test_bad_settings_are_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(UsageError, match="--cell-timeout 0: must be more than 0 seconds"):
         sweep(("measure",), cell_timeout=0)
     with pytest.raises(UsageError, match="--resume needs --save"):
-        sweep(("measure",), resume=RESUME)
+        sweep(("measure",), resume=True)
 
 
 def cells(*statuses):
@@ -141,8 +142,9 @@ TABLE = Table("bench", "bench: tiny", (Column("size", "size"),), [{"size": "tiny
 
 
 def report(measured, capsys, **options):
+    pictures = options.pop("pictures", ())
     with pytest.raises(typer.Exit) as ended:
-        measured.report(lambda: [TABLE], **{"format": None, "output": None, **options})
+        measured.report(lambda: [TABLE], OutputOptions(**options), pictures=pictures)
     return ended.value.exit_code, *capsys.readouterr()
 
 
@@ -207,7 +209,7 @@ def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, 
         "bench: 2 of 3: oom (no room): size tiny, action out of memory: 0.0 s, about 0.0 s left",
         "bench: 3 of 3: ok: size small, action measure: 0.0 s",
     ]
-    sweep(("measure",), save=saved, resume=ResumeOptions(resume_any=True))
+    sweep(("measure",), save=saved, resume_any=True)
     assert capsys.readouterr().err.endswith("bench: 1 of 1: ok: from the file\n")
 
 
@@ -307,3 +309,12 @@ def test_what_workers_write_stands_above_the_bar():
     assert any(line.startswith("bench ") and "0/1" in line and line.endswith("forward") for line in lines)
     assert lines[-1].endswith("the end")
     assert not any("USDT" in line for line in lines)
+
+
+def test_a_column_that_there_is_not_costs_no_measurement(capsys):
+    """The whole table is printed, the pictures are drawn, then comes the sentence."""
+    drawn = []
+    code, out, err = report(Sweep(cells("ok"), None), capsys, columns=["siez"], pictures=[lambda: drawn.append(1)])
+    assert (code, drawn) == (2, [1])
+    assert "tiny" in out
+    assert err == "error: --columns 'siez': choose from size; did you mean size?\n"

@@ -1,6 +1,7 @@
 """Parts of tables: which, which columns, which order."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,14 @@ def test_columns_come_in_the_order_asked_for_and_tables_without_any_are_left_out
     (times,) = select_columns([TIMES, RATIOS], ["error", "step_ms"])
     assert [column.key for column in times.columns] == ["error", "step_ms"]
     assert len(select_columns([TIMES, RATIOS], ["size"])) == 2
+
+
+def test_columns_are_named_by_key_or_by_what_people_see():
+    ddp = Table("ddp", "", [Column("strategy", "mode"), Column("mode", "what runs")], [])
+    chosen = [table.columns for table in select_columns([ddp, TIMES], ["mode", "STEP", "step_ms", "What runs"])]
+    assert chosen == [[ddp.columns[1]], [TIMES.columns[1]]], "the key goes before the header, and no column comes twice"
+    assert select_columns([replace(ddp, columns=ddp.columns[:1])], ["mode"])[0].columns == [ddp.columns[0]]
+    assert order(sort_rows([TIMES], "-Step")) == ["dacb"]
 
 
 def test_tables_are_chosen_by_name():

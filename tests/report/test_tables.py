@@ -3,6 +3,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,12 @@ def test_csv():
 
 def test_csv_of_several_tables_has_an_empty_line_between_them():
     assert render([EMPTY, EMPTY], "csv") == "table,size,step_ms\n\ntable,size,step_ms\n"
+
+
+def test_csv_tells_tables_of_one_name_apart_by_their_titles():
+    again = replace(SWEEP, title="another, sweep")
+    rows = list(csv.DictReader(io.StringIO(render([SWEEP, again], "csv"))))
+    assert {row["title"] for row in rows if row["table"] == SWEEP.name} == {SWEEP.title, "another, sweep"}
 
 
 def test_csv_reads_back_hostile_text():

@@ -5,15 +5,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.options import (
-    FormatOption,
-    OutputOption,
-    at_least,
-    between,
-    byte_count,
-    check_choice,
-    split_list,
-)
+from cs336sys.commands.options import at_least, between, byte_count, check_choice, split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
@@ -27,21 +20,19 @@ def collectives(
     ],
     devices: Annotated[list[str], typer.Option(help="Numbers of devices, N.")] = ["2,4,6"],
     bandwidth: Annotated[float, typer.Option(help="Bytes/s that a device sends, W.")] = NVLINK_BYTES_PER_S,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """How long ring collectives take, and the handout's alternate ring all-reduce beside them.
 
     cs336sys account collectives --message 1GB --devices 2,4,8 --bandwidth 9e10
     """
     from cs336sys.report.account.communication import collectives_tables
-    from cs336sys.report.tables import check_output, emit
 
     sizes = split_list(message, "--message", byte_count)
     counts = split_list(devices, "--devices", at_least(1))
     _check_positive(bandwidth, "--bandwidth")
-    check_output(output, format)
-    emit(collectives_tables(sizes, counts, bandwidth), format=format, output=output)
+    output.check()
+    output.emit(collectives_tables(sizes, counts, bandwidth))
 
 
 def buckets(
@@ -53,15 +44,13 @@ def buckets(
     bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
     bandwidth: Annotated[float, typer.Option(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
     call_us: Annotated[float, typer.Option(help="Cost of a communication call in microseconds, o.")] = 20.0,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """What data parallel training waits for after its backward pass, and the bucket size that makes it least.
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
     from cs336sys.report.account.communication import bucket_tables
-    from cs336sys.report.tables import check_output, emit
 
     element_bytes = ELEMENT_BYTES[check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)]
     if gradients is None:
@@ -72,9 +61,9 @@ def buckets(
     megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
     _check_positive(bandwidth, "--bandwidth")
     _check_positive(call_us, "--call-us")
-    check_output(output, format)
+    output.check()
     tables = bucket_tables(total, [1e6 * value for value in megabytes], bandwidth, 1e-6 * call_us, title)
-    emit(tables, format=format, output=output)
+    output.emit(tables)
 
 
 def _check_positive(value: float, option: str) -> None:

@@ -9,7 +9,8 @@ from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
-from cs336sys.commands.options import FormatOption, OutputOption, check_choice, one_of, split_list
+from cs336sys.commands.options import check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES
 
@@ -38,8 +39,7 @@ def parallel(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the times over the devices to this picture file.")
     ] = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
 
@@ -50,7 +50,6 @@ def parallel(
     from cs336sys.report.account.devices import parallel_tables
     from cs336sys.report.account.plots import plot_parallel
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output, emit
 
     chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
     element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
@@ -59,9 +58,9 @@ def parallel(
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     if count < 1:
         raise UsageError(f"--devices {count}: must be at least 1")
-    check_output(output, format)
+    output.check()
     check_plot(plot)
-    emit(parallel_tables(chosen, layer, count, asked_mesh), format=format, output=output)
+    output.emit(parallel_tables(chosen, layer, count, asked_mesh))
     if plot is not None:
         plot_parallel(chosen, layer, plot)
 
@@ -95,8 +94,7 @@ def xxl(
     m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.")] = 2,
     m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.")] = 1,
     devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
 
@@ -105,12 +103,11 @@ def xxl(
     cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
     """
     from cs336sys.report.account.devices import xxl_tables
-    from cs336sys.report.tables import check_output, emit
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
     if devices not in (None, x * y):
         raise UsageError(f"--x {x} and --y {y} multiply to {x * y}, not to --devices {devices}")
-    check_output(output, format)
+    output.check()
     stack = FeedForwardStack(d_model, d_ff, num_blocks)
     tables = xxl_tables(stack, tokens, gpu_gb * 1e9, device_gb * 1e9, mesh, weight_copies=weight_copies)
-    emit(tables, format=format, output=output)
+    output.emit(tables)

@@ -9,7 +9,8 @@ import typer
 
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
+from cs336sys.commands.options import at_least, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
@@ -35,8 +36,7 @@ def memory(
     ] = "fp32",
     attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTION)}.")] = "reference",
     plot: Annotated[Path | None, typer.Option(help="Also draw the peaks to this picture file.")] = None,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory of a rank by component, at the handout's three times and at its peak, for each way of sharing out state.
 
@@ -48,12 +48,11 @@ def memory(
     from cs336sys.report.account.memory import rank_memory_tables
     from cs336sys.report.account.plots import plot_rank_memory
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.tables import check_output, emit
 
     precisions = split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None]
     parameter_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
     check_choice(attention, "--attention", ATTENTION)
-    check_output(output, format)
+    output.check()
     check_plot(plot)
     steps = [
         ShardedStep(
@@ -73,6 +72,6 @@ def memory(
             split_list(strategy, "--strategy", one_of(OWN_SHARDING_STRATEGIES)),
         )
     ]
-    emit(rank_memory_tables(steps), format=format, output=output)
+    output.emit(rank_memory_tables(steps))
     if plot is not None:
         plot_rank_memory(steps, plot)

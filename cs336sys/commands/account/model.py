@@ -6,7 +6,8 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands import training_options as options
-from cs336sys.commands.options import FormatOption, OutputOption, at_least, check_choice, one_of, split_list
+from cs336sys.commands.options import at_least, check_choice, one_of, split_list
+from cs336sys.commands.output_options import OutputOptions
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
@@ -18,36 +19,32 @@ def activations(
     model: options.ModelOptions = options.ModelOptions(["2.7b"]),
     precision: OnePrecisionOption = "fp32",
     attention: AttentionOption = "reference",
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """The largest tensors of a forward pass, what one block saves for backward, and the gradients it produces there.
 
     cs336sys account activations --size 2.7b --context 128,512,2048
     """
     from cs336sys.report.account.model import activations_tables
-    from cs336sys.report.tables import check_output, emit
 
     check_choice(precision, "--precision", PRECISIONS)
     check_choice(attention, "--attention", ATTENTION)
-    check_output(output, format)
-    emit(activations_tables(model.sizes(), precision, attention), format=format, output=output)
+    output.check()
+    output.emit(activations_tables(model.sizes(), precision, attention))
 
 
 def flops(
     model: options.ModelOptions = options.ModelOptions(["2.7b"]),
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
 
     cs336sys account flops --size small,2.7b --context 1024
     """
     from cs336sys.report.account.model import flops_tables
-    from cs336sys.report.tables import check_output, emit
 
-    check_output(output, format)
-    emit(flops_tables(model.sizes()), format=format, output=output)
+    output.check()
+    output.emit(flops_tables(model.sizes()))
 
 
 def attention(
@@ -58,23 +55,21 @@ def attention(
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     implementations: Annotated[list[str], typer.Option(help="eager, flash.")] = ["eager,flash"],
     capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory of attention alone over the handout's grid, its growth, and the smallest shape that does not fit.
 
     cs336sys account attention --capacity-gib 24 --causal
     """
     from cs336sys.report.account.model import ATTENTION_IMPLEMENTATIONS, attention_tables
-    from cs336sys.report.tables import check_output, emit
 
     contexts = split_list(context, "--context", at_least(1))
     head_dims = split_list(d_model, "--d-model", at_least(1))
     chosen = split_list(implementations, "--implementations", one_of(ATTENTION_IMPLEMENTATIONS))
     check_choice(dtype, "--dtype", PRECISIONS)
-    check_output(output, format)
+    output.check()
     tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
-    emit(tables, format=format, output=output)
+    output.emit(tables)
 
 
 def checkpointing(
@@ -93,8 +88,7 @@ def checkpointing(
     precision: OnePrecisionOption = "fp32",
     attention: AttentionOption = "reference",
     mode: options.ModeOption = "train",
-    format: FormatOption = None,
-    output: OutputOption = None,
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """What activation checkpointing holds and computes again, and which grouping of blocks needs the least memory.
 
@@ -102,7 +96,6 @@ def checkpointing(
     """
     from cs336sys.accounting.checkpointing import best_group_size
     from cs336sys.report.account.model import checkpointing_tables, neighbours
-    from cs336sys.report.tables import check_output, emit
     from cs336sys.sizes import choose_size
 
     chosen = choose_size(size, context=context, batch_size=batch_size, num_layers=num_layers)
@@ -114,5 +107,5 @@ def checkpointing(
     else:
         best = best_group_size(chosen, precision, mode, attention).best
         strategies = list(dict.fromkeys(["none", "block", *neighbours(best, chosen), "every=4", "every=8", "nested"]))
-    check_output(output, format)
-    emit(checkpointing_tables(chosen, precision, attention, strategies, mode), format=format, output=output)
+    output.check()
+    output.emit(checkpointing_tables(chosen, precision, attention, strategies, mode))

@@ -1,0 +1,128 @@
+"""The options that say how results are shown and kept: groups that every command with a table, or with cells, takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from cs336sys.commands.options import LONGEST_S, MEASURING, OUTPUT, split_list
+from cs336sys.errors import OutputError, UsageError
+from cs336sys.report.outputs import FORMATS
+
+if TYPE_CHECKING:
+    from cs336sys.report.tables import Table
+
+SaveOption = Annotated[
+    Path | None, typer.Option("--save", help="Append cells and samples to this .jsonl or .jsonl.gz.")
+]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Which tables and columns are written, as what, and where."""
+
+    panel: ClassVar = OUTPUT
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"{', '.join(FORMATS)}. Default: the file's.", show_default=False),
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the result to this file, not to stdout.")
+    ] = None
+    table: Annotated[list[str], typer.Option("--table", help="Only the tables of these names.")] = field(
+        default_factory=list
+    )
+    columns: Annotated[list[str], typer.Option("--columns", help="Only these columns: size,step_ms.")] = field(
+        default_factory=list
+    )
+    sort: Annotated[str | None, typer.Option("--sort", help="Sort by this column; -step_ms: largest first.")] = None
+    wide: Annotated[bool, typer.Option("--wide", help="Rows as wide as they are, for less -S.")] = False
+
+    def check(self) -> None:
+        """Find out before anything is measured whether :meth:`emit` will be able to write.
+
+        Raises:
+            UsageError: the format is unknown, or the file cannot be written.
+        """
+        from cs336sys.report.tables import check_output
+
+        check_output(self.output, self.format)
+
+    def chosen(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
+        """What was asked for of the tables in groups.
+
+        Raises:
+            UsageError: a table or column has no such name.
+        """
+        from cs336sys.report.selection import select_in_groups
+
+        names = split_list(self.table, "--table", str) if self.table else ()
+        columns = split_list(self.columns, "--columns", str) if self.columns else ()
+        return select_in_groups(groups, names, columns, self.sort)
+
+    def write(self, tables: Sequence["Table"]) -> None:
+        """Write these tables, all of them.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        from cs336sys.report.tables import emit
+
+        emit(tables, format=self.format, output=self.output, wide=self.wide)
+
+    def emit(self, tables: Sequence["Table"]) -> None:
+        """Write what was asked for of the tables.
+
+        Raises:
+            UsageError: a table or column has no such name; nothing is written.
+            OutputError: it cannot be written.
+        """
+        self.write(self.chosen([tables])[0])
+
+    def emit_measured(self, tables: Sequence["Table"]) -> list[UsageError | OutputError]:
+        """Write what was asked for of the tables, or all of them where that has no such name; what went wrong.
+
+        Which columns there are is not known before anything was measured, and that must not be lost.
+        """
+        faults: list[UsageError | OutputError] = []
+        try:
+            (tables,) = self.chosen([tables])
+        except UsageError as error:
+            faults.append(error)
+        try:
+            self.write(tables)
+        except OutputError as error:
+            faults.append(error)
+        return faults
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is kept of a sweep's cells, which of them are measured, and for how long."""
+
+    panel: ClassVar = OUTPUT
+    save: SaveOption = None
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Skip cells of the --save file that were measured alike."),
+    ] = False
+    resume_any: Annotated[
+        bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")
+    ] = False
+    cell_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--cell-timeout",
+            help="Give a cell up after this many seconds.",
+            show_default=False,
+            max=LONGEST_S,
+            rich_help_panel=MEASURING,
+        ),
+    ] = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether cells that the file holds are skipped."""
+        return self.resume or self.resume_any
