@@ -1,6 +1,7 @@
 """Tables on a terminal, drawn by rich, so that every column and every digit is seen, however narrow it is."""
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,22 @@ def _fitting(grid: Grid, console: "rich.console.Console") -> "rich.table.Table |
     from rich.measure import Measurement
 
     unlimited = console.options.update(width=sys.maxsize)
-    for headers in (grid.headers, [header.replace(" ", "\n") for header in grid.headers]):
+    for headers in (grid.headers, _stacked_headers(grid)):
         drawing = _drawing(headers, grid)
         if Measurement.get(console, unlimited, drawing).minimum <= console.width:
             return drawing
     return None
+
+
+def _stacked_headers(grid: Grid) -> list[str]:
+    """Headers in several lines, each as wide as what stands below it."""
+    stacked = []
+    for index, header in enumerate(grid.headers):
+        width = max((len(row[index]) for row in grid.rows), default=1)
+        if not grid.is_number[index]:
+            width = min(width, _NARROWEST_TEXT)
+        stacked.append("\n".join(textwrap.wrap(header, width, break_long_words=False, break_on_hyphens=False)))
+    return stacked
 
 
 def _columns(grid: Grid, chosen: Sequence[int]) -> Grid:
@@ -73,8 +85,13 @@ def _columns(grid: Grid, chosen: Sequence[int]) -> Grid:
 
 
 def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
-    """The table without the keys that are the same in all rows, and these as words."""
-    common = [index for index in range(grid.keys) if len({row[index] for row in grid.rows}) == 1]
+    """The table without the keys that are the same in all rows, and words that are (``status ok``), and these as text."""
+    common = [
+        index
+        for index in range(len(grid.headers))
+        if (index < grid.keys or (not grid.is_number[index] and len(grid.rows) > 1))
+        and len({row[index] for row in grid.rows}) == 1
+    ]
     chosen = [index for index in range(len(grid.headers)) if index not in common]
     if not chosen:
         return grid, []
@@ -88,7 +105,10 @@ def _turned(grid: Grid) -> Grid:
 
 
 def _split(grid: Grid, console: "rich.console.Console") -> "Iterator[rich.table.Table]":
-    """Tables of the keys and as many other columns as fit; none if not even one fits."""
+    """Tables of the keys and as many other columns as fit; none if not even one fits.
+
+    After the first of them come those keys alone that it takes to tell the rows apart.
+    """
     keys, rest = list(range(grid.keys)), list(range(grid.keys, len(grid.headers)))
     while rest:
         fitting = None
@@ -101,6 +121,21 @@ def _split(grid: Grid, console: "rich.console.Console") -> "Iterator[rich.table.
             return
         yield fitting
         rest = rest[taken:]
+        keys = _telling_apart(grid)
+
+
+def _telling_apart(grid: Grid) -> list[int]:
+    """The keys without those that add nothing to the ones before them, as the parameters to the size."""
+
+    def kinds(keys: Sequence[int]) -> int:
+        return len({tuple(row[index] for index in keys) for row in grid.rows})
+
+    keys = list(range(grid.keys))
+    for index in reversed(range(grid.keys)):
+        others = [key for key in keys if key != index]
+        if kinds(others) == kinds(keys):
+            keys = others
+    return keys
 
 
 def _drawing(headers: Sequence[str], grid: Grid) -> "rich.table.Table":

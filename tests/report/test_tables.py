@@ -309,45 +309,66 @@ MANY = Table(
     (
         Column("size", "size"),
         Column("precision", "precision"),
+        Column("bits", "bits"),
         *(Column(f"{phase}_ms", phase, "ms") for phase in ("forward", "backward", "optimizer")),
         Column("status", "status"),
     ),
     [
-        {"size": "small", "precision": precision, "forward_ms": 1000.0 + row, "backward_ms": 2.0, "status": "ok"}
-        | {"optimizer_ms": ms(*(3.0 + row / 4, 3.0))}
+        {"size": "small", "precision": precision, "bits": 32 if row < 2 else 16, "status": "ok"}
+        | {"forward_ms": 1000.0 + row, "backward_ms": 2.0, "optimizer_ms": ms(*(3.0 + row / 4, 3.0))}
         for row, precision in enumerate(["fp32", "tf32", "bf16", "fp16"])
     ],
 )
 
 
 def test_terminal_too_narrow_for_rows_and_columns_splits_the_columns():
-    """What all rows have in common stands in the title, what tells them apart in every part."""
-    assert drawn(MANY, 36) == [
-        "bench: H200, size small",
-        "           forward,  backward,",
-        "precision        ms         ms",
-        "───────────────────────────────",
-        "fp32          1,000      2.000",
-        "tf32          1,001      2.000",
-        "bf16          1,002      2.000",
-        "fp16          1,003      2.000",
+    """What all rows have in common stands in the title, what it takes to tell them apart in every part."""
+    assert drawn(MANY, 37) == [
+        "bench: H200, size small, status ok",
+        "                 forward,  backward,",
+        "precision  bits        ms         ms",
+        "─────────────────────────────────────",
+        "fp32         32     1,000      2.000",
+        "tf32         32     1,001      2.000",
+        "bf16         16     1,002      2.000",
+        "fp16         16     1,003      2.000",
         "",
-        "precision  optimizer, ms  status",
-        "─────────────────────────────────",
-        "fp32       3.000 ± 0.000  ok",
-        "tf32         3.12 ± 0.18  ok",
-        "bf16         3.25 ± 0.35  ok",
-        "fp16         3.38 ± 0.53  ok",
+        "precision  optimizer, ms",
+        "─────────────────────────",
+        "fp32       3.000 ± 0.000",
+        "tf32         3.12 ± 0.18",
+        "bf16         3.25 ± 0.35",
+        "fp16         3.38 ± 0.53",
+    ]
+
+
+def test_numbers_that_are_all_the_same_stay_in_the_table_and_so_do_the_words_of_a_single_row():
+    assert "2.000" in drawn(MANY, 37)[4]
+    assert "launch-bound           yes" in drawn(replace(SWEEP, rows=SWEEP.rows[:1]), 30)
+
+
+def test_headers_are_as_wide_as_what_stands_below_them():
+    table = Table(
+        "t",
+        "t",
+        (Column("moment", "moment of the peak"), Column("a_gib", "predicted optimizer state", "gib")),
+        [{"moment": "softmax backward of block 3", "a_gib": 1.0}],
+    )
+    assert drawn(table, 37)[1:5] == [
+        "                           predicted",
+        "                           optimizer",
+        "                              state,",
+        "moment of the peak               GiB",
     ]
 
 
 def test_terminal_narrower_than_a_column_prints_records():
-    assert drawn(MANY, 15)[2:7] == [
+    assert drawn(MANY, 15)[3:8] == [
         "╭──────┬──────╮",
         "│ prec │ fp32 │",
         "│ isio │      │",
         "│ n    │      │",
-        "│ forw │ 1,00 │",
+        "│ bits │ 32   │",
     ]
 
 
