@@ -85,7 +85,7 @@ def _columns(grid: Grid, chosen: Sequence[int]) -> Grid:
 
 
 def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
-    """The table without the keys that are the same in all rows, and words that are (``status ok``), and these as text."""
+    """The table without the keys and words (``status ok``) that are the same in all rows, and these as text."""
     common = [
         index
         for index in range(len(grid.headers))
