@@ -38,6 +38,7 @@ SHARED_AMONG_SIBLINGS = {
             "lazy",
             "options",
             "output_options",
+            "completion",
             "progress",
             "ranks",
             "resuming",

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.collectives import COLLECTIVES
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import byte_count, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
@@ -28,16 +29,24 @@ DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1
 def allreduce(
     backend: Annotated[
         list[str],
-        typer.Option(help="gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.", show_default=False),
+        typer.Option(
+            help="gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.",
+            show_default=False,
+            autocompletion=among(BACKEND_DEVICES),
+        ),
     ] = [],
-    collective: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}.")] = ["all_reduce"],
+    collective: Annotated[
+        list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}.", autocompletion=among(COLLECTIVES))
+    ] = ["all_reduce"],
     message: Annotated[
         list[str],
         typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.", show_default=False),
     ] = [],
     factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
     world_size: WorldSizeOption = [],
-    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.")] = ["fp32"],
+    dtype: Annotated[
+        list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.", autocompletion=among(COLLECTIVE_DTYPES))
+    ] = ["fp32"],
     warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.", min=0)] = 5,
     iterations: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,

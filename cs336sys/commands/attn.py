@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
@@ -16,11 +17,15 @@ PLAIN_ATTENTION = ("eager", "compiled")
 
 
 def attn(
-    implementations: Annotated[list[str], typer.Option(help=f"{', '.join(PLAIN_ATTENTION)}.")] = ["eager,compiled"],
+    implementations: Annotated[
+        list[str], typer.Option(help=f"{', '.join(PLAIN_ATTENTION)}.", autocompletion=among(PLAIN_ATTENTION))
+    ] = ["eager,compiled"],
     batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.", min=1)] = 8,
     d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
-    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["fp32"],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
+        "fp32"
+    ],
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     warmup: Annotated[int, typer.Option(help="Warm-up passes.", min=0)] = 10,
     steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import between, check_choice, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
@@ -25,7 +26,9 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Times to go through all combinations.", min=1)] = 1,
     interleave: Annotated[
         str | None,
-        typer.Option(help=f"Steps in turn: {', '.join(_COMPARED)}.", show_default=False),
+        typer.Option(
+            help=f"Steps in turn: {', '.join(_COMPARED)}.", show_default=False, autocompletion=among(_COMPARED)
+        ),
     ] = None,
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)

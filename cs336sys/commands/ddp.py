@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import between, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import (
@@ -28,7 +29,11 @@ from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, WHO
 def ddp(
     mode: Annotated[
         list[str],
-        typer.Option("--mode", help=f"{', '.join(DATA_PARALLEL_STRATEGIES)} (torch's DistributedDataParallel)."),
+        typer.Option(
+            "--mode",
+            help=f"{', '.join(DATA_PARALLEL_STRATEGIES)} (torch's DistributedDataParallel).",
+            autocompletion=among(DATA_PARALLEL_STRATEGIES),
+        ),
     ] = [",".join(DATA_PARALLEL_STRATEGIES)],
     bucket_mb: Annotated[
         list[str],
@@ -41,7 +46,12 @@ def ddp(
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
     gradient_dtype: Annotated[
-        list[str], typer.Option("--gradient-dtype", help=f"What gradients are sent in: {', '.join(PRECISIONS)}.")
+        list[str],
+        typer.Option(
+            "--gradient-dtype",
+            help=f"What gradients are sent in: {', '.join(PRECISIONS)}.",
+            autocompletion=among(PRECISIONS),
+        ),
     ] = ["fp32"],
     high_priority: HighPriorityOption = False,
     model: options.SharedModelOptions = options.SharedModelOptions(),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
@@ -29,16 +30,24 @@ GRIDS = {
 
 def flash(
     implementations: Annotated[
-        list[str], typer.Option(help=f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
+        list[str],
+        typer.Option(
+            help=f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all", autocompletion=among(IMPLEMENTATIONS)
+        ),
     ] = [",".join(IMPLEMENTATIONS)],
     batch_size: Annotated[list[str], typer.Option(help="Batch sizes.")] = ["1"],
     heads: Annotated[list[str], typer.Option(help="Numbers of heads.")] = ["16"],
     head_dim: Annotated[list[str], typer.Option(help="Head dimensions, 1 to 256.")] = ["64"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["1024,4096"],
-    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
+        "bf16"
+    ],
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
     grid: Annotated[
-        str | None, typer.Option(help="Shapes of the handouts instead: course or board.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Shapes of the handouts instead: course or board.", show_default=False, autocompletion=among(GRIDS)
+        ),
     ] = None,
     baseline: BaselineOption = None,
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
@@ -19,11 +20,16 @@ DEFAULT_SHAPES = {"cuda": ("32768", "4096", "151936"), "cpu": ("32", "128", "97"
 
 
 def kernels(
-    op: Annotated[list[str], typer.Option(help=f"Any of {', '.join(KERNELS)}.", show_default="all")] = [
-        ",".join(KERNELS)
-    ],
+    op: Annotated[
+        list[str], typer.Option(help=f"Any of {', '.join(KERNELS)}.", show_default="all", autocompletion=among(KERNELS))
+    ] = [",".join(KERNELS)],
     implementations: Annotated[
-        list[str], typer.Option(help=f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all")
+        list[str],
+        typer.Option(
+            help=f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.",
+            show_default="all",
+            autocompletion=among(KERNEL_IMPLEMENTATIONS),
+        ),
     ] = [",".join(KERNEL_IMPLEMENTATIONS)],
     tokens: Annotated[
         list[str] | None, typer.Option(help="Numbers of rows.", show_default="32768, on a CPU 32")
@@ -36,7 +42,9 @@ def kernels(
         list[str] | None,
         typer.Option(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97"),
     ] = None,
-    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.")] = ["bf16"],
+    dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
+        "bf16"
+    ],
     baseline: BaselineOption = None,
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
     repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,

@@ -7,17 +7,22 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import between, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
 
-ModesOption = Annotated[list[str], typer.Option("--mode", help=f"Phases of a step: {', '.join(MODES)}.")]
+ModesOption = Annotated[
+    list[str], typer.Option("--mode", help=f"Phases of a step: {', '.join(MODES)}.", autocompletion=among(MODES))
+]
 CheckpointOption = Annotated[
     list[str],
     typer.Option(
-        "--checkpoint", help="none; block: every block; every=K: groups of K blocks; nested: halves within halves."
+        "--checkpoint",
+        help="none; block: every block; every=K: groups of K blocks; nested: halves within halves.",
+        autocompletion=among(("none", "block", "every=", "nested")),
     ),
 ]
 TopOption = Annotated[int, typer.Option("--top", help="How many of the largest allocations to show.")]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
@@ -44,7 +45,11 @@ def nsys(
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=5),
     run: options.RunOptions = options.RunOptions(),
     profiler: Annotated[
-        list[str], typer.Option(help="nsys, torch (torch.profiler), or auto: nsys on a GPU where it is installed.")
+        list[str],
+        typer.Option(
+            help="nsys, torch (torch.profiler), or auto: nsys on a GPU where it is installed.",
+            autocompletion=among(PROFILERS),
+        ),
     ] = ["auto"],
     keep: Annotated[
         Path | None, typer.Option(help="Keep the profiler's files in this folder: for nsys-ui, for ui.perfetto.dev.")

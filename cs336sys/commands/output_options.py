@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import LONGEST_S, MEASURING, OUTPUT, split_list
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
@@ -26,7 +27,12 @@ class OutputOptions:
     panel: ClassVar = OUTPUT
     format: Annotated[
         str | None,
-        typer.Option("--format", help=f"{', '.join(FORMATS)}. Default: the file's.", show_default=False),
+        typer.Option(
+            "--format",
+            help=f"{', '.join(FORMATS)}. Default: the file's.",
+            show_default=False,
+            autocompletion=among(FORMATS),
+        ),
     ] = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the result to this file, not to stdout.")

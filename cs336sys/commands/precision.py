@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SaveOption
 from cs336sys.commands.sweep import Sweep, unsaved
@@ -22,7 +23,12 @@ AUTOCAST_PRECISIONS = ("fp16", "bf16")
 
 def precision(
     precision: Annotated[
-        list[str], typer.Option("--precision", help=f"What autocast casts to: {', '.join(AUTOCAST_PRECISIONS)}.")
+        list[str],
+        typer.Option(
+            "--precision",
+            help=f"What autocast casts to: {', '.join(AUTOCAST_PRECISIONS)}.",
+            autocompletion=among(AUTOCAST_PRECISIONS),
+        ),
     ] = ["fp16", "bf16"],
     device: DeviceOption = "auto",
     save: SaveOption = None,

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import LONGEST_S, at_least, split_list
 from cs336sys.errors import CapabilityError
 from cs336sys.processes import RankIdentity, started_outside
@@ -54,7 +55,9 @@ WorldSizeOption = Annotated[
     typer.Option("--world-size", help="Numbers of ranks. Default: 2, under torchrun its own.", show_default=False),
 ]
 
-BackendOption = Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.")]
+BackendOption = Annotated[
+    str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.", autocompletion=among(BACKENDS))
+]
 
 HighPriorityOption = Annotated[
     bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.ranks import (
@@ -26,14 +27,23 @@ from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, Parallel
 
 def shard(
     strategy: Annotated[
-        list[str], typer.Option("--strategy", help=f"{', '.join(SHARDING_STRATEGIES)}; the last two are torch's own.")
+        list[str],
+        typer.Option(
+            "--strategy",
+            help=f"{', '.join(SHARDING_STRATEGIES)}; the last two are torch's own.",
+            autocompletion=among(SHARDING_STRATEGIES),
+        ),
     ] = [",".join(SHARDING_STRATEGIES)],
     prefetch: Annotated[
         list[str], typer.Option("--prefetch", help="For fsdp: how many blocks to gather ahead of use.")
     ] = ["1"],
     checkpoint: Annotated[
         list[str],
-        typer.Option("--checkpoint", help="block: keep the input of each block alone and compute the rest again."),
+        typer.Option(
+            "--checkpoint",
+            help="block: keep the input of each block alone and compute the rest again.",
+            autocompletion=among(BLOCK_CHECKPOINTING),
+        ),
     ] = ["none"],
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.faults import say
 from cs336sys.commands.lazy import LazyGroup
 from cs336sys.commands.options import at_least, between, one_of, split_list
@@ -25,7 +26,12 @@ def show(
     ] = [],
     status: Annotated[
         list[str],
-        typer.Option("--status", help=f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False),
+        typer.Option(
+            "--status",
+            help=f"Only cells of these: {', '.join(get_args(Status))}.",
+            show_default=False,
+            autocompletion=among(get_args(Status)),
+        ),
     ] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")

@@ -12,11 +12,12 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
-from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MODES, OPTIMIZERS, Workload
+from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MODES, OPTIMIZERS, SYNCHRONIZE, Workload
 
 _OWN = "Default: the size's own."
 _SIZES = ", ".join(
@@ -26,18 +27,33 @@ _SIZES = ", ".join(
 ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
 BatchSizeOption = Annotated[list[str], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False)]
 NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
-ModeOption = Annotated[str, typer.Option(help=f"{', '.join(MODES)}.", rich_help_panel=WHAT_RUNS)]
+ModeOption = Annotated[
+    str, typer.Option(help=f"{', '.join(MODES)}.", rich_help_panel=WHAT_RUNS, autocompletion=among(MODES))
+]
 PrecisionOption = Annotated[
-    list[str], typer.Option(help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
+    list[str],
+    typer.Option(
+        help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False, autocompletion=among(PRECISIONS)
+    ),
 ]
-CompileOption = Annotated[list[str], typer.Option(help="off, block (one for all, and the loss), model (all).")]
-OptimizerOption = Annotated[list[str], typer.Option(help="course (AdamW of cs336_basics), fused (torch's).")]
+CompileOption = Annotated[
+    list[str],
+    typer.Option(help="off, block (one for all, and the loss), model (all).", autocompletion=among(COMPILE_MODES)),
+]
+OptimizerOption = Annotated[
+    list[str], typer.Option(help="course (AdamW of cs336_basics), fused (torch's).", autocompletion=among(OPTIMIZERS))
+]
 CudaGraphOption = Annotated[
-    list[str], typer.Option("--cuda-graph", help="on: replay the phases of a step from CUDA graphs.")
+    list[str],
+    typer.Option(
+        "--cuda-graph", help="on: replay the phases of a step from CUDA graphs.", autocompletion=among(CUDA_GRAPH)
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
+DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.", autocompletion=among(DEVICES))]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-SynchronizeOption = Annotated[str, typer.Option(help="step (each waits for the GPU), none.")]
+SynchronizeOption = Annotated[
+    str, typer.Option(help="step (each waits for the GPU), none.", autocompletion=among(SYNCHRONIZE))
+]
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING),
@@ -49,7 +65,9 @@ class ModelOptions:
     """Which models, and their batches."""
 
     panel: ClassVar = MODEL
-    size: Annotated[list[str], typer.Option(help=f"{_SIZES}.")] = field(default_factory=list)
+    size: Annotated[list[str], typer.Option(help=f"{_SIZES}.", autocompletion=among(SIZES))] = field(
+        default_factory=list
+    )
     context: ContextOption = field(default_factory=list)
     batch_size: BatchSizeOption = field(default_factory=list)
     vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}", show_default=False)] = None
@@ -88,7 +106,10 @@ class TrainedModelOptions(ModelOptions):
     """Which models are trained here."""
 
     size: Annotated[
-        list[str], typer.Option(help=f"{_SIZES}. Default: small; without a GPU tiny.", show_default=False)
+        list[str],
+        typer.Option(
+            help=f"{_SIZES}. Default: small; without a GPU tiny.", show_default=False, autocompletion=among(SIZES)
+        ),
     ] = field(default_factory=list)
 
 
@@ -128,8 +149,8 @@ class ImplementationOptions:
 
     panel: ClassVar = WHAT_RUNS
     compile: CompileOption = field(default_factory=lambda: ["off"])
-    attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.")] = field(
-        default_factory=lambda: ["reference"]
+    attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))] = (
+        field(default_factory=lambda: ["reference"])
     )
     optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
     cuda_graph: CudaGraphOption = field(default_factory=lambda: ["off"])

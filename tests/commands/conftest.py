@@ -1,11 +1,13 @@
-"""Workers that outlive the command that started them, for tests of commands and not of processes."""
+"""Every command with its options; workers that outlive the command that started them, for tests of anything else."""
 
 import dataclasses
 import os
 import uuid
 
 import pytest
+import typer
 
+from cs336sys.cli import app
 from cs336sys.measure import cells
 from cs336sys.measure.cells import Worker
 
@@ -88,3 +90,17 @@ def fresh_workers(kept_workers):
     kept_workers.are_kept = False
     yield
     kept_workers.are_kept = True
+
+
+def _commands(group, context):
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        below = typer.Context(command, parent=context, info_name=name)
+        yield from _commands(command, below) if hasattr(command, "list_commands") else [(below, command)]
+
+
+@pytest.fixture(scope="session")
+def every_command():
+    """Contexts and commands, those of groups too."""
+    root = typer.main.get_command(app)
+    return list(_commands(root, typer.Context(root, info_name="cs336sys", auto_envvar_prefix="CS336SYS")))

@@ -3,7 +3,6 @@ import json
 import re
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -52,19 +51,6 @@ def test_a_number_that_no_machine_holds_is_refused(value, rule):
 
 def test_numbers_may_be_written_with_an_exponent():
     assert split_list(["1e3", "20"], "--x", at_least(1)) == [1000, 20]
-
-
-def commands(group, context):
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        below = typer.Context(command, parent=context, info_name=name)
-        yield from commands(command, below) if hasattr(command, "list_commands") else [(below, command)]
-
-
-@pytest.fixture(scope="module")
-def every_command():
-    root = typer.main.get_command(app)
-    return list(commands(root, typer.Context(root, info_name="cs336sys", auto_envvar_prefix="CS336SYS")))
 
 
 def numbers_of(command):

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, between, byte_count, check_choice, split_list
 from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
@@ -36,11 +37,15 @@ def collectives(
 
 
 def buckets(
-    size: Annotated[str, typer.Option(help=f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
+    size: Annotated[
+        str, typer.Option(help=f"Whose gradients: {', '.join(SIZES)}.", autocompletion=among(SIZES))
+    ] = "xl",
     gradients: Annotated[
         str | None, typer.Option(help="All gradients, s, in the place of the size's: 8GB.", show_default=False)
     ] = None,
-    gradient_dtype: Annotated[str, typer.Option(help="What gradients are sent in.")] = "fp32",
+    gradient_dtype: Annotated[
+        str, typer.Option(help="What gradients are sent in.", autocompletion=among(PRECISIONS))
+    ] = "fp32",
     bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
     bandwidth: Annotated[float, typer.Option(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
     call_us: Annotated[float, typer.Option(help="Cost of a communication call in microseconds, o.")] = 20.0,

@@ -9,6 +9,7 @@ from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions
 from cs336sys.errors import UsageError
@@ -25,13 +26,17 @@ BandwidthOption = Annotated[float, typer.Option("--bandwidth", help="Bytes/s tha
 
 
 def parallel(
-    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.")] = [",".join(PARALLELISMS)],
+    strategy: Annotated[
+        list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.", autocompletion=among(PARALLELISMS))
+    ] = [",".join(PARALLELISMS)],
     batch: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
     d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
     flops: FlopsOption = _H200_FLOPS,
     bandwidth: BandwidthOption = _H200_BANDWIDTH,
-    dtype: Annotated[str, typer.Option(help="Of weights, gradients and activations.")] = "fp16",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights, gradients and activations.", autocompletion=among(PRECISIONS))
+    ] = "fp16",
     devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.")] = None,
     mesh: Annotated[
         str | None, typer.Option(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")

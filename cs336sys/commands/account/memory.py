@@ -9,6 +9,7 @@ import typer
 
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
@@ -26,15 +27,23 @@ class _SharedModelOptions(options.ModelOptions):
 def memory(
     model: _SharedModelOptions = _SharedModelOptions(["xl"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
-    strategy: Annotated[list[str], typer.Option(help=f"{', '.join(OWN_SHARDING_STRATEGIES)}.")] = [
-        ",".join(OWN_SHARDING_STRATEGIES)
-    ],
-    mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.")] = ["train"],
+    strategy: Annotated[
+        list[str],
+        typer.Option(help=f"{', '.join(OWN_SHARDING_STRATEGIES)}.", autocompletion=among(OWN_SHARDING_STRATEGIES)),
+    ] = [",".join(OWN_SHARDING_STRATEGIES)],
+    mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.", autocompletion=among(MODES))] = ["train"],
     precision: options.PrecisionOption = [],
     parameter_dtype: Annotated[
-        str, typer.Option("--parameter-dtype", help="Of parameters and gradients; bf16 and fp16 have fp32 masters.")
+        str,
+        typer.Option(
+            "--parameter-dtype",
+            help="Of parameters and gradients; bf16 and fp16 have fp32 masters.",
+            autocompletion=among(PRECISIONS),
+        ),
     ] = "fp32",
-    attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTION)}.")] = "reference",
+    attention: Annotated[
+        str, typer.Option(help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))
+    ] = "reference",
     plot: Annotated[Path | None, typer.Option(help="Also draw the peaks to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -6,13 +6,18 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands import training_options as options
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, check_choice, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions
-from cs336sys.sizes import PRECISIONS
+from cs336sys.sizes import PRECISIONS, SIZES
 from cs336sys.workload import ATTENTION, MODES
 
-AttentionOption = Annotated[str, typer.Option("--attention", help=f"{', '.join(ATTENTION)}.")]
-OnePrecisionOption = Annotated[str, typer.Option("--precision", help=f"{', '.join(PRECISIONS)} (autocast).")]
+AttentionOption = Annotated[
+    str, typer.Option("--attention", help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))
+]
+OnePrecisionOption = Annotated[
+    str, typer.Option("--precision", help=f"{', '.join(PRECISIONS)} (autocast).", autocompletion=among(PRECISIONS))
+]
 
 
 def activations(
@@ -51,9 +56,11 @@ def attention(
     batch_size: Annotated[int, typer.Option(help="Batch size times heads.", min=1)] = 8,
     d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    implementations: Annotated[list[str], typer.Option(help="eager, flash.")] = ["eager,flash"],
+    implementations: Annotated[
+        list[str], typer.Option(help="eager, flash.", autocompletion=among(("eager", "flash")))
+    ] = ["eager,flash"],
     capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -73,7 +80,7 @@ def attention(
 
 
 def checkpointing(
-    size: Annotated[str, typer.Option("--size", help="Model size.")] = "2.7b",
+    size: Annotated[str, typer.Option("--size", help="Model size.", autocompletion=among(SIZES))] = "2.7b",
     context: Annotated[int, typer.Option(help="Context length.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Batch size.")] = 4,
     num_layers: options.NumLayersOption = None,
@@ -83,6 +90,7 @@ def checkpointing(
             "--checkpoint",
             help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
             show_default=False,
+            autocompletion=among(("none", "block", "every=", "nested")),
         ),
     ] = [],
     precision: OnePrecisionOption = "fp32",
