@@ -1,6 +1,7 @@
 """``cs336sys attn``: time and memory of plain PyTorch attention."""
 
 from itertools import product
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,9 @@ def attn(
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     warmup: Annotated[int, typer.Option(help="Warm-up passes.", min=0)] = 10,
     steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time and memory over the context to this picture file.")
+    ] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),
@@ -39,6 +43,8 @@ def attn(
     cs336sys attn --context 256,1024,4096,8192,16384 --d-model 16,32,64,128
     """
     from cs336sys.report.attention import attn_tables
+    from cs336sys.report.attention_plots import plot_attn
+    from cs336sys.report.outputs import check_plot
 
     axes = (
         split_list(context, "--context", at_least(1)),
@@ -48,6 +54,7 @@ def attn(
     )
     check_choice(device, "--device", DEVICES)
     output.check()
+    check_plot(plot)
     configurations = [
         AttentionWorkload(
             implementation, batch_size, 1, tokens, head_dim, chosen_dtype, causal, device, seed
@@ -61,4 +68,8 @@ def attn(
         configurations,
         sweeping,
     )
-    sweep.report(lambda: attn_tables(sweep.cells, sweep.run), output)
+    sweep.report(
+        lambda: attn_tables(sweep.cells, sweep.run),
+        output,
+        pictures=[] if plot is None else [lambda: plot_attn(sweep.cells, plot)],
+    )

@@ -1,6 +1,7 @@
 """``cs336sys bench``: how long forward pass, backward pass and optimizer step take."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,9 @@ def bench(
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw times by size and phase, and speed-ups, to this picture file.")
+    ] = None,
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
@@ -45,10 +49,13 @@ def bench(
     cs336sys bench --size small --attention sdpa,flash --interleave attention
     """
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
+    from cs336sys.report.bench_plots import plot_bench
+    from cs336sys.report.outputs import check_plot
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
     output.check()
+    check_plot(plot)
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
         measure = "cs336sys.experiments.bench:measure_training"
@@ -75,6 +82,7 @@ def bench(
     sweep.report(
         lambda: bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles),
         output,
+        pictures=[] if plot is None else [lambda: plot_bench(pool_bench_rounds(sweep.cells), plot)],
     )
 
 

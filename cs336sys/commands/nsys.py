@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +16,14 @@ from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
+if TYPE_CHECKING:
+    from cs336sys.measure.profile.summary import Profile
+
 # What can be asked of a report; everything else says what to run.
-_OF_REPORTS = ("source", "range_names", "top", "full_names", *(field.name for field in fields(OutputOptions)))
+_OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
 # What a process that runs under nsys, and leaves reading the report to another, has no use for.
 _NOT_UNDER_NSYS = (
-    *("compare_precision", "keep", "top", "full_names"),
+    *("compare_precision", "keep", "top", "full_names", "plot"),
     *(field.name for group in (SweepOptions, OutputOptions) for field in fields(group)),
 )
 
@@ -56,6 +59,9 @@ def nsys(
     ] = None,
     top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what share of each phase each kind of kernel takes to this picture file.")
+    ] = None,
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -70,12 +76,17 @@ def nsys(
     """
     from cs336sys.measure.profile.nsys import is_profiled
     from cs336sys.report.bench import bench_plan
-    from cs336sys.report.profile import profile_tables
+    from cs336sys.report.outputs import check_plot
+    from cs336sys.report.profile import plot_profiles, plot_report, profile_tables, report_tables
 
     output.check()
+    check_plot(plot)
     if source is not None:
         _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        output.emit(_tables_of_report(source, range_names, top, full_names))
+        profile = _profile_of_report(source, range_names)
+        output.emit(report_tables(profile, source.name, top=top, full_names=full_names))
+        if plot is not None:
+            plot_report(profile, plot)
         return
     _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
@@ -107,6 +118,7 @@ def nsys(
             sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision
         ),
         output,
+        pictures=[] if plot is None else [lambda: plot_profiles(sweep.cells, plot)],
     )
 
 
@@ -118,10 +130,9 @@ def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
-def _tables_of_report(source: Path, range_names: Sequence[str], top: int, full_names: bool) -> list:
+def _profile_of_report(source: Path, range_names: Sequence[str]) -> "Profile":
     from cs336sys.measure.profile.reading import open_capture
     from cs336sys.measure.profile.summary import summarize
-    from cs336sys.report.profile import report_tables
 
     capture = open_capture(source)
     try:
@@ -130,12 +141,11 @@ def _tables_of_report(source: Path, range_names: Sequence[str], top: int, full_n
         names = [
             part for text in range_names for part in ([text] if text in known else split_list([text], "--range", str))
         ]
-        profile = summarize(capture, names)
+        return summarize(capture, names)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
     finally:
         capture.close()
-    return report_tables(profile, source.name, top=top, full_names=full_names)
 
 
 def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> None:

@@ -105,19 +105,20 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     tables = [Table("attn", heading, columns, rows, (*notes, *_reasons(cells)), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
-        tables.append(_worked_through(min(out_of_memory, key=lambda cell: _predicted(cell).peak)))
+        tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_memory(cell).peak)))
     growth = _growth(cells)
     return [*tables, growth] if growth else tables
 
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
-    memory = _predicted(cell)
+    memory = predicted_memory(cell)
     row = dict(cell.configuration) | {"status": cell.status}
     row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
 
 
-def _predicted(cell: Cell) -> AttentionMemory:
+def predicted_memory(cell: Cell) -> AttentionMemory:
+    """What eager attention of a cell's shape holds, on paper."""
     return attention_memory(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
 
 

@@ -1,14 +1,14 @@
 """The tables of ``bench``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.report.noise import Interval, ratio_of_pairs
 from cs336sys.report.noise import ratio as ratio_of_medians
-from cs336sys.report.noise import ratio_of_pairs
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import (
@@ -167,40 +167,49 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     return row
 
 
-def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:
-    """Ratios to the first cell that differs in nothing but the compared settings, or the interleaved one."""
-    interleaved = {setting for setting, _ in _interleaved(cells)}
-    compared = interleaved or COMPARED_SETTINGS
+def speedup_pairs(cells: Sequence[Cell], settings: Collection[str]) -> tuple[list[str], list[tuple[Cell, Cell]]]:
+    """Which of ``settings`` are compared, and every measured cell beside the one that its speed-up is over.
+
+    That is the first cell that differs in nothing but the compared settings, or the interleaved one.
+    """
+    compared = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
     axes = [name for name in compared if name in settings and len({setting_of(cell, name) for cell in cells}) > 1]
-    measured = [cell for cell in cells if cell.status == "ok"]
-    if not axes or len(measured) < 2:
-        return None
+    if not axes:
+        return [], []
     # An interrupted sweep went through some configurations once more than through others.
     ignored = (*axes, "rounds")
     baselines: dict[str, Cell] = {}
     for cell in cells:
         baselines.setdefault(configuration_key(cell.configuration, ignore=ignored), cell)
-    series = list(dict.fromkeys(name for cell in measured for name in cell.samples if name != "wall"))
-    ratio = ratio_of_pairs if interleaved else ratio_of_medians
+    pairs = [(cell, baselines[configuration_key(cell.configuration, ignore=ignored)]) for cell in cells]
+    return axes, [(cell, first) for cell, first in pairs if cell is not first and cell.status == first.status == "ok"]
+
+
+def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
+    """How many times as fast as the baseline a phase, or the step, is."""
+    ratio = ratio_of_pairs if "interleave" in cell.configuration else ratio_of_medians
+    return ratio(baseline.samples[name], cell.samples[name])
+
+
+def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:
+    axes, pairs = speedup_pairs(cells, settings)
+    if not pairs:
+        return None
+    series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
     rows = []
-    for cell in measured:
-        baseline = baselines[configuration_key(cell.configuration, ignore=ignored)]
-        if baseline is cell or baseline.status != "ok":
-            continue
+    for cell, baseline in pairs:
         row = dict(cell.configuration) | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
         for name in series:
             if name in cell.samples and name in baseline.samples:
-                row[f"{name}_speedup"] = ratio(baseline.samples[name], cell.samples[name])
+                row[f"{name}_speedup"] = speedup(cell, baseline, name)
         rows.append(row)
-    if not rows:
-        return None
     columns = (
         Column("size", "size"),
         *settings.values(),
         Column("over", "over"),
         *(Column(f"{name}_speedup", name, "ratio") for name in series),
     )
-    method = "median ratio of steps taken in turn" if interleaved else "ratio of medians within this run"
+    method = "median ratio of steps taken in turn" if _interleaved(cells) else "ratio of medians within this run"
     return Table("speedup", f"speed-up: {method}", columns, rows, steadier=_STEADIER)
 
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.attention import attn_tables, flash_tables, pool_flash_rounds
-from cs336sys.report.attention_plots import plot_flash
+from cs336sys.report.attention_plots import plot_attn, plot_flash
 from cs336sys.report.bench import bench_tables, pool_bench_rounds
+from cs336sys.report.bench_plots import plot_bench
 from cs336sys.report.kernels import kernel_tables, plot_kernels
 from cs336sys.report.memory.files import timeline_title
 from cs336sys.report.memory.plots import plot_timeline
@@ -22,7 +23,7 @@ from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.parallel.shard import shard_tables
 from cs336sys.report.parallel.shard_plots import plot_memory
 from cs336sys.report.precision import precision_tables
-from cs336sys.report.profile import profile_tables
+from cs336sys.report.profile import plot_profiles, profile_tables
 from cs336sys.report.tables import Table
 from cs336sys.results import Cell, Results, Run, Samples, configuration_key, differing_conditions, same_code
 from cs336sys.workload import MemoryWorkload
@@ -90,15 +91,18 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
-        lambda cells, run, asked: bench_tables(cells, run, asked.percentiles), pooled=pool_bench_rounds
+        lambda cells, run, asked: bench_tables(cells, run, asked.percentiles),
+        _picture("bench", plot_bench),
+        pool_bench_rounds,
     ),
     "nsys": SavedCommand(
         lambda cells, run, asked: profile_tables(
             cells, run, top=asked.top, full_names=asked.full_names, compare_precision=asked.compare_precision
-        )
+        ),
+        _picture("shares", plot_profiles),
     ),
     "memprof": SavedCommand(lambda cells, run, asked: memory_tables(cells, run, asked.top), _memory_pictures),
-    "attn": SavedCommand(lambda cells, run, asked: attn_tables(cells, run)),
+    "attn": SavedCommand(lambda cells, run, asked: attn_tables(cells, run), _picture("attn", plot_attn)),
     "flash": SavedCommand(
         lambda cells, run, asked: flash_tables(cells, run, asked.baseline),
         _picture("flash", plot_flash),

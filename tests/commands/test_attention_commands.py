@@ -93,8 +93,10 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
     assert pool_flash_rounds([cell]) == [cell]
 
 
-def test_attn_measures_eager_and_compiled():
-    rows = tables(invoke(*ATTN, "--format", "json"))["attn"]["rows"]
+def test_attn_measures_eager_and_compiled(tmp_path):
+    picture = tmp_path / "attn.svg"
+    rows = tables(invoke(*ATTN, "--format", "json", "--plot", str(picture)))["attn"]["rows"]
+    assert "<svg" in picture.read_text()
     assert [(row["implementation"], row["status"]) for row in rows] == [("eager", "ok"), ("compiled", "ok")]
     memory = attention_memory(2, 16, 8, "fp32", causal=False, implementation="eager")
     assert rows[0]["predicted_held_gib"] == pytest.approx(memory.held / 2**30)

@@ -37,7 +37,8 @@ def tables(result):
 def sweep(tmp_path_factory):
     """Two contexts in two precisions, with one cell that cannot fit any machine."""
     path = tmp_path_factory.mktemp("bench") / "r.jsonl"
-    arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "200000000000", "--save", str(path))
+    files = ("--save", str(path), "--plot", str(path.with_name("bench.png")))
+    arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "200000000000", *files)
     return invoke(*arguments, "--format", "json"), path, arguments
 
 
@@ -58,6 +59,13 @@ def test_sweep_reports_every_cell_and_ends_well(sweep):
     speedups = found["speedup"]["rows"]
     assert [(row["precision"], row["over"]) for row in speedups] == [("bf16", "fp32")]
     assert [cell.status for cell in read_results(path).cells] == ["ok", "ok", "oom", "oom"]
+
+
+def test_a_picture_is_drawn(sweep):
+    assert sweep[1].with_name("bench.png").read_bytes().startswith(b"\x89PNG")
+    wrong = invoke("--plot", "bench.jpg")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "--plot bench.jpg: the file must end in .png, .svg, .pdf" in wrong.stderr
 
 
 def test_speedup_is_the_ratio_of_medians(sweep):

@@ -45,11 +45,12 @@ def sweep(tmp_path_factory):
         "--keep",
         folder / "kept",
     )
-    arguments = (*arguments, "--save", folder / "r.jsonl", "--format", "json")
+    arguments = (*arguments, "--save", folder / "r.jsonl", "--plot", folder / "r.png", "--format", "json")
     return invoke(*arguments), folder, arguments
 
 
 def test_a_sweep_shows_every_cell(sweep):
+    assert (sweep[1] / "r.png").read_bytes().startswith(b"\x89PNG")
     found = tables(sweep[0])
     assert list(found) == ["phases", "top kernel", "kernels", "other kernels", "shares", "attention", "precisions"]
     rows = found["phases"]["rows"]
@@ -106,7 +107,8 @@ def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
 def test_a_kept_trace_gives_the_same_tables(sweep):
     result, folder, _ = sweep
     (path,) = (folder / "kept").glob("*fp32*.trace.json.gz")
-    found = tables(invoke("nsys", "--from", path, "--format", "json"))
+    found = tables(invoke("nsys", "--from", path, "--format", "json", "--plot", folder / "shares.png"))
+    assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
     of_sweep = tables(result)
     for name in ("kernels", "shares", "attention"):
         for row, other in zip(found[name]["rows"], of_sweep[name]["rows"], strict=False):

@@ -25,6 +25,9 @@ BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench", "fl
 FIRST_TABLES = {"nsys": "phases", "precision": "accumulation"}
 
 PICTURES = {
+    "bench": {"bench"},
+    "attn": {"attn"},
+    "nsys": {"shares"},
     "flash": {"flash"},
     "kernels": {"kernels"},
     "allreduce": {"allreduce"},
@@ -155,10 +158,11 @@ def test_only_cells_of_a_status():
 def test_several_pictures_get_names_of_their_own(tmp_path):
     other_board = RESULTS / "flash-course-fp32-long-h200.jsonl.gz"
     plot = tmp_path / "p" / "new.png"
-    result = show(BOARD, other_board, BENCH, "--plot", plot, "--output", tmp_path / "o.md")
+    forward = RESULTS / "forward-h200.jsonl.gz"
+    result = show(BOARD, other_board, forward, "--plot", plot, "--output", tmp_path / "o.md")
     assert result.exit_code == 0, result.output
-    names = ["new-flash-1.png", "new-flash-2.png"]
-    assert sorted(path.name for path in plot.parent.iterdir()) == names
+    names = ["new-flash-1.png", "new-flash-2.png", "new-bench.png"]
+    assert {path.name for path in plot.parent.iterdir()} == set(names)
     assert result.stderr == "".join(f"drew {plot.with_name(name)}\n" for name in names)
 
 
@@ -179,7 +183,7 @@ def test_a_page_holds_the_tables_and_pictures_of_each_invocation(tmp_path):
     assert re.findall(r"<h2>(\w+), run", text) == ["bench", "flash"]
     assert text.count('<th>size</th><th class="number">context</th><th>precision</th>') == 0
     assert text.count('<tr><td>2.7b</td><td class="number">512</td><td>ok</td></tr>') == 4
-    assert re.findall(r'src="data:image/png;base64,.{9}.*?" alt="(.*?)"', text) == ["flash: flash"]
+    assert re.findall(r'src="data:image/png;base64,.{9}.*?" alt="(.*?)"', text) == ["bench: bench", "flash: flash"]
     both = show(BOARD, "--html", page, "--output", tmp_path / "o.md")
     assert both.exit_code == 0
     assert (tmp_path / "o.md").read_text().startswith("### flash:")
@@ -229,8 +233,8 @@ def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
         ([BENCH, "--columns", "steps"], "--columns 'steps': choose from size, "),
         ([BENCH, "--sort", "steps"], "--sort 'steps': choose from size, "),
         (
-            [RESULTS / "nsys-torch-h200.jsonl.gz", "--plot", "n.png"],
-            "--plot n.png: the cells of nsys hold no picture's data",
+            [RESULTS / "bench-attention-h200.jsonl.gz", "--status", "oom", "--plot", "n.png"],
+            "--plot n.png: the cells of bench hold no picture's data",
         ),
         ([BOARD, "--plot", "b.txt"], "--plot b.txt: the file must end in .png, .svg, .pdf"),
         ([BENCH, "--format", "html"], "unknown format 'html': choose from table, markdown, csv, json, latex, typst"),

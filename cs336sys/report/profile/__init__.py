@@ -1,6 +1,7 @@
 """The tables of ``nsys``, built from its cells or from one report; columns are described in ``docs/columns.md``."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.parameters import count_parameters
@@ -9,6 +10,7 @@ from cs336sys.report.profile.attention import attention_table
 from cs336sys.report.profile.kernels import kernel_table, share_table, top_kernel_table
 from cs336sys.report.profile.measured import Measured
 from cs336sys.report.profile.phases import phase_table, precision_table
+from cs336sys.report.profile.plots import plot_shares
 from cs336sys.report.tables import Column, Table, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -29,11 +31,7 @@ def profile_tables(
         compare_precision: add the table of fp32 against bf16.
     """
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    measured = [
-        Measured(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
-        for cell in cells
-        if cell.status == "ok"
-    ]
+    measured = _measured(cells)
     failed = [_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
     notes = [*method_notes(cells), *_profilers(cells)]
     phases = phase_table(
@@ -46,6 +44,12 @@ def profile_tables(
     return tables
 
 
+def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
+    """The picture of a sweep (:func:`plot_shares`)."""
+    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    plot_shares(_measured(cells), (SIZE_COLUMNS[0], *shown.values()), path)
+
+
 def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) -> list[Table]:
     """All tables of one report.
 
@@ -53,15 +57,33 @@ def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) ->
         name: of its file.
         top, full_names: as of :func:`profile_tables`.
     """
+    measured, labels = _of_report(profile)
+    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", [])
+    return [phases, *_kernel_tables(measured, labels, top, full_names)]
+
+
+def plot_report(profile: Profile, path: Path) -> None:
+    """The picture of one report (:func:`plot_shares`)."""
+    plot_shares(*_of_report(profile), path)
+
+
+def _of_report(profile: Profile) -> tuple[list[Measured], tuple[Column, ...]]:
+    """The profile, and the columns that say what was run, where the report knows it."""
     values: dict[str, Any] = {}
     labels: tuple[Column, ...] = ()
     if profile.configuration:
         workload = Workload.from_configuration(profile.configuration)
         values = profile.configuration | {"parameters": count_parameters(workload.size)}
         labels = (SIZE_COLUMNS[0], *(SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")))
-    measured = [Measured(values, profile)]
-    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", [])
-    return [phases, *_kernel_tables(measured, labels, top, full_names)]
+    return [Measured(values, profile)], labels
+
+
+def _measured(cells: Sequence[Cell]) -> list[Measured]:
+    return [
+        Measured(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        for cell in cells
+        if cell.status == "ok"
+    ]
 
 
 def _labels(cell: Cell) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table
         *labels,
         Column("phase", "phase"),
         Column("kernel_ms", "kernels", "ms"),
-        *(Column(_share_key(category), category, "percent") for category in KERNEL_CATEGORIES),
+        *(Column(share_key(category), category, "percent") for category in KERNEL_CATEGORIES),
     )
     notes = [
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own"
@@ -149,10 +149,11 @@ def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table
     return Table("shares", "nsys: share of each kind of kernel", columns, rows, notes=tuple(notes))
 
 
-def _share_key(category: str) -> str:
+def share_key(category: str) -> str:
+    """The column of a kind of kernel."""
     return f"{category.replace('/', '_')}_percent"
 
 
 def _share_row(totals: Counter[str], count: int) -> dict[str, Any]:
-    shares = {_share_key(category): 100 * ns / totals.total() for category, ns in totals.items() if ns}
+    shares = {share_key(category): 100 * ns / totals.total() for category, ns in totals.items() if ns}
     return {"kernel_ms": totals.total() / count / 1e6} | shares

@@ -1,0 +1,148 @@
+"""The pictures of ``bench``, ``attn`` and ``nsys`` show what the saved cells hold, and nothing of them is cut."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
+
+from cs336sys.report import attention_plots, bench_plots
+from cs336sys.report.profile import plot_profiles, plots, profile_tables
+from cs336sys.results import read_results
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def saved(name):
+    return list(read_results(RESULTS / f"{name}-h200.jsonl.gz").cells)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures in place of files."""
+    kept = []
+    for module in (attention_plots, bench_plots, plots):
+        monkeypatch.setattr(module, "write_figure", lambda figure, *_: kept.append(figure))
+    return kept
+
+
+def bars(axes):
+    """Lengths of the bars of each row, from left to right."""
+    rows = {}
+    for patch in (patch for container in axes.containers for patch in container if isinstance(container, BarContainer)):
+        rows.setdefault(round(patch.get_y() + patch.get_height() / 2), []).append(patch)
+    return {row: [bar.get_width() for bar in sorted(found, key=lambda bar: bar.get_x())] for row, found in rows.items()}
+
+
+def assert_whole(figure):
+    """Every word of the figure lies inside it, and legends on no plot."""
+    FigureCanvasAgg(figure).draw()
+    renderer = figure.canvas.get_renderer()
+    for part in (*figure.axes, *figure.legends):
+        box = part.get_tightbbox(renderer)
+        assert box.x0 >= 0, part
+        assert box.y0 >= 0, part
+        assert box.x1 <= figure.bbox.x1, part
+        assert box.y1 <= figure.bbox.y1, part
+    for legend in figure.legends:
+        assert not any(axes.get_window_extent(renderer).overlaps(legend.get_window_extent()) for axes in figure.axes)
+
+
+def test_bars_of_bench_are_the_means_of_the_phases_and_the_ratios_of_steps(figures):
+    cells = saved("bench")[:8]
+    cells[7] = replace(cells[7], status="oom", samples={}, derived={})
+    bench_plots.plot_bench(cells, Path("bench.png"))
+    (figure,) = figures
+    assert_whole(figure)
+    times, speedups = figure.axes[0::2], figure.axes[1::2]
+    for number, cell in enumerate(cells):
+        column, row = divmod(number, 4)
+        if cell.status == "oom":
+            assert row not in bars(times[column])
+            assert row not in bars(speedups[column])
+            assert " oom" in [text.get_text() for text in times[column].texts]
+            continue
+        means = [cell.samples[phase].mean for phase in ("forward", "backward", "optimizer")]
+        assert bars(times[column])[row] == pytest.approx(means)
+        first = cells[number - row]
+        ratio = first.samples["step"].median / cell.samples["step"].median
+        assert bars(speedups[column])[row] == pytest.approx([ratio])
+        label = f" {cell.samples['step'].mean:.4g} ms"
+        assert label[:4] in [text.get_text()[:4] for text in times[column].texts]
+    assert [text.get_text() for text in times[0].get_yticklabels()] == [
+        "fp32, eager",
+        "fp32, compiled by block",
+        "bf16, eager",
+        "bf16, compiled by block",
+    ]
+    assert times[1].get_title(loc="left") == "medium, 423.2 M parameters, batch 4 x context 512"
+
+
+def test_where_the_first_cell_has_no_time_there_is_no_speed_up(figures):
+    cells = saved("bench")[:4]
+    bench_plots.plot_bench([replace(cells[0], status="oom", samples={}, derived={}), *cells[1:]], Path("bench.png"))
+    assert len(figures[0].axes) == 1
+
+
+def test_lines_of_attn_are_the_cells_and_crosses_the_predictions(figures):
+    cells = saved("attn")
+    lost = next(cell for cell in cells if cell.configuration["context"] == 16384)
+    cells[cells.index(lost)] = replace(lost, status="oom", samples={}, derived={})
+    attention_plots.plot_attn(cells, Path("attn.png"))
+    (figure,) = figures
+    assert_whole(figure)
+    values = {
+        0: lambda cell: cell.samples["forward"].mean,
+        1: lambda cell: cell.samples["backward"].mean,
+        2: lambda cell: cell.derived["held_gib"],
+        3: lambda cell: cell.derived["peak_gib"],
+    }
+    colors = dict(zip((16, 32, 64, 128), ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"), strict=True))
+    for number, value in values.items():
+        lines = [line for line in figure.axes[number].lines if line.get_marker() == "o"]
+        drawn = {
+            (to_hex(line.get_color()), line.get_linestyle(), context, measured)
+            for line in lines
+            for context, measured in zip(*line.get_data(), strict=True)
+        }
+        styles = {"eager": "-", "compiled": "--"}
+        assert drawn == {
+            (
+                colors[cell.configuration["head_dim"]],
+                styles[cell.configuration["implementation"]],
+                cell.configuration["context"],
+                value(cell),
+            )
+            for cell in cells
+            if cell.status == "ok"
+        }
+    (lost_at,) = [line.get_data() for line in figure.axes[3].lines if line.get_marker() == "x"]
+    assert lost_at[0] == [lost.configuration["context"]]
+    assert lost_at[1] == pytest.approx([lost.derived["peak_gib"]], rel=0.01), "predicted as it was measured"
+    assert sum(line.get_marker() == "+" for line in figure.axes[3].lines) == len(cells) / 2
+
+
+def test_bars_of_nsys_are_the_shares_of_the_table(figures):
+    cells = saved("nsys-torch")
+    plot_profiles(cells, Path("nsys.png"))
+    (figure,) = figures
+    assert_whole(figure)
+    rows = next(table for table in profile_tables(cells, None, top=1, full_names=False) if table.name == "shares").rows
+    phases = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert list(phases) == ["forward", "loss", "backward", "optimizer", "step"]
+    for number, row in enumerate(rows):
+        shares = [value for key, value in row.items() if key.endswith("_percent")]
+        drawn = bars(phases[row["phase"]])[number // len(phases)]
+        assert sorted(drawn) == pytest.approx(sorted(shares))
+        assert sum(drawn) == pytest.approx(100)
+    colors = {to_hex(handle.get_facecolor()) for handle in figure.legends[0].get_patches()}
+    used = {to_hex(patch.get_facecolor()) for axes in figure.axes for patch in axes.patches}
+    assert used == colors, "every colour has its name"
+
+
+def test_of_cells_without_a_profile_an_empty_picture_is_drawn(figures):
+    plot_profiles([replace(cell, status="oom", samples={}, derived={}) for cell in saved("nsys-torch")], Path("n.png"))
+    attention_plots.plot_attn([replace(cell, status="timeout", samples={}) for cell in saved("attn")], Path("a.png"))
+    assert len(figures) == 2
