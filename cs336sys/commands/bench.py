@@ -34,9 +34,7 @@ def bench(
     percentiles: Annotated[
         list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
     ] = [],
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw times by size and phase, and speed-ups, to this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw times by phase, and speed-ups, to this picture.")] = None,
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
@@ -44,9 +42,7 @@ def bench(
 ) -> None:
     """Time forward pass, backward pass and optimizer step, for every combination of the lists.
 
-    cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
-
-    cs336sys bench --size small --attention sdpa,flash --interleave attention
+    cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block --plot bench.png
     """
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
     from cs336sys.report.bench_plots import plot_bench
