@@ -1,6 +1,7 @@
 """The ``cs336sys`` command: a table of subcommands, each imported only when it is asked for."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from cs336sys import __version__
 from cs336sys.commands.faults import end_like_ctrl_c_on_sigterm, exit_code_of, interruption_code, open_closed_streams
 from cs336sys.commands.lazy import HELP_OPTIONS, LazyGroup
+from cs336sys.commands.settings_file import use_settings, with_config_first
 
 # Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.
 COMMANDS = (
@@ -32,6 +34,9 @@ class CommandTable(LazyGroup):
     """All subcommands; an error that a user can fix ends with its one sentence."""
 
     modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, with_config_first(args))
 
     def main(self, *args, **settings):
         if not settings.get("standalone_mode", True):
@@ -63,14 +68,21 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def cs336sys(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="<file>", help="Settings: \\[bench] size = 'small' is bench's --size small."),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Benchmark, profile and parallelise Transformer training.
 
-    Every option can also be set by a variable: CS336SYS_BENCH_SIZE=small is bench's --size small.
+    Every option can also be set by a variable, CS336SYS_BENCH_SIZE=small is bench's --size small, and below that in
+    \\[tool.cs336sys.bench] of the nearest pyproject.toml, or in \\[bench] of the --config file instead.
     """
+    use_settings(ctx, config, COMMANDS)
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ SHARED_AMONG_SIBLINGS = {
             "options",
             "output_options",
             "completion",
+            "former_names",
+            "settings_file",
             "progress",
             "ranks",
             "resuming",

@@ -48,7 +48,7 @@ def allreduce(
         list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.", autocompletion=among(COLLECTIVE_DTYPES))
     ] = ["fp32"],
     warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.", min=0)] = 5,
-    iterations: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
+    steps: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,
     device: DeviceOption = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth to this picture file.")] = None,
@@ -79,7 +79,7 @@ def allreduce(
     messages = message_sizes(message or [DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
     # Backend and world size outermost: for each of them ranks are started.
     workloads = [
-        CollectiveWorkload(name, kind, ranks, type_, size, warmup, iterations, timeout)
+        CollectiveWorkload(name, kind, ranks, type_, size, warmup, steps, timeout)
         for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
     ]
     if dry_run:

@@ -18,11 +18,11 @@ PLAIN_ATTENTION = ("eager", "compiled")
 
 
 def attn(
-    implementations: Annotated[
+    implementation: Annotated[
         list[str], typer.Option(help=f"{', '.join(PLAIN_ATTENTION)}.", autocompletion=among(PLAIN_ATTENTION))
     ] = ["eager,compiled"],
     batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.", min=1)] = 8,
-    d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
+    head_dim: Annotated[list[str], typer.Option("--head-dim", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
         "fp32"
@@ -40,7 +40,7 @@ def attn(
 ) -> None:
     """Time plain PyTorch attention and the memory that it holds for the backward pass, eager and compiled.
 
-    cs336sys attn --context 256,1024,4096,8192,16384 --d-model 16,32,64,128
+    cs336sys attn --context 256,1024,4096,8192,16384 --head-dim 16,32,64,128
     """
     from cs336sys.report.attention import attn_tables
     from cs336sys.report.attention_plots import plot_attn
@@ -48,19 +48,17 @@ def attn(
 
     axes = (
         split_list(context, "--context", at_least(1)),
-        split_list(d_model, "--d-model", at_least(1)),
+        split_list(head_dim, "--head-dim", at_least(1)),
         split_list(dtype, "--dtype", one_of(PRECISIONS)),
-        split_list(implementations, "--implementations", one_of(PLAIN_ATTENTION)),
+        split_list(implementation, "--implementation", one_of(PLAIN_ATTENTION)),
     )
     check_choice(device, "--device", DEVICES)
     output.check()
     check_plot(plot)
     configurations = [
-        AttentionWorkload(
-            implementation, batch_size, 1, tokens, head_dim, chosen_dtype, causal, device, seed
-        ).configuration()
+        AttentionWorkload(name, batch_size, 1, tokens, dimension, chosen_dtype, causal, device, seed).configuration()
         | {"warmup": warmup, "steps": steps}
-        for tokens, head_dim, chosen_dtype, implementation in product(*axes)
+        for tokens, dimension, chosen_dtype, name in product(*axes)
     ]
     sweep = run_sweep(
         "attn",

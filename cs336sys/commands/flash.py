@@ -19,24 +19,24 @@ from cs336sys.workload import DEVICES, IMPLEMENTATIONS, AttentionWorkload
 GRIDS = {
     "course": {
         "batch_size": ["1"],
-        "heads": ["1"],
+        "num_heads": ["1"],
         "context": ["128,256,512,1024,2048,4096,8192,16384,32768,65536"],
         "head_dim": ["16,32,64,128"],
         "dtype": ["bf16,fp32"],
     },
-    "board": {"batch_size": ["1"], "heads": ["16"], "context": ["16384"], "head_dim": ["64"], "dtype": ["bf16"]},
+    "board": {"batch_size": ["1"], "num_heads": ["16"], "context": ["16384"], "head_dim": ["64"], "dtype": ["bf16"]},
 }
 
 
 def flash(
-    implementations: Annotated[
+    implementation: Annotated[
         list[str],
         typer.Option(
             help=f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all", autocompletion=among(IMPLEMENTATIONS)
         ),
     ] = [",".join(IMPLEMENTATIONS)],
     batch_size: Annotated[list[str], typer.Option(help="Batch sizes.")] = ["1"],
-    heads: Annotated[list[str], typer.Option(help="Numbers of heads.")] = ["16"],
+    num_heads: Annotated[list[str], typer.Option(help="Numbers of heads.")] = ["16"],
     head_dim: Annotated[list[str], typer.Option(help="Head dimensions, 1 to 256.")] = ["64"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["1024,4096"],
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
@@ -65,23 +65,29 @@ def flash(
 
     cs336sys flash --grid board --baseline sdpa-flash
 
-    cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementations triton,sdpa-cudnn,flex --plot flash.png
+    cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementation triton,sdpa-cudnn,flex --plot flash.png
 
-    cs336sys flash --context 512 --implementations triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
+    cs336sys flash --context 512 --implementation triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
     """
     from cs336sys.report.attention import flash_tables, pool_flash_rounds
     from cs336sys.report.attention_plots import plot_flash
     from cs336sys.report.outputs import check_plot
 
-    shapes = {"batch_size": batch_size, "heads": heads, "context": context, "head_dim": head_dim, "dtype": dtype}
+    shapes = {
+        "batch_size": batch_size,
+        "num_heads": num_heads,
+        "context": context,
+        "head_dim": head_dim,
+        "dtype": dtype,
+    }
     if grid is not None:
         shapes = GRIDS[check_choice(grid, "--grid", tuple(GRIDS))]
         causal = True
-    chosen = split_list(implementations, "--implementations", one_of(IMPLEMENTATIONS))
+    chosen = split_list(implementation, "--implementation", one_of(IMPLEMENTATIONS))
     over = check_baseline(baseline, chosen, "eager")
     batch_sizes, head_counts, contexts, head_dims = (
         split_list(shapes[name], f"--{name.replace('_', '-')}", at_least(1))
-        for name in ("batch_size", "heads", "context", "head_dim")
+        for name in ("batch_size", "num_heads", "context", "head_dim")
     )
     dtypes = split_list(shapes["dtype"], "--dtype", one_of(PRECISIONS))
     if max(head_dims) > 256:
@@ -92,11 +98,10 @@ def flash(
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
     configurations = [
-        AttentionWorkload(implementation, *shape, causal, device, seed, warmup_ms, repetition_ms).configuration()
-        | number
+        AttentionWorkload(name, *shape, causal, device, seed, warmup_ms, repetition_ms).configuration() | number
         for shape in product(batch_sizes, head_counts, contexts, head_dims, dtypes)
         for number in numbers
-        for implementation in chosen
+        for name in chosen
     ]
     sweep = run_sweep(
         "flash",

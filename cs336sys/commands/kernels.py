@@ -23,7 +23,7 @@ def kernels(
     op: Annotated[
         list[str], typer.Option(help=f"Any of {', '.join(KERNELS)}.", show_default="all", autocompletion=among(KERNELS))
     ] = [",".join(KERNELS)],
-    implementations: Annotated[
+    implementation: Annotated[
         list[str],
         typer.Option(
             help=f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.",
@@ -63,7 +63,7 @@ def kernels(
     from cs336sys.report.outputs import check_plot
 
     ops = split_list(op, "--op", one_of(KERNELS))
-    chosen = split_list(implementations, "--implementations", one_of(KERNEL_IMPLEMENTATIONS))
+    chosen = split_list(implementation, "--implementation", one_of(KERNEL_IMPLEMENTATIONS))
     dtypes = split_list(dtype, "--dtype", one_of(PRECISIONS))
     over = check_baseline(baseline, chosen, "eager")
     check_choice(device, "--device", DEVICES)
@@ -76,7 +76,7 @@ def kernels(
     configurations = [
         KernelWorkload(
             name,
-            implementation,
+            competitor,
             count,
             length,
             precision,
@@ -89,11 +89,11 @@ def kernels(
         ).configuration()
         for name, count, length, precision in product(ops, token_counts, widths, dtypes)
         for vocabulary in (vocab_sizes if name == CLASSIFIER else [None])
-        for implementation in chosen
-        if implementation in KERNELS[name]
+        for competitor in chosen
+        if competitor in KERNELS[name]
     ]
     if not configurations:
-        raise UsageError(f"--implementations {','.join(chosen)}: --op {','.join(ops)} has none of them")
+        raise UsageError(f"--implementation {','.join(chosen)}: --op {','.join(ops)} has none of them")
     sweep = run_sweep(
         "kernels",
         "cs336sys.experiments.kernels.measurement:measure_kernel",

@@ -9,14 +9,18 @@ from typing import ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from cs336sys.commands.former_names import former_names, with_todays_name
 from cs336sys.commands.options import with_read_options
+from cs336sys.commands.settings_file import check_tables, defaults_of, overruled_settings
 from cs336sys.errors import UsageError, choose_from
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-def _with_own_variables(parameters, ctx):
+def _with_own_variables(parameters, ctx, command=""):
     """Give every option a variable of its name: that of ``bench --num-layers`` ends in _NUM_LAYERS.
+
+    Those of its former names are read, too.
 
     Typer's own are called after the function's parameters, and turn --version, --help and completion on, too.
     """
@@ -28,13 +32,26 @@ def _with_own_variables(parameters, ctx):
         parameter.show_envvar = False
         if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
             name = next(name for name in parameter.opts if name.startswith("--"))
-            parameter.envvar = f"{ctx.auto_envvar_prefix}_{name[2:].replace('-', '_').upper()}"
+            names = (name, *former_names(command, name))
+            variables = [f"{ctx.auto_envvar_prefix}_{one[2:].replace('-', '_').upper()}" for one in names]
+            parameter.envvar = variables if len(variables) > 1 else variables[0]
     return parameters
 
 
 class _Command(TyperCommand):
     def get_params(self, ctx):
-        return _with_own_variables(super().get_params(ctx), ctx)
+        return _with_own_variables(super().get_params(ctx), ctx, self.name)
+
+    def parse_args(self, ctx, args):
+        args = [with_todays_name(self.name, argument) for argument in args]
+        if ctx.default_map:
+            ctx.default_map = defaults_of(ctx, self.get_params(ctx))
+        rest = super().parse_args(ctx, list(args))
+        if overruled := overruled_settings(ctx):
+            ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
+            ctx.params.clear()
+            rest = super().parse_args(ctx, list(args))
+        return rest
 
 
 class LazyGroup(TyperGroup):
@@ -48,6 +65,11 @@ class LazyGroup(TyperGroup):
 
     def get_params(self, ctx):
         return _with_own_variables(super().get_params(ctx), ctx)
+
+    def parse_args(self, ctx, args):
+        if ctx.default_map:
+            check_tables(ctx, self.modules)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx):
         return list(self.modules)

@@ -44,7 +44,9 @@ def memprof(
     checkpoint: CheckpointOption = ["none"],
     top: TopOption = 5,
     snapshot: SnapshotOption = None,
-    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="Also predict each cell on fake tensors.")] = True,
+    predict: Annotated[
+        bool, typer.Option("--predict/--no-predict", help="Also predict each cell on fake tensors.")
+    ] = True,
     steps: options.StepsOptions = options.StepsOptions(warmup=["1"], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
@@ -68,7 +70,7 @@ def memprof(
     training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [
-        MemoryWorkload(replace(workload, mode=phases), strategy, trace, directory)
+        MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory)
         for workload in training
         for phases in modes
         # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
@@ -76,7 +78,7 @@ def memprof(
     ]
     workloads = list(dict.fromkeys(workloads))
     output.check()
-    if dry_run and not trace:
+    if dry_run and not predict:
         cells = [Cell("memprof", workload.configuration(), "ok") for workload in workloads]
         output.emit(plan_tables(cells, shown))
         return

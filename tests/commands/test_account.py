@@ -160,7 +160,7 @@ def test_options_of_xxl_change_what_they_name():
 
 
 def test_parallel_compares_its_strategies():
-    arguments = ("--batch", "64", "--d-model", "4", "--d-ff", "8", "--flops", "100", "--bandwidth", "10")
+    arguments = ("--tokens", "64", "--d-model", "4", "--d-ff", "8", "--flops", "100", "--bandwidth", "10")
     found = tables("parallel", *arguments, "--devices", "4")
     assert [table["name"] for table in found] == ["dp", "fsdp", "tp", "tp_backward", "fsdp-tp", "strategies"]
     summary = {row["strategy"]: row for row in found[-1]["rows"]}
@@ -222,7 +222,7 @@ def test_activations_of_every_size_and_setting():
 
 
 def test_attention_grid_growth_and_the_shape_that_does_not_fit():
-    grid, eager, flash = tables("attention", "--d-model", "64", "--capacity-gib", "24")
+    grid, eager, flash = tables("attention", "--head-dim", "64", "--capacity-gib", "24")
     last = [row for row in grid["rows"] if row["context"] == 16384]
     assert [(row["implementation"], row["fits"]) for row in last] == [("eager", False), ("flash", True)]
     assert last[0]["held_ratio"] == pytest.approx(4, rel=0.03)
@@ -232,7 +232,7 @@ def test_attention_grid_growth_and_the_shape_that_does_not_fit():
     assert eager["rows"][-1]["quantity"] == "peak"
     # 32.2 GiB fit into 33 GiB, not into 33e9 bytes.
     (last,) = tables(
-        "attention", "--d-model", "64", "--context", "16384", "--implementations", "eager", "--capacity-gib", "33"
+        "attention", "--head-dim", "64", "--context", "16384", "--implementation", "eager", "--capacity-gib", "33"
     )[0]["rows"]
     assert last["fits"]
 
@@ -348,7 +348,7 @@ def test_options_can_be_set_by_variables():
         (["flops", "--num-heads", "7"], "7 heads do not divide d_model 2560"),
         (["attention", "--batch-size", "0"], "--batch-size '0': must be at least 1"),
         (["attention", "--capacity-gib", "-1"], "--capacity-gib '-1': must be between"),
-        (["attention", "--implementations", "magic"], "--implementations 'magic': choose from eager, flash"),
+        (["attention", "--implementation", "magic"], "--implementation 'magic': choose from eager, flash"),
         (
             ["checkpointing", "--checkpoint", "every=0"],
             "--checkpoint 'every=0': a group has a whole number of blocks",
@@ -363,7 +363,7 @@ def test_options_can_be_set_by_variables():
         (["buckets", "--bucket-mb", "0"], "--bucket-mb '0': must be between"),
         (["buckets", "--gradients", "many"], "--gradients 'many': write a size as"),
         (["parallel", "--strategy", "pp"], "--strategy 'pp': choose from dp, fsdp, tp, fsdp-tp"),
-        (["parallel", "--batch", "-8"], "batch -8: must be positive"),
+        (["parallel", "--tokens", "-8"], "batch -8: must be positive"),
         (["parallel", "--flops", "nan"], "--flops 'nan': must be a finite number"),
         (["parallel", "--devices", "0"], "--devices 0: must be at least 1"),
         (["parallel", "--mesh", "4x"], "--mesh '4x': must be N_FSDPxN_TP, such as 4x2"),

@@ -17,7 +17,7 @@ from cs336sys.workload import CollectiveWorkload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--iterations", "4"]
+SMALL = ["allreduce", "--device", "cpu", "--world-size", "2", "--steps", "4"]
 
 
 def invoke(*arguments):
@@ -116,7 +116,7 @@ def test_two_machines_run_the_command_together(tmp_path):
         "--collective",
         "all_reduce,broadcast",
     ]
-    options += ["--iterations", "3", "--format", "json", "--save", str(path)]
+    options += ["--steps", "3", "--format", "json", "--save", str(path)]
     first, second = run_two_agents("-m", "cs336sys", "allreduce", *options)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert second.stdout == ""
@@ -188,7 +188,7 @@ def test_course_sizes_are_a_range_too():
         (["--collective", "gather"], 2, "--collective 'gather': choose from all_reduce, all_gather, reduce_scatter,"),
         (["--dtype", "fp8"], 2, "--dtype 'fp8': choose from fp32, bf16, fp16, fp64, int32"),
         (["--world-size", "0"], 2, "--world-size '0': must be at least 1"),
-        (["--iterations", "0"], 2, "--iterations '0': must be at least 1"),
+        (["--steps", "0"], 2, "--steps '0': must be at least 1"),
         (["--warmup", "-1"], 2, "--warmup '-1': must be at least 0"),
         (["--timeout", "0"], 2, "--timeout '0': must be between 1 and 1e+06"),
         (["--plot", "x.txt"], 2, "--plot x.txt: the file must end in .png, .svg, .pdf"),

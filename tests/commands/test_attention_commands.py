@@ -16,8 +16,8 @@ from cs336sys.results import Cell, Samples, read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-FLASH = ["flash", "--device", "cpu", "--context", "32", "--heads", "2", "--head-dim", "16", "--dtype", "fp32"]
-ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--d-model", "8", "--context", "16", "--steps", "2"]
+FLASH = ["flash", "--device", "cpu", "--context", "32", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32"]
+ATTN = ["attn", "--device", "cpu", "--batch-size", "2", "--head-dim", "8", "--context", "16", "--steps", "2"]
 
 
 def invoke(*arguments):
@@ -31,7 +31,7 @@ def tables(result):
 
 def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
     picture, saved = tmp_path / "flash.png", tmp_path / "flash.jsonl"
-    arguments = ("--implementations", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--save", str(saved))
+    arguments = ("--implementation", "tiled,eager,sdpa-flash,sdpa-cudnn", "--plot", str(picture), "--save", str(saved))
     result = invoke(*FLASH, *arguments, "--format", "json")
     assert invoke("show", str(saved), "--format", "json").stdout == result.stdout
     table = tables(result)["flash"]
@@ -46,7 +46,7 @@ def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
 
 def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch):
     path = tmp_path / "flash.jsonl"
-    arguments = ("--implementations", "tiled,eager", "--context", "64", "--repetition-ms", "1", "--rounds", "2")
+    arguments = ("--implementation", "tiled,eager", "--context", "64", "--repetition-ms", "1", "--rounds", "2")
     arguments = (*FLASH, *arguments, "--save", str(path), "--format", "json")
     measured = []
 
@@ -81,7 +81,7 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
 
 def test_one_round_is_neither_saved_nor_shown(tmp_path):
     path = tmp_path / "flash.jsonl"
-    arguments = ("--implementations", "eager", "--repetition-ms", "1", "--save", str(path), "--format", "json")
+    arguments = ("--implementation", "eager", "--repetition-ms", "1", "--save", str(path), "--format", "json")
     title = tables(invoke(*FLASH, *arguments))["flash"]["title"]
     assert title.startswith("flash: batch 1, heads 2, context 32, head dim 16, dtype fp32, causal True, ")
     assert "rounds" not in title
@@ -105,7 +105,7 @@ def test_attn_measures_eager_and_compiled(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([*FLASH, "--implementations", "flash3"], "--implementations 'flash3': choose from auto, triton, hopper,"),
+        ([*FLASH, "--implementation", "flash3"], "--implementation 'flash3': choose from auto, triton, hopper,"),
         ([*FLASH, "--baseline", "none"], "--baseline 'none': is not measured: choose from"),
         ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
         ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
@@ -116,7 +116,7 @@ def test_attn_measures_eager_and_compiled(tmp_path):
         ([*FLASH, "--device", "tpu"], "--device 'tpu': choose from auto, cuda, cpu"),
         ([*FLASH, "--plot", "flash.txt"], "--plot flash.txt: the file must end in .png, .svg, .pdf"),
         ([*FLASH, "--plot", "/proc/no/f.png"], "cannot write --plot /proc/no/f.png"),
-        ([*ATTN, "--implementations", "flex"], "--implementations 'flex': choose from eager, compiled"),
+        ([*ATTN, "--implementation", "flex"], "--implementation 'flex': choose from eager, compiled"),
         ([*ATTN, "--steps", "0"], "--steps '0': must be at least 1"),
         ([*ATTN, "--batch-size", "0"], "--batch-size '0': must be at least 1"),
     ],

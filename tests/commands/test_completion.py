@@ -48,7 +48,7 @@ def test_the_values_of_an_option_are_offered_and_files_are_left_to_the_shell(lin
 FREE = {
     *("--range", "--table", "--columns", "--sort", "--metric", "--percentiles", "--baseline", "--mesh", "--command"),
     *("--bucket-mb", "--message", "--gradients", "--context", "--batch-size", "--warmup", "--tokens"),
-    *("--width", "--vocab-size", "--world-size", "--prefetch", "--head-dim", "--heads", "--d-model", "--devices"),
+    *("--width", "--vocab-size", "--world-size", "--prefetch", "--head-dim", "--num-heads", "--d-model", "--devices"),
 }
 
 

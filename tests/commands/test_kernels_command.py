@@ -20,7 +20,7 @@ def invoke(*arguments):
 def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
     picture = tmp_path / "kernels.png"
     result = invoke(
-        *(*KERNELS, "--op", "swiglu,rope", "--head-dim", "8", "--implementations", "ours,eager,liger"),
+        *(*KERNELS, "--op", "swiglu,rope", "--head-dim", "8", "--implementation", "ours,eager,liger"),
         *("--plot", str(picture), "--format", "json"),
     )
     assert result.exit_code == 0, result.output
@@ -45,8 +45,8 @@ def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
             ["--op", "softmax"],
             "--op 'softmax': choose from rms-norm, add-rms-norm, rope, swiglu, linear-cross-entropy, adamw",
         ),
-        (["--implementations", "theirs"], "--implementations 'theirs': choose from ours, eager, compiled, quack,"),
-        (["--op", "rope", "--implementations", "liger"], "--implementations liger: --op rope has none of them"),
+        (["--implementation", "theirs"], "--implementation 'theirs': choose from ours, eager, compiled, quack,"),
+        (["--op", "rope", "--implementation", "liger"], "--implementation liger: --op rope has none of them"),
         (["--op", "rope", "--head-dim", "6"], "--head-dim 6: must be even and divide the width, 16"),
         (["--tokens", "0"], "--tokens '0': must be at least 1"),
         (["--vocab-size", "1"], "--vocab-size '1': must be at least 2"),

@@ -61,7 +61,7 @@ def test_peaks_of_every_cell(sweep):
 
 
 def test_a_cell_out_of_memory_is_a_result(tmp_path):
-    arguments = ["--batch-size", "200000000000", "--no-trace", "--snapshot", str(tmp_path / "s"), "--format", "json"]
+    arguments = ["--batch-size", "200000000000", "--no-predict", "--snapshot", str(tmp_path / "s"), "--format", "json"]
     found = tables(invoke(*arguments))
     assert not any(note.startswith("On a CPU") for note in found["memprof"]["notes"])
     small, huge = found["memprof"]["rows"]
@@ -205,7 +205,7 @@ def test_dry_run_predicts_what_no_machine_here_could_hold():
 
 def test_dry_run_without_trace_is_arithmetic(monkeypatch):
     monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
-    arguments = ["--size", "10b", "--mode", "forward,train", "--bf16", "--dry-run", "--no-trace", "--format", "json"]
+    arguments = ["--size", "10b", "--mode", "forward,train", "--bf16", "--dry-run", "--no-predict", "--format", "json"]
     found = tables(invoke(*arguments, tiny=False))
     assert list(found) == ["plan"]
     assert [row["mode"] for row in found["plan"]["rows"]] == ["forward", "train"]
@@ -219,7 +219,7 @@ def test_forward_pass_has_nothing_to_checkpoint():
         "--checkpoint",
         "none,block,nested",
         "--dry-run",
-        "--no-trace",
+        "--no-predict",
         "--format",
         "json",
     ]
@@ -256,6 +256,6 @@ def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
 
 def test_half_precision_on_a_cpu_is_explained():
     """What is predicted is a GPU's memory."""
-    arguments = ["--mode", "forward", "--bf16", "--no-trace", "--format", "json"]
+    arguments = ["--mode", "forward", "--bf16", "--no-predict", "--format", "json"]
     (note,) = (note for note in tables(invoke(*arguments))["memprof"]["notes"] if note.startswith("On a CPU"))
     assert "fp32 copy of the logits" in note

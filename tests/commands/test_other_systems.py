@@ -59,11 +59,11 @@ def test_models_train_without_triton(run_without):
 
 
 def test_what_needs_triton_is_unsupported_without_it(run_without):
-    ended = run_without("triton", "kernels", "--op", "rms-norm", "--implementations", "ours")
+    ended = run_without("triton", "kernels", "--op", "rms-norm", "--implementation", "ours")
     assert (ended.returncode, [row["status"] for row in rows(ended)]) == (3, ["unsupported"])
     assert ended.stderr.endswith("error: needs the package triton, which is not installed\n")
 
 
 def test_ranks_communicate_without_the_calls_of_linux(run_without):
-    ended = run_without("linux", "allreduce", "--message", "8B", "--world-size", "2", "--iterations", "1")
+    ended = run_without("linux", "allreduce", "--message", "8B", "--world-size", "2", "--steps", "1")
     assert (ended.returncode, [row["status"] for row in rows(ended)]) == (0, ["ok"])

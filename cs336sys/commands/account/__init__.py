@@ -32,5 +32,5 @@ def _account() -> None:
 
     cs336sys account memory --size xl --world-size 2 --strategy none,optimizer,fsdp
 
-    cs336sys account parallel --strategy fsdp-tp --batch 131072 --plot parallel.png
+    cs336sys account parallel --strategy fsdp-tp --tokens 131072 --plot parallel.png
     """

@@ -29,7 +29,7 @@ def parallel(
     strategy: Annotated[
         list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.", autocompletion=among(PARALLELISMS))
     ] = [",".join(PARALLELISMS)],
-    batch: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
+    tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
     d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
     flops: FlopsOption = _H200_FLOPS,
@@ -48,7 +48,7 @@ def parallel(
 ) -> None:
     """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
 
-    cs336sys account parallel --strategy dp,fsdp --batch 65536 --flops 4.6e14 --bandwidth 1.8e11
+    cs336sys account parallel --strategy dp,fsdp --tokens 65536 --flops 4.6e14 --bandwidth 1.8e11
 
     cs336sys account parallel --strategy fsdp-tp --mesh 4x2
     """
@@ -58,7 +58,7 @@ def parallel(
 
     chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
     element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
-    layer = Layer(batch, d_model, d_ff, flops, bandwidth, element_bytes)
+    layer = Layer(tokens, d_model, d_ff, flops, bandwidth, element_bytes)
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     if count < 1:

@@ -54,11 +54,11 @@ def flops(
 
 def attention(
     batch_size: Annotated[int, typer.Option(help="Batch size times heads.", min=1)] = 8,
-    d_model: Annotated[list[str], typer.Option("--d-model", help="Head dimensions.")] = ["16,32,64,128"],
+    head_dim: Annotated[list[str], typer.Option("--head-dim", help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
     dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    implementations: Annotated[
+    implementation: Annotated[
         list[str], typer.Option(help="eager, flash.", autocompletion=among(("eager", "flash")))
     ] = ["eager,flash"],
     capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
@@ -71,8 +71,8 @@ def attention(
     from cs336sys.report.account.model import ATTENTION_IMPLEMENTATIONS, attention_tables
 
     contexts = split_list(context, "--context", at_least(1))
-    head_dims = split_list(d_model, "--d-model", at_least(1))
-    chosen = split_list(implementations, "--implementations", one_of(ATTENTION_IMPLEMENTATIONS))
+    head_dims = split_list(head_dim, "--head-dim", at_least(1))
+    chosen = split_list(implementation, "--implementation", one_of(ATTENTION_IMPLEMENTATIONS))
     check_choice(dtype, "--dtype", PRECISIONS)
     output.check()
     tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)

@@ -1,0 +1,132 @@
+"""Settings files: ``[tool.cs336sys.bench]`` in the nearest pyproject.toml, or ``[bench]`` in that of ``--config``.
+
+They are defaults: an option of the command line or its variable goes before. The tables of a file become click's
+``default_map``, level by level; the keys of a command are read when that command runs.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cs336sys.commands.former_names import with_todays_name
+from cs336sys.errors import UsageError, choose_from
+
+# Options that stand in for each other: one that is given leaves what the file says of the others without effect.
+_ALTERNATIVES = (("precision", "bf16", "fp16"),)
+
+# Where contexts hold how errors name the tables of commands.
+_PLACE = "cs336sys.settings"
+
+
+def with_config_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with ``--config FILE`` before the command, wherever it stood."""
+    for number, argument in enumerate(arguments):
+        if argument == "--config" or argument.startswith("--config="):
+            end = number + (2 if argument == "--config" else 1)
+            return [*arguments[number:end], *arguments[:number], *arguments[end:]]
+    return list(arguments)
+
+
+def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> None:
+    """Let the commands below this context take their defaults from ``config``, or else the nearest pyproject.toml.
+
+    Raises:
+        UsageError: the file cannot be read, is no TOML, or has tables of no command.
+    """
+    if config is not None:
+        place, tables = f"{config}: ", _read(config)
+    else:
+        here = Path.cwd()
+        found = (path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file())
+        nearest = next(found, None)
+        tables = {} if nearest is None else _read(nearest).get("tool", {}).get("cs336sys", {})
+        place = f"{nearest}: tool.cs336sys."
+    ctx.meta[_PLACE] = place
+    ctx.default_map = tables
+    check_tables(ctx, commands)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: it is no TOML: {error}") from error
+
+
+def _place(ctx: Any) -> str:
+    """What stands before a key of this context's table in errors."""
+    commands: list[str] = []
+    while ctx.parent is not None:
+        commands, ctx = [ctx.info_name, *commands], ctx.parent
+    return ctx.meta[_PLACE] + "".join(f"{name}." for name in commands)
+
+
+def check_tables(ctx: Any, commands: Collection[str]) -> None:
+    """Raise if the context's settings are not tables of these commands.
+
+    Raises:
+        UsageError: a key is no command, or its value no table.
+    """
+    place, tables = _place(ctx), ctx.default_map
+    if not isinstance(tables, Mapping):
+        raise UsageError(f"{place.removesuffix('.')}: must be a table")
+    for name, value in tables.items():
+        if name not in commands:
+            raise UsageError(f"{place}{name}: {choose_from(name, commands)}")
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{place}{name}: must be a table of the options of {name}")
+
+
+def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
+    """The settings of the context's command by the names of its parameters, as texts, read as from the command line.
+
+    Raises:
+        UsageError: a key is no option of the command, or its value cannot be one.
+    """
+    options = {
+        name.removeprefix("--"): parameter
+        for parameter in parameters
+        if parameter.param_type_name == "option" and parameter.expose_value and not parameter.is_eager
+        for name in parameter.opts
+        if name.startswith("--")
+    }
+    place = _place(ctx)
+    defaults: dict[str, Any] = {}
+    for key, value in ctx.default_map.items():
+        name = with_todays_name(ctx.command.name, f"--{key.replace('_', '-')}").removeprefix("--")
+        if name not in options:
+            nearest = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
+            raise UsageError(f"{place}{key}: {ctx.info_name} has no such option; {hint}")
+        option = options[name]
+        if getattr(option, "is_flag", False):
+            if not isinstance(value, bool):
+                raise UsageError(f"{place}{key} = {value!r}: must be true or false")
+            defaults[option.name] = value
+        elif option.multiple:
+            values = value if isinstance(value, list) else [value]
+            defaults[option.name] = [_text(f"{place}{key}", one) for one in values]
+        else:
+            defaults[option.name] = _text(f"{place}{key}", value)
+    return defaults
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UsageError(f"{key} = {value!r}: must be a text or a number, or a list of them where the option takes one")
+    return str(value)
+
+
+def overruled_settings(ctx: Any) -> set[str]:
+    """Parameters of the file that another on the command line, or its variable, stands in for."""
+    overruled: set[str] = set()
+    for names in _ALTERNATIVES:
+        sources = {name: source.name for name in names if (source := ctx.get_parameter_source(name)) is not None}
+        if {"COMMANDLINE", "ENVIRONMENT"} & set(sources.values()):
+            overruled |= {name for name, source in sources.items() if source == "DEFAULT_MAP"}
+    return overruled

@@ -1,0 +1,150 @@
+"""Defaults from settings files, and options under their former names."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.commands.former_names import FORMER_NAMES
+
+SETTINGS = """
+[bench]
+size = "tiny"
+context = [64, 128]
+batch-size = 2
+vocab_size = 99
+bf16 = true
+
+[account.memory]
+size = "tiny"
+world-size = 4
+strategy = "fsdp"
+"""
+
+
+def run(*arguments, **environment):
+    return CliRunner().invoke(app, arguments, env=environment, auto_envvar_prefix="CS336SYS")
+
+
+def planned(*arguments, **environment):
+    result = run("bench", "--dry-run", "--format", "json", *arguments, **environment)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["tables"][0]["rows"]
+    return [(row["size"], row["context"], row["batch_size"], row["vocab_size"], row["precision"]) for row in rows]
+
+
+FROM_FILE = [("tiny", 64, 2, 99, "bf16"), ("tiny", 128, 2, 99, "bf16")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def as_tool(text):
+    """The same tables, in a pyproject.toml."""
+    return text.replace("\n[", "\n[tool.cs336sys.")
+
+
+def test_a_settings_file_gives_defaults_and_stands_anywhere_on_the_line(folder):
+    (folder / "s.toml").write_text(SETTINGS)
+    assert planned("--config", "s.toml") == planned("--config=s.toml") == FROM_FILE
+    assert planned(CS336SYS_CONFIG="s.toml") == FROM_FILE
+    first = run("--config", "s.toml", "account", "memory")
+    assert first.stdout == run("account", "memory", "--size", "tiny", "--world-size", "4", "--strategy", "fsdp").stdout
+    assert first.stdout != run("account", "memory").stdout
+
+
+def test_the_nearest_pyproject_is_read_where_no_file_is_named(folder, monkeypatch):
+    (folder / "pyproject.toml").write_text(as_tool(SETTINGS))
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    assert planned() == FROM_FILE
+    (folder / "below" / "s.toml").write_text("[bench]\ncontext = 32")
+    assert planned("--config", "s.toml") == [("tiny", 32, 4, 10000, "fp32")], "in the place of it, not beside it"
+    (folder / "below" / "pyproject.toml").write_text("[project]\nname = 'another'")
+    assert planned() == [("tiny", 512, 4, 10000, "fp32")]
+
+
+def test_the_line_goes_before_variables_and_these_before_the_file(folder):
+    (folder / "pyproject.toml").write_text(as_tool(SETTINGS))
+    variables = {"CS336SYS_BENCH_CONTEXT": "256", "CS336SYS_BENCH_BATCH_SIZE": "3"}
+    assert planned("--batch-size", "5", **variables) == [("tiny", 256, 5, 99, "bf16")]
+
+
+def test_a_precision_that_is_asked_for_goes_before_another_way_to_say_it_in_the_file(folder):
+    (folder / "pyproject.toml").write_text(as_tool(SETTINGS))
+    assert {row[-1] for row in planned("--precision", "fp32,fp16")} == {"fp32", "fp16"}
+    assert {row[-1] for row in planned("--fp16")} == {"fp16"}
+    assert {row[-1] for row in planned(CS336SYS_BENCH_PRECISION="fp32")} == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[bench]\nsizee = 'tiny'", "s.toml: bench.sizee: bench has no such option; did you mean size?"),
+        (
+            "[bench]\nzzz = 1",
+            "s.toml: bench.zzz: bench has no such option; cs336sys bench --help shows those that it has",
+        ),
+        ("[bench]\nhelp = true", "s.toml: bench.help: bench has no such option; "),
+        ("[bnech]", "s.toml: bnech: choose from bench, "),
+        ("size = 'tiny'", "s.toml: size: choose from bench, "),
+        ("bench = 3", "s.toml: bench: must be a table of the options of bench"),
+        ("[bench]\ntf32 = 'yes'", "s.toml: bench.tf32 = 'yes': must be true or false"),
+        ("[bench]\nsteps = [1, 2]", "s.toml: bench.steps = [1, 2]: must be a text or a number, or a list of them"),
+        ("[bench]\nsteps = 'x'", "--steps 'x': not a number"),
+        ("[bench]\nsize = 'huge'", "--size 'huge': choose from tiny, "),
+        ("[bench", "cannot read s.toml: it is no TOML: "),
+    ],
+)
+def test_what_a_file_cannot_say_is_one_sentence_with_the_nearest_name(text, sentence, folder):
+    (folder / "s.toml").write_text(text)
+    result = CliRunner().invoke(app, ["bench", "--dry-run", "--config", "s.toml"], prog_name="cs336sys")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_mistakes_of_the_nearest_pyproject_and_of_groups_name_their_place(folder):
+    path = folder / "pyproject.toml"
+    path.write_text("[tool.cs336sys.account.memory]\nsizes = 'tiny'")
+    assert run("account", "memory").stderr == (
+        f"error: {path}: tool.cs336sys.account.memory.sizes: memory has no such option; did you mean size?\n"
+    )
+    path.write_text("[tool.cs336sys.account]\nmemry = {}")
+    assert run("account", "xxl").stderr.startswith(f"error: {path}: tool.cs336sys.account.memry: choose from memory, ")
+    assert run("bench", "--config", "no.toml").stderr == "error: cannot read no.toml: No such file or directory\n"
+
+
+def test_help_shows_the_defaults_of_the_file(folder):
+    (folder / "pyproject.toml").write_text("[tool.cs336sys.bench]\nsteps = 77")
+    assert "[default: 77]" in run("bench", "--help").stdout
+
+
+def test_options_are_understood_under_their_former_names_which_are_not_shown(every_command, folder):
+    renamed = 0
+    for _, command in every_command:
+        options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        for former, name in FORMER_NAMES.get(command.name, {}).items():
+            assert name in options
+            assert former not in options, "help shows it"
+            is_flag = any(name in option.opts + option.secondary_opts and option.is_flag for option in command.params)
+
+            def parsed(*arguments, command=command):
+                return command.make_context(command.name, list(arguments), resilient_parsing=True).params
+
+            given = [] if is_flag else ["7"]
+            assert parsed(former, *given) == parsed(name, *given)
+            assert is_flag or parsed(f"{former}=7") == parsed(name, "7") != parsed()
+            renamed += 1
+    assert renamed == sum(map(len, FORMER_NAMES.values()))
+    (folder / "s.toml").write_text("[account.parallel]\nbatch = 64")
+    for answer in (
+        run("account", "parallel", "--config", "s.toml"),
+        run("account", "parallel", CS336SYS_ACCOUNT_PARALLEL_BATCH="64"),
+    ):
+        assert answer.stdout == run("account", "parallel", "--tokens", "64").stdout != run("account", "parallel").stdout
