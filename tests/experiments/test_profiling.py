@@ -141,7 +141,7 @@ def test_the_window_holds_the_measured_steps_and_not_the_warm_up():
 def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
     """Where CUPTI fails, torch.profiler's trace holds the CPU's operations alone."""
     real_step = profiling.TrainStep
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(profiling, "TrainStep", lambda workload, device: real_step(workload, torch.device("cpu")))
     with pytest.raises(CapabilityError, match=r"torch\.profiler saw no work on the GPU"):
         profiling._under_torch_profiler(ProfileWorkload(TINY), torch.device("cuda"), tmp_path, silent)
