@@ -22,13 +22,15 @@ PHASES_OF_MODE = {
 }
 MODES = tuple(PHASES_OF_MODE)
 COMPILE_MODES = ("off", "block", "model")
-OPTIMIZERS = ("course", "fused")
+OPTIMIZERS = ("course", "fused", "adamw")
+STATE_DTYPES = ("fp32", "bf16", "split")
+MODEL_KERNELS = ("reference", "fused")
 CUDA_GRAPH = ("off", "on")
 DEVICES = ("auto", "cuda", "cpu")
 SYNCHRONIZE = ("step", "none")
 
 # What ``bench`` compares: one model trained in different ways.
-COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph")
+COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph", "kernels", "state_dtype")
 
 # A size's fields in a configuration, which calls its name "size"; its own default precision decides nothing.
 _SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("name", "precision"))
@@ -78,6 +80,8 @@ _CHOICES = {
     "attention": ATTENTION,
     "optimizer": OPTIMIZERS,
     "cuda_graph": CUDA_GRAPH,
+    "kernels": MODEL_KERNELS,
+    "state_dtype": STATE_DTYPES,
     "device": DEVICES,
     "synchronize": SYNCHRONIZE,
 }
@@ -93,8 +97,12 @@ class Workload(Configured):
         compile: ``off``; ``block`` compiles one Transformer block, which all blocks reuse, and the loss; ``model``
             compiles the whole model and the loss.
         attention: which implementation takes the place of the model's ``scaled_dot_product_attention``.
-        optimizer: ``course`` is ``cs336_basics.optimizer.AdamW``, ``fused`` torch's fused AdamW.
+        optimizer: ``course`` is ``cs336_basics.optimizer.AdamW``, ``fused`` torch's fused AdamW, ``adamw`` that of
+            ``cs336sys.kernels.adamw``.
         cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
+        kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in.
+        state_dtype: of ``adamw``: moments in ``fp32`` or ``bf16``; ``split`` keeps the blocks' weights as bf16 and what
+            fp32 has beyond it.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
     """
@@ -106,6 +114,8 @@ class Workload(Configured):
     attention: str = "reference"
     optimizer: str = "course"
     cuda_graph: str = "off"
+    kernels: str = "reference"
+    state_dtype: str = "fp32"
     device: str = "auto"
     tf32: bool = False
     synchronize: str = "step"
@@ -115,6 +125,12 @@ class Workload(Configured):
 
     def __post_init__(self) -> None:
         _check_choices(self, _CHOICES)
+        if self.state_dtype != "fp32" and self.optimizer != "adamw":
+            raise UsageError(f"--state-dtype {self.state_dtype}: optimizer '{self.optimizer}' has none; choose adamw")
+        if self.state_dtype == "split" and self.precision != "bf16":
+            raise UsageError(
+                f"--state-dtype split keeps weights in bf16: precision '{self.precision}' has none; choose bf16"
+            )
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup}: must be at least 0")
         if self.steps < 1:
@@ -146,7 +162,9 @@ class Workload(Configured):
         size = self.size
         parts = [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
-        parts += [self.optimizer, *(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
+        parts += [*(["fused-kernels"] if self.kernels == "fused" else []), self.optimizer]
+        parts += [self.state_dtype] if self.state_dtype != "fp32" else []
+        parts += [*(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
         return "-".join(parts).replace("/", "x")
 
 

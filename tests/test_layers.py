@@ -26,7 +26,7 @@ RESERVED = {
     "rich.table": ("report.terminal",),
     "tabulate": ("report.tables",),
     "matplotlib": ("report",),
-    "cs336_basics": ("experiments.training", "measure.phases"),
+    "cs336_basics": ("experiments.optimizers", "experiments.training", "measure.phases"),
 }
 
 # Rooms whose modules and folders do not import each other, but for what they share.
@@ -48,7 +48,7 @@ SHARED_AMONG_SIBLINGS = {
             "training_options",
         )
     },
-    "experiments": {f"experiments.{name}" for name in ("bench", "training", "weight_check")},
+    "experiments": {f"experiments.{name}" for name in ("bench", "optimizers", "training", "weight_check")},
 }
 
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:

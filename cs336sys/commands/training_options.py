@@ -17,7 +17,18 @@ from cs336sys.commands.options import MEASURING, MODEL, WHAT_RUNS, at_least, one
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
-from cs336sys.workload import ATTENTION, COMPILE_MODES, CUDA_GRAPH, DEVICES, MODES, OPTIMIZERS, SYNCHRONIZE, Workload
+from cs336sys.workload import (
+    ATTENTION,
+    COMPILE_MODES,
+    CUDA_GRAPH,
+    DEVICES,
+    MODEL_KERNELS,
+    MODES,
+    OPTIMIZERS,
+    STATE_DTYPES,
+    SYNCHRONIZE,
+    Workload,
+)
 
 _OWN = "Default: the size's own."
 _SIZES = ", ".join(
@@ -41,7 +52,23 @@ CompileOption = Annotated[
     typer.Option(help="off, block (one for all, and the loss), model (all).", autocompletion=among(COMPILE_MODES)),
 ]
 OptimizerOption = Annotated[
-    list[str], typer.Option(help="course (AdamW of cs336_basics), fused (torch's).", autocompletion=among(OPTIMIZERS))
+    list[str],
+    typer.Option(help="AdamW: course, fused (torch's), adamw (ours).", autocompletion=among(OPTIMIZERS)),
+]
+KernelsOption = Annotated[
+    list[str],
+    typer.Option(
+        help="reference, fused (norms, gates, loss, ...).",
+        autocompletion=among(MODEL_KERNELS),
+    ),
+]
+StateDtypeOption = Annotated[
+    list[str],
+    typer.Option(
+        "--state-dtype",
+        help="Of adamw: fp32, bf16, split.",
+        autocompletion=among(STATE_DTYPES),
+    ),
 ]
 CudaGraphOption = Annotated[
     list[str],
@@ -152,8 +179,22 @@ class ImplementationOptions:
     attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))] = (
         field(default_factory=lambda: ["reference"])
     )
+    kernels: KernelsOption = field(default_factory=lambda: ["reference"])
     optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
+    state_dtype: StateDtypeOption = field(default_factory=lambda: ["fp32"])
     cuda_graph: CudaGraphOption = field(default_factory=lambda: ["off"])
+
+    def optimizers(self) -> list[tuple[str, str]]:
+        """Optimizers with the dtypes of their states; only ``adamw`` has several.
+
+        Raises:
+            UsageError: a value is none of the choices, or dtypes were given that no optimizer has.
+        """
+        names = split_list(self.optimizer, "--optimizer", one_of(OPTIMIZERS))
+        dtypes = split_list(self.state_dtype, "--state-dtype", one_of(STATE_DTYPES))
+        if dtypes != ["fp32"] and "adamw" not in names:
+            raise UsageError(f"--state-dtype {','.join(dtypes)}: --optimizer {','.join(names)} has none; choose adamw")
+        return [(name, dtype) for name in names for dtype in (dtypes if name == "adamw" else ["fp32"])]
 
 
 @dataclass(frozen=True)
@@ -200,7 +241,8 @@ def expand_workloads(
         precisions,
         split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
         split_list(implementation.attention, "--attention", one_of(ATTENTION)),
-        split_list(implementation.optimizer, "--optimizer", one_of(OPTIMIZERS)),
+        split_list(implementation.kernels, "--kernels", one_of(MODEL_KERNELS)),
+        implementation.optimizers(),
         split_list(implementation.cuda_graph, "--cuda-graph", one_of(CUDA_GRAPH)),
         split_list(steps.warmup, "--warmup", at_least(0)),
     )
@@ -213,9 +255,13 @@ def expand_workloads(
             attention,
             optimizer,
             cuda_graph,
+            kernels,
+            state_dtype,
             warmup=warmup,
             steps=steps.steps,
             **asdict(run),
         )
-        for size, (chosen, compile, attention, optimizer, cuda_graph, warmup) in product(sizes, choices)
+        for size, (chosen, compile, attention, kernels, (optimizer, state_dtype), cuda_graph, warmup) in product(
+            sizes, choices
+        )
     ]

@@ -1,9 +1,8 @@
-"""Measures one cell of ``bench``: a step in CUDA graphs is checked first, then the phases are timed."""
+"""Measures one cell of ``bench``: steps in CUDA graphs or of our kernels are checked first, then phases are timed."""
 
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,21 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.cuda_graphs import require_graphs
+from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import (
     TrainStep,
     build_model,
-    build_optimizer,
     set_matmul_precision,
     train_for_check,
 )
-from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, STEPS, Difference, difference, tolerance
+from cs336sys.experiments.weight_check import (
+    OPTIMIZER_SETTINGS,
+    STEPS,
+    Difference,
+    difference,
+    plainly_trained,
+    tolerance,
+)
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
@@ -37,7 +43,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     workload = Workload.from_configuration(configuration)
     device = choose_device(workload.device)
     set_matmul_precision(workload)
-    checked, wrong = check_replays(workload, device, progress)
+    checked, wrong = check_training(workload, device, progress)
     if wrong is not None:
         return wrong
     progress("building the model")
@@ -94,38 +100,45 @@ def training_outcome(
     return Outcome("ok", dict(samples), derived)
 
 
-def check_replays(
+def check_training(
     workload: Workload, device: torch.device, progress: Progress
 ) -> tuple[Difference | None, Outcome | None]:
-    """Train with CUDA graphs and by launching, on the same batches, and compare weights and losses.
+    """Train as the workload says and as it is plainly done, on the same batches, and compare weights and losses.
+
+    A step in CUDA graphs is compared with a launched one, and one of our kernels with PyTorch's operations.
 
     Returns:
         how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
-        without graphs.
+        that is neither.
 
     Raises:
-        CapabilityError: the step cannot be captured.
+        CapabilityError: the step cannot be captured, or the kernels cannot run.
     """
-    if workload.cuda_graph == "off":
+    plain = plainly_trained(workload)
+    if plain == workload:
         return None, None
-    require_graphs(device)
-    progress("checking replays: launched steps")
-    expected = _trained_for_check(replace(workload, cuda_graph="off"), device)
+    if workload.cuda_graph == "on":
+        require_graphs(device)
+    progress("checking: launched steps")
+    expected = _trained_for_check(plain, device)
     # In host memory, so that a step is checked that fills the GPU.
     expected = {name: value.cpu() for name, value in expected.items()}
     _free_memory(device)
-    progress("checking replays: replayed steps")
+    progress("checking: steps as measured")
     found = _trained_for_check(workload, device)
     _free_memory(device)
-    start: dict[str, Tensor] = dict(build_model(workload, device).named_parameters())
+    start: dict[str, Tensor] = dict(build_model(plain, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
+    # Copies differ from nothing that they copy.
+    expected = {name: torch.zeros_like(value) for name, value in found.items()} | expected
     checked = difference(start, expected, found, workload.size.num_layers)
     del found, start
     _free_memory(device)
     if checked.relative <= tolerance(workload):
         return checked, None
+    how = "replayed" if workload.cuda_graph == "on" else "with our kernels"
     reason = (
-        f"replayed: after {STEPS} steps {checked.parameter} is off by {100 * checked.relative:.3g} % of how far "
+        f"{how}: after {STEPS} steps {checked.parameter} is off by {100 * checked.relative:.3g} % of how far "
         f"launched steps move it, more than rounding explains ({100 * tolerance(workload):g} %)"
     )
     return checked, Outcome("wrong", derived=_difference_columns(checked), reason=reason)
@@ -141,8 +154,8 @@ def _trained_for_check(workload: Workload, device: torch.device) -> dict[str, Te
     optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS) if workload.mode == "train" else None
     step = TrainStep(workload, device, model=model, optimizer=optimizer)
     losses = train_for_check(step, step.warmup_of_capture)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights
+    weights, stale = step.weights(dict(model.named_parameters()))
+    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights | stale
 
 
 def _free_memory(device: torch.device) -> None:

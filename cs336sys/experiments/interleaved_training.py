@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cs336sys.experiments.bench import check_replays, training_outcome
+from cs336sys.experiments.bench import check_training, training_outcome
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, use_attention
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
@@ -78,7 +78,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     differences: dict[str, Difference | None] = {}
     for name, workload in workloads.items():
         # Alone: for a check the model is built twice.
-        differences[name], wrong = check_replays(workload, device, functools.partial(_tell, progress, name))
+        differences[name], wrong = check_training(workload, device, functools.partial(_tell, progress, name))
         if wrong is not None:
             outcomes[name] = wrong
     for name, workload in workloads.items():

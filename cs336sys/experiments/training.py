@@ -2,25 +2,27 @@
 
 import contextlib
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cs336_basics.model
 import torch
 import torch.nn.functional as F
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import AdamW
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.optimizers import build_optimizer, require_kernels
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.workload import PHASES_OF_MODE, Workload
+
+if TYPE_CHECKING:
+    from cs336sys.kernels.fuse import Fused
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,9 +47,21 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+_CAUSAL = torch.ones((), dtype=torch.bool)
+
+
 def use_attention(name: str) -> None:
     """Make all models of the process compute attention this way: they look it up in their module at every call."""
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
+
+
+def causal_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
+    if name == "reference":
+        return None
+    compute = ATTENTION_FUNCTIONS[name]
+    # Of the mask these functions see only that there is one.
+    return lambda query, key, value: compute(query, key, value, _CAUSAL)
 
 
 def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.BasicsTransformerLM:
@@ -68,6 +82,17 @@ def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.
             d_ff=size.d_ff,
             rope_theta=10_000.0,
         )
+    if workload.kernels == "fused":
+        require_kernels("--kernels fused")
+        from cs336sys.kernels.fuse import fuse
+
+        fused = fuse(model, causal_attention(workload.attention))
+        if workload.state_dtype == "split":
+            fused.stack_weights(torch.bfloat16)
+    elif workload.state_dtype == "split":
+        for parameter in model.layers.parameters():
+            if parameter.dim() > 1:
+                parameter.data = parameter.data.to(torch.bfloat16)
     if workload.compile == "model":
         model.compile(dynamic=False)
     elif workload.compile == "block":
@@ -105,27 +130,6 @@ def initialize_layer(layer: nn.Module) -> None:
             weight.copy_(construct(weight.shape).get_parameter("weight"))
 
 
-# Class and settings by the name of workload.OPTIMIZERS.
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "course": (AdamW, {}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
-}
-
-
-def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can."""
-    optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
-    if workload.cuda_graph == "on" and "capturable" in inspect.signature(optimizer_class).parameters:
-        settings = {**settings, "capturable": True}
-    return optimizer_class, settings
-
-
-def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """The workload's optimizer of a model; ``settings`` beyond those of the workload's choice."""
-    optimizer_class, own = choose_optimizer(workload)
-    return optimizer_class(model.parameters(), **{**own, **settings})
-
-
 def random_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Tensor, Tensor]:
     """Token ids and next-token targets of the workload's seed, each (batch_size, context), int64.
 
@@ -148,7 +152,8 @@ class TrainStep:
 
     Attributes:
         phases: the phases of the workload's mode in order; calling them all is one step.
-        phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own.
+        phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own, unless a fused
+            kernel computes it together with the logits.
         loss: what the last forward pass returned.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         graphs: the step in CUDA graphs, once :meth:`capture` has been called.
@@ -176,6 +181,15 @@ class TrainStep:
         self.optimizer = optimizer
         if optimizer is None and workload.mode == "train":
             self.optimizer = build_optimizer(workload, self.model)
+        self._fused: Fused | None = None
+        if workload.kernels == "fused":
+            from cs336sys.kernels.fuse import fused_kernels
+
+            self._fused = fused_kernels(self.model)
+        half = AUTOCAST_DTYPES.get(workload.precision)
+        writes_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        if self._fused is not None and self._fused.copies is None and half is not None and writes_copies:
+            self._fused.keep_copies(half, self.optimizer)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
@@ -188,8 +202,10 @@ class TrainStep:
         self._logits: Tensor | None = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
-        self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss}
-        self.phases_with_loss |= {name: run for name, run in self.phases.items() if name != "forward"}
+        self.phases_with_loss = self.phases
+        if self._fused is None:
+            others = {name: run for name, run in self.phases.items() if name != "forward"}
+            self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
     def __call__(self) -> None:
@@ -201,6 +217,21 @@ class TrainStep:
         self._batch = self._share_of_batch(number)
         if self.graphs is None:
             self.inputs, self.targets = self._batch
+
+    def weights(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The model's parameters as they are after a step, in the precision that the optimizer keeps them in.
+
+        Returns:
+            them, by name; and for each copy that the model computes with in their place, by a name of its own, how far
+            it is from the weight (zeros where it is up to date).
+        """
+        exact = getattr(self.optimizer, "float32_weight", Tensor.detach)
+        names = {parameter: name for name, parameter in parameters.items()}
+        copies = () if self._fused is None or self._fused.copies is None else self._fused.copies.differences()
+        return (
+            {name: exact(parameter) for name, parameter in parameters.items()},
+            {f"the copy of {names[weight]}": off for weight, off in copies if weight in names},
+        )
 
     def _share_of_batch(self, number: int) -> tuple[Tensor, Tensor]:
         inputs, targets = random_batch(self.workload, self.device, number)
@@ -263,8 +294,12 @@ class TrainStep:
 
     def forward(self) -> None:
         """Logits and loss; without gradients in mode ``forward``."""
-        self.compute_logits()
-        self.compute_loss()
+        if self._fused is None:
+            self.compute_logits()
+            self.compute_loss()
+            return
+        with self._precision():
+            self.loss = self._fused.loss(self.model, self.inputs, self.targets)
 
     def compute_logits(self) -> None:
         with self._precision():

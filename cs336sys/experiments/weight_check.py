@@ -1,7 +1,7 @@
 """Whether two ways of training the same model end at the same weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,18 @@ class Difference:
 
 def tolerance(workload: Workload) -> float:
     """The largest :attr:`Difference.relative` that rounding explains, for the precision of the workload."""
-    return TOLERANCES["tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision]
+    precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
+    return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.state_dtype == "bf16" else "fp32"])
+
+
+def plainly_trained(workload: Workload) -> Workload:
+    """What a workload is checked against: steps that are launched, and PyTorch's operations in place of our kernels."""
+    plain = replace(workload, cuda_graph="off")
+    if workload.kernels == "fused":
+        plain = replace(plain, kernels="reference", compile="off")
+    if workload.optimizer == "adamw":
+        plain = replace(plain, optimizer="course", state_dtype="fp32", compile="off")
+    return plain
 
 
 def difference(

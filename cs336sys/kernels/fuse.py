@@ -1,38 +1,152 @@
 """Puts the fused kernels into a model of ``cs336_basics``' names, its own or anybody's, and takes them out again."""
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
+from cs336sys.kernels.linear import linear_of_copy
+from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
-from cs336sys.kernels.rope import rope
-from cs336sys.kernels.swiglu import swiglu
+from cs336sys.kernels.rope import rope, rope_qkv
+from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
+from cs336sys.kernels.weight_copies import WeightCopies
 
 # By the name of a module's class: the attributes that its fused forward pass reads.
 ATTRIBUTES = {
     "RMSNorm": ("weight", "eps"),
     "SwiGLU": ("w1", "w2", "w3"),
+    "CausalMultiHeadSelfAttention": ("q_proj", "k_proj", "v_proj", "output_proj", "num_heads", "positional_encoder"),
     "TransformerBlock": ("ln1", "attn", "ln2", "ffn"),
 }
 
+# The layers of a module whose weights lie side by side in one copy, by the name of the module's class and the copy.
+STACKED = {
+    "CausalMultiHeadSelfAttention": {"qkv_copy": ("q_proj", "k_proj", "v_proj"), "output_copy": ("output_proj",)},
+    "SwiGLU": {"gate_up_copy": ("w1", "w3"), "down_copy": ("w2",)},
+}
+
+# The model's last layer, by its name in the model.
+HEAD = "lm_head"
+
+# Where a fused model keeps its handle.
+_HANDLE = "fused_kernels"
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Fused:
-    """A model whose modules call fused kernels, until :meth:`undo`."""
+    """A model whose modules call fused kernels, until :meth:`undo`.
 
-    def __init__(self, forwards: dict[nn.Module, Callable]):
+    Attributes:
+        copies: of the blocks' weights, after :meth:`keep_copies` or :meth:`stack_weights`.
+    """
+
+    def __init__(self, model: nn.Module, forwards: dict[nn.Module, Callable]):
+        self.copies: WeightCopies | None = None
+        self._model = model
         self._modules = tuple(forwards)
         for module, forward in forwards.items():
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
+            for name in STACKED.get(type(module).__name__, ()):
+                module.__dict__[name] = None
+        self._head = getattr(model, HEAD, None)
+        if self._head is not None:
+            self._head.__dict__["targets"] = None
+        model.__dict__[_HANDLE] = self
+
+    def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
+
+        Args:
+            model: the fused one, or a wrapper around it that returns what it returns.
+            tokens: int64 (batch, sequence).
+            targets: int64 (batch, sequence).
+
+        Raises:
+            UsageError: the model has no ``lm_head``, or one with a bias.
+        """
+        if self._head is None or getattr(self._head, "bias", None) is not None:
+            name = type(self._model).__name__
+            raise UsageError(f"the loss without logits needs {HEAD}, without a bias: {name} has none")
+        if self.copies is not None:
+            self.copies.refresh_changed()
+        self._head.__dict__["targets"] = targets
+        try:
+            return model(tokens)
+        finally:
+            self._head.__dict__["targets"] = None
+
+    def keep_copies(self, dtype: torch.dtype, optimizer: Any = None) -> None:
+        """Let the blocks compute in ``dtype`` with copies of their float32 weights, in place of casts in every pass.
+
+        Query, key and value projections, and gate and up projections, become one product each, and gradients come out
+        of the products in float32. :class:`cs336sys.kernels.adamw.AdamW` writes the copies in the pass that writes the
+        weights. What PyTorch writes into weights, such as another optimizer or ``load_state_dict``, is noticed before
+        the next forward pass; call ``copies.refresh()`` after anything else.
+
+        Args:
+            dtype: float16 or bfloat16; run the model under ``torch.autocast`` to it.
+            optimizer: of these weights, with ``attach_copy``; None for weights that nothing but PyTorch writes.
+        """
+        self._stack(lambda weights: torch.empty_like(torch.cat(weights), dtype=dtype))
+        assert self.copies is not None
+        self.copies.refresh()
+        if optimizer is not None:
+            for weight, copy in self.copies:
+                optimizer.attach_copy(weight, copy)
+
+    def stack_weights(self, dtype: torch.dtype) -> None:
+        """Keep the blocks' weights themselves in ``dtype``, side by side. Call it before making an optimizer."""
+        self._stack(lambda weights: torch.cat(weights).to(dtype))
+        assert self.copies is not None
+        for weight, copy in self.copies:
+            weight.data = copy
+
+    def _stack(self, stack: Callable[[list[Tensor]], Tensor]) -> None:
+        self.copies = WeightCopies()
+        for module in self._modules:
+            for name, layers in STACKED.get(type(module).__name__, {}).items():
+                weights = [getattr(module, layer).weight for layer in layers]
+                copy = stack([weight.detach() for weight in weights])
+                module.__dict__[name] = copy
+                self.copies.add(weights, copy)
+        self._model.register_load_state_dict_post_hook(_refresh_copies)
+        self._model.register_forward_pre_hook(_refresh_changed_copies)
 
     def undo(self) -> None:
         """The model computes as before; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
+            for name in STACKED.get(type(module).__name__, ()):
+                module.__dict__.pop(name, None)
+        if self._head is not None:
+            self._head.__dict__.pop("targets", None)
+        self._model.__dict__.pop(_HANDLE, None)
         self._modules = ()
+        self.copies = None
+
+
+def fused_kernels(model: nn.Module) -> Fused | None:
+    """The handle of a model that is fused, or that wraps one that is."""
+    return next((module.__dict__[_HANDLE] for module in model.modules() if _HANDLE in module.__dict__), None)
+
+
+def _refresh_copies(model: nn.Module, _: object) -> None:
+    handle = fused_kernels(model)
+    if handle is not None and handle.copies is not None:
+        handle.copies.refresh()
+
+
+def _refresh_changed_copies(model: nn.Module, _: object) -> None:
+    handle = None if torch.compiler.is_compiling() else model.__dict__.get(_HANDLE)
+    if handle is not None and handle.copies is not None:
+        handle.copies.refresh_changed()
 
 
 def _norm_forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -40,7 +154,10 @@ def _norm_forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tenso
 
 
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
-    return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
+    if ffn.gate_up_copy is None:
+        return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
+    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight)
+    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight)
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
@@ -56,11 +173,36 @@ def _rotation_forward(theta: float) -> Callable:
     return forward
 
 
+def _attention_forward(theta: float | None, attention: Attention) -> Callable:
+    def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        if attn.qkv_copy is None:
+            return type(attn).forward(attn, x, token_positions)
+        qkv = linear_of_copy(x, attn.qkv_copy, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        if theta is None:
+            query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
+        else:
+            query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
+        heads = attention(query, key, value)
+        return linear_of_copy(heads.transpose(-3, -2).flatten(-2), attn.output_copy, attn.output_proj.weight)
+
+    return forward
+
+
+def _attention_of(module: types.ModuleType) -> Attention:
+    """Whatever the model's module computes attention with at the time of a call."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        index = torch.arange(query.shape[-2], device=query.device)
+        return module.scaled_dot_product_attention(Q=query, K=key, V=value, mask=index[:, None] >= index)
+
+    return attention
+
+
 FORWARDS: dict[str, Callable] = {"RMSNorm": _norm_forward, "SwiGLU": _feed_forward, "TransformerBlock": _block_forward}
 
 
-def fuse(model: nn.Module) -> Fused:
-    """Lets a Transformer's norms, rotations, gates and residual additions run as fused kernels.
+def fuse(model: nn.Module, attention: Attention | None = None) -> Fused:
+    """Lets a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
     Modules are known by the names of their classes and attributes, those of ``cs336_basics.model``:
 
@@ -68,13 +210,19 @@ def fuse(model: nn.Module) -> Fused:
     - ``SwiGLU`` (``w1``, ``w2``, ``w3``) ``w2(swiglu(w1(x), w3(x)))``,
     - ``TransformerBlock`` (``ln1``, ``attn``, ``ln2``, ``ffn``) adds attention's output in the kernel of ``ln2``,
     - ``RotaryEmbedding``, where there is one, :func:`rope`, with its own ``theta`` or the model's
-      ``config["rope_theta"]``.
+      ``config["rope_theta"]``,
+    - the model's ``lm_head`` :func:`linear_cross_entropy`, where the handle's ``loss`` calls the model,
+    - ``CausalMultiHeadSelfAttention`` (``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``num_heads``,
+      ``positional_encoder``) :func:`rope_qkv`, once the handle keeps copies of the weights.
 
-    Parameters, their names and the state dict stay as they are. Nothing else is touched: which function computes
-    attention is decided elsewhere. Fuse before ``torch.compile`` compiles.
+    Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
+
+    Args:
+        attention: causal attention of query, key and value, each (..., heads, S, D), where there are copies of weights;
+            None stands for ``scaled_dot_product_attention`` of the model's module, as without copies.
 
     Returns:
-        A handle with ``undo()``.
+        A handle with ``undo()``, ``loss()``, ``keep_copies()`` and ``stack_weights()``.
 
     Raises:
         UsageError: a class or an attribute is missing, or the model is fused already; the model is as it was.
@@ -98,8 +246,28 @@ def fuse(model: nn.Module) -> Fused:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
-        forwards[module] = FORWARDS[name] if name in FORWARDS else _rotation_forward(rotation_base(model, path, module))
-    return Fused(forwards)
+        if name == "RotaryEmbedding":
+            forwards[module] = _rotation_forward(rotation_base(model, path, module))
+        elif name == "CausalMultiHeadSelfAttention":
+            rotation: Any = module.positional_encoder
+            theta = None if rotation is None else rotation_base(model, path, rotation)
+            own = attention or _attention_of(sys.modules[type(module).__module__])
+            forwards[module] = _attention_forward(theta, own)
+        else:
+            forwards[module] = FORWARDS[name]
+    head = getattr(model, HEAD, None)
+    if head is not None:
+        forwards[head] = _head_forward
+    return Fused(model, forwards)
+
+
+def _head_forward(head: Any, hidden: Tensor) -> Tensor:
+    """Logits, or the loss where there are targets."""
+    if head.targets is None:
+        return type(head).forward(head, hidden)
+    loss = linear_cross_entropy(hidden, head.weight, head.targets)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 def rotation_base(model: nn.Module, path: str, rotation: nn.Module) -> float:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.linear import weight_gradient
 from cs336sys.kernels.operators import (
     as_rows,
     check_tensors,
@@ -65,6 +66,7 @@ def _swiglu_backward_kernel(
     up_column_stride,
     grad_row_stride,
     grad_column_stride,
+    grad_inputs_row_stride,
     num_rows,
     num_columns,
     RECOMPUTES: tl.constexpr,
@@ -78,12 +80,12 @@ def _swiglu_backward_kernel(
     grad = tl.load(grad_ptr + row * grad_row_stride + column * grad_column_stride, mask=mask).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    offset = row * num_columns + column
+    offset = row * grad_inputs_row_stride + column
     # silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
     tl.store(grad_gate_ptr + offset, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=mask)
     tl.store(grad_up_ptr + offset, grad * silu, mask=mask)
     if RECOMPUTES:
-        tl.store(product_ptr + offset, silu * up, mask=mask)
+        tl.store(product_ptr + row * num_columns + column, silu * up, mask=mask)
 
 
 def _as_matrices(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,9 +142,23 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, and the product in the dtype of ``grad``, empty unless it was asked for."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
-    if grad_gate.numel() == 0:
-        return grad_gate, grad_up, product
     gate, up, grad = _as_matrices(gate, up, grad)
+    _launch_backward(gate, up, grad, grad_gate, grad_up, product, gate.shape[1])
+    return grad_gate, grad_up, product
+
+
+def _launch_backward(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    grad: torch.Tensor,
+    grad_gate: torch.Tensor,
+    grad_up: torch.Tensor,
+    product: torch.Tensor,
+    grad_inputs_row_stride: int,
+) -> None:
+    """Of matrices; the product is written if it has elements."""
+    if gate.numel() == 0:
+        return
     num_programs, constants = _tiling(gate)
     with torch.cuda.device_of(gate):
         _swiglu_backward_kernel[(num_programs,)](
@@ -155,11 +171,27 @@ def _backward(
             *gate.stride(),
             *up.stride(),
             *grad.stride(),
+            grad_inputs_row_stride,
             *gate.shape,
-            RECOMPUTES=recomputes,
+            RECOMPUTES=product.numel() > 0,
             **constants,
         )
-    return grad_gate, grad_up, product
+
+
+def _empty_grad_of_pair(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device), torch.empty(
+        grad.shape, dtype=grad.dtype, device=grad.device
+    )
+
+
+def _backward_of_pair(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of (..., gate and up side by side), likewise, and the product in the dtype of ``grad``."""
+    grad_gate_up, product = _empty_grad_of_pair(gate_up, grad)
+    rows = as_rows(gate_up)
+    gate, up = rows.chunk(2, -1)
+    grad_gate, grad_up = as_rows(grad_gate_up).chunk(2, -1)
+    _launch_backward(gate, up, as_rows(grad), grad_gate, grad_up, product, rows.shape[1])
+    return grad_gate_up, product
 
 
 _forward_operator = define_operator(
@@ -169,6 +201,9 @@ _backward_operator = define_operator(
     "swiglu_backward(Tensor gate, Tensor up, Tensor grad, bool recomputes) -> (Tensor, Tensor, Tensor)",
     _backward,
     _empty_grads,
+)
+_pair_backward_operator = define_operator(
+    "swiglu_pair_backward(Tensor gate_up, Tensor grad) -> (Tensor, Tensor)", _backward_of_pair, _empty_grad_of_pair
 )
 
 
@@ -275,6 +310,43 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) ->
     weight = weight.to(torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
         return SwiGLULinear.apply(gate, up, weight)
+
+
+class SwiGLULinearOfCopy(torch.autograd.Function):
+    """``SwiGLULinearOfCopy.apply(gate_up, copy, weight)``; see :func:`swiglu_linear_of_copy`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, copy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up, copy)
+        ctx.dtype = weight.dtype
+        gate, up = gate_up.chunk(2, -1)
+        return _project(gate, up, copy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        gate_up, copy = ctx.saved_tensors
+        backward = _pair_backward_operator if needs_operators(grad) else _backward_of_pair
+        grad_gate_up, product = backward(gate_up, grad @ copy)
+        return grad_gate_up, None, weight_gradient(grad, product, ctx.dtype)
+
+
+def swiglu_linear_of_copy(gate_up: torch.Tensor, copy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """:func:`swiglu_linear` of a gate and an up projection side by side, with the copy of a weight.
+
+    Args:
+        gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; the gradient is made whole, too.
+        copy: (d_out, d).
+        weight: (d_out, d), which gets its gradient in its own dtype (:func:`linear_of_copy`) and is not read.
+
+    Returns:
+        (..., d_out), of the dtype of ``copy``.
+
+    Raises:
+        As :func:`swiglu_linear`.
+    """
+    with torch.autocast(gate_up.device.type, enabled=False):
+        return SwiGLULinearOfCopy.apply(gate_up, copy, weight)
 
 
 def reference_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

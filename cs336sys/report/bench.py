@@ -29,7 +29,7 @@ LAUNCH_BOUND_IDLE_PERCENT = 20.0
 
 _CHECKED = (
     "off launched: after 5 steps on 5 batches, how far the parameter that is farthest off is from where launched steps "
-    "take it, in percent of how far they move it; 0 is bit by bit the same"
+    "of PyTorch's operations take it, in percent of how far they move it; 0 is bit by bit the same"
 )
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
@@ -139,7 +139,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
     notes = method_notes(cells)
-    if any("capture_s" in cell.derived for cell in cells):
+    if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
     if any("rounds" in cell.configuration for cell in cells):
         notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")

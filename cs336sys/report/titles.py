@@ -17,11 +17,16 @@ SETTING_COLUMNS = {
     "precision": Column("precision", "precision"),
     "compile": Column("compile", "compile"),
     "attention": Column("attention", "attention"),
+    "kernels": Column("kernels", "kernels"),
     "optimizer": Column("optimizer", "optimizer"),
+    "state_dtype": Column("state_dtype", "state"),
     "cuda_graph": Column("cuda_graph", "CUDA graph"),
     "warmup": Column("warmup", "warm-up"),
 }
 
+
+# Values that a title does not name: what everybody assumes.
+_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",)}
 
 # What a step in CUDA graphs costs.
 _GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
@@ -70,7 +75,9 @@ def title(
     constant = [
         f"{column.header} {cells[0].configuration[name]}"
         for name, column in settings.items()
-        if name not in shown and name in cells[0].configuration
+        if name not in shown
+        and name in cells[0].configuration
+        and setting_of(cells[0], name) not in _UNNAMED.get(name, ())
     ]
     return f"{command}: {', '.join([*words, *constant, *machine_words(run)])}"
 

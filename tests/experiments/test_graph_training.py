@@ -11,12 +11,13 @@ from fake_cuda_graph import OperatorRecorder
 from cs336sys import cuda_graphs
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import bench, interleaved_training
-from cs336sys.experiments.bench import check_replays, measure_training
+from cs336sys.experiments.bench import check_training, measure_training
 from cs336sys.experiments.interleaved_training import measure_interleaved
 from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
+from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.profiling import measure_profile
-from cs336sys.experiments.training import OPTIMIZER_CLASSES, TrainStep
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
 from cs336sys.workload import PHASES_OF_MODE, MemoryWorkload, ProfileWorkload, Workload
@@ -44,7 +45,7 @@ def memory_as_in_a_worker():
 
 
 def check(**settings):
-    return check_replays(workload(**settings), CPU, lambda stage: None)
+    return check_training(workload(**settings), CPU, lambda stage: None)
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -116,8 +117,8 @@ def test_a_cell_is_checked_captured_and_timed():
     outcome = measure_training(workload(optimizer="fused").configuration(), stages.append)
     assert outcome.status == "ok"
     assert stages == [
-        "checking replays: launched steps",
-        "checking replays: replayed steps",
+        "checking: launched steps",
+        "checking: steps as measured",
         "building the model",
         "capturing",
         "warm-up 1/1",
@@ -137,7 +138,7 @@ def test_launched_and_replayed_steps_are_taken_in_turn(monkeypatch):
     stages = []
     off, on = (measure_interleaved(cell, stages.append) for cell in cells)
     assert (off.status, on.status) == ("ok", "ok")
-    assert stages[0] == "on: checking replays: launched steps"
+    assert stages[0] == "on: checking: launched steps"
     assert stages[-2:] == ["step 1/2 of each", "step 2/2 of each"]
     assert "capture_s" in on.derived
     assert "capture_s" not in off.derived
@@ -226,7 +227,7 @@ def test_optimizers_that_cannot_be_captured_are_refused_by_name(monkeypatch):
 )
 def test_gpu_replays_equal_launches(settings):
     size = choose_size("small", context=128, num_layers=2, vocab_size=500)
-    difference, wrong = check_replays(workload(size=size, device="cuda", **settings), torch.device("cuda"), print)
+    difference, wrong = check_training(workload(size=size, device="cuda", **settings), torch.device("cuda"), print)
     assert wrong is None
     same_kernels = settings["optimizer"] == "fused" and settings.get("attention") != "flash"
     assert difference.largest == 0 if same_kernels else difference.relative < 1e-2

@@ -179,6 +179,8 @@ def _trace_path(workload: ParallelWorkload) -> Path | None:
     words = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
+        "fused-kernels" if training.kernels == "fused" else "",
+        f"state-{training.state_dtype}" if training.state_dtype != "fp32" else "",
         "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
         *(ahead, checkpoints),

@@ -19,9 +19,10 @@ from cs336sys.cuda_graphs import (
     require_graphs,
 )
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.optimizers import choose_optimizer
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
-from cs336sys.experiments.training import TrainStep, choose_optimizer, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks
 from cs336sys.workload import ParallelWorkload
@@ -47,6 +48,10 @@ class ParallelStep(TrainStep):
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
+        if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none"}:
+            raise CapabilityError(
+                f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype"
+            )
         optimizer_class, settings = choose_optimizer(workload.training)
         choice = OptimizerChoice(optimizer_class, {**settings, **optimizer_settings})
         prepare = (PREPARE | PREPARE_SHARDED)[workload.strategy]

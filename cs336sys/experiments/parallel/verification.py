@@ -9,16 +9,16 @@ from torch.func import functional_call
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.experiments import weight_check
+from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,
     TrainStep,
     build_model,
-    build_optimizer,
     set_matmul_precision,
     train_for_check,
 )
-from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, TOLERANCES, Difference, difference
+from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, TOLERANCES, Difference, difference, plainly_trained
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.workload import ParallelWorkload, Workload
 
@@ -38,8 +38,10 @@ def verify(workload: ParallelWorkload) -> Difference:
     gc.collect()
     step = ParallelStep(workload, device, **OPTIMIZER_SETTINGS)
     train_for_check(step, warmup)
-    found = step.replica.whole_parameters()
-    start = dict(build_model(workload.training, device).named_parameters())
+    found, stale = step.weights(step.replica.whole_parameters())
+    start: dict[str, Tensor] = dict(build_model(plainly_trained(workload.training), device).named_parameters())
+    nothing = {name: torch.zeros_like(value) for name, value in stale.items()}
+    start, expected, found = start | nothing, expected | nothing, found | stale
     return difference(start, expected, found, workload.training.size.num_layers)
 
 
@@ -66,7 +68,7 @@ _kept: dict[tuple[Workload, bool, int], dict[str, Tensor]] = {}
 
 def _expected(workload: Workload, device: torch.device, uses_autocast: bool, warmup: int) -> dict[str, Tensor]:
     """The weights of one process; on a CPU kept for the next strategy, but a GPU's memory is what is to be measured."""
-    workload = replace(workload, compile="off", cuda_graph="off")
+    workload = replace(plainly_trained(workload), compile="off")
     key = (workload, uses_autocast or workload.precision == "fp32", warmup)
     if key not in _kept:
         _kept.clear()

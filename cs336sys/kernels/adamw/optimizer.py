@@ -172,6 +172,15 @@ class AdamW(torch.optim.Optimizer):
             copy.copy_(parameter)
 
     @torch.no_grad()
+    def float32_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The weight as steps update it: a parameter of 16 bits with what the state keeps beside it, else itself."""
+        state = self.state.get(parameter, {})
+        if "low_bits" in state:
+            high = parameter.detach().view(torch.int16).int() << 16
+            return (high + state["low_bits"].int()).view(torch.float32)
+        return state.get("master", parameter.detach())
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 

@@ -1,0 +1,51 @@
+"""The optimizers that a workload can choose."""
+
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+from cs336_basics.optimizer import AdamW
+from torch import nn
+
+from cs336sys.errors import CapabilityError
+from cs336sys.workload import Workload
+
+# Class and settings by the name of workload.OPTIMIZERS, but for our kernels', which need Triton.
+OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "course": (AdamW, {}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+}
+
+
+def require_kernels(what: str) -> None:
+    """Refuse ``what`` where our kernels cannot be loaded.
+
+    Raises:
+        CapabilityError: Triton is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CapabilityError(f"{what} needs the package triton, which is not installed")
+
+
+def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can.
+
+    Raises:
+        CapabilityError: it is ours, and Triton is not installed.
+    """
+    if workload.optimizer == "adamw":
+        require_kernels("--optimizer adamw")
+        from cs336sys.kernels import adamw
+
+        return adamw.AdamW, {"state_dtype": workload.state_dtype}
+    optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
+    if workload.cuda_graph == "on" and "capturable" in inspect.signature(optimizer_class).parameters:
+        settings = {**settings, "capturable": True}
+    return optimizer_class, settings
+
+
+def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """The workload's optimizer of a model; ``settings`` beyond those of the workload's choice."""
+    optimizer_class, own = choose_optimizer(workload)
+    return optimizer_class(model.parameters(), **{**own, **settings})

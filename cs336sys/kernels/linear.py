@@ -1,0 +1,79 @@
+"""Linear layers that read their weights side by side in one tensor, such as 16-bit copies of float32 weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
+
+
+def _empty_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device)
+
+
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
+    grad_rows, rows = as_rows(grad), as_rows(x)
+    if dtype == rows.dtype:
+        return grad_rows.mT @ rows
+    if rows.is_cuda:
+        return torch.mm(grad_rows.mT, rows, out_dtype=dtype)
+    # torch has no product of half types with a float32 result on the CPU.
+    return grad_rows.mT.to(dtype) @ rows.to(dtype)
+
+
+_weight_gradient_operator = define_operator(
+    "linear_weight_gradient(Tensor grad, Tensor x, ScalarType dtype) -> Tensor",
+    _weight_gradient,
+    _empty_weight_gradient,
+)
+
+
+@register_flop_formula(torch.ops.cs336sys.linear_weight_gradient)
+def _flops(grad_shape: torch.Size, x_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * math.prod(grad_shape) * x_shape[-1]
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
+    compute = _weight_gradient_operator if needs_operators(grad) else _weight_gradient
+    return compute(grad, x, dtype)
+
+
+class LinearOfCopy(torch.autograd.Function):
+    """``LinearOfCopy.apply(x, copy, *weights)``; see :func:`linear_of_copy`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, copy)
+        ctx.rows = [len(weight) for weight in weights]
+        ctx.dtype = weights[0].dtype
+        return torch.nn.functional.linear(x, copy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, copy = ctx.saved_tensors
+        grad_weight = weight_gradient(grad, x, ctx.dtype)
+        return grad @ copy, None, *grad_weight.split(ctx.rows)
+
+
+def linear_of_copy(x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
+
+    Gradients go to x and to the weights: these in their dtype, straight from the product, which sums in float32, as
+    views of one tensor. Differentiable once.
+
+    Args:
+        x: (..., d_in), of the dtype of ``copy``; under ``torch.autocast`` it is cast.
+        copy: (sum of d_out, d_in).
+        weights: (d_out, d_in) each, of one dtype. They are not read.
+    """
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return LinearOfCopy.apply(x, copy, *weights)
+    with torch.autocast(device_type, enabled=False):
+        return LinearOfCopy.apply(x.to(copy.dtype), copy, *weights)
