@@ -26,6 +26,7 @@ COMMANDS = (
     "account",
     "compare",
     "show",
+    "report",
     "doctor",
 )
 

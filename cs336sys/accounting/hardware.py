@@ -49,3 +49,22 @@ def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | Non
     Source: PaLM (Chowdhery et al. 2022), appendix B. ``flops`` are ``flops.model_flops`` (nothing recomputed).
     """
     return None if peak_tflops is None else flops / seconds / (peak_tflops * 1e12)
+
+
+# Memory by name, in bytes: what doctor found on a GPU of that name, else what its datasheet says.
+_MEMORY_BYTES = (
+    (r"(NVIDIA )?A100-(SXM4?|PCIE)-40GB", 40 * 2**30),
+    (r"(NVIDIA )?A100-(SXM4?|PCIE)-80GB|NVIDIA A100 80GB PCIe", 80 * 2**30),
+    (r"NVIDIA H100 PCIe|NVIDIA H100 80GB HBM3", 80 * 2**30),
+    (r"NVIDIA H100 NVL", 94 * 2**30),
+    # docs/results/doctor-h200.md
+    (r"NVIDIA H200( NVL)?", int(140.4 * 2**30)),
+    (r"NVIDIA B200", 180 * 10**9),
+    (r"NVIDIA GeForce RTX 4090", 24 * 2**30),
+    (r"NVIDIA GeForce RTX 5090", 32 * 2**30),
+)
+
+
+def memory_bytes(gpu_name: str) -> int | None:
+    """The memory of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
+    return next((size for name, size in _MEMORY_BYTES if re.fullmatch(name, gpu_name)), None)

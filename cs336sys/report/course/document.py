@@ -1,0 +1,161 @@
+"""The write-up as data: sections in the handout's order, with what each part of a problem shows."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cs336sys.report.course.evidence import Evidence
+from cs336sys.report.course.problem import Answer, Part, Problem
+from cs336sys.report.course.target import Target
+from cs336sys.report.tables import Table
+from cs336sys.results import Run
+
+# Options of a command line that say where results went, and not what was measured; True: followed by a value.
+_OF_FILES = {
+    "--save": True,
+    "--output": True,
+    "-o": True,
+    "--format": True,
+    "--plot": True,
+    "--plot-buckets": True,
+    "--snapshot": True,
+    "--trace": True,
+    "--resume": False,
+    "--resume-any": False,
+}
+
+# What cells of another version, or another program, may lack.
+_LACKING = (KeyError, IndexError, TypeError, AttributeError, ValueError, StopIteration, ZeroDivisionError)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that is drawn when the document is written."""
+
+    name: str
+    draw: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one machine has to say on one part.
+
+    Attributes:
+        machine: where its cells were measured; empty for arithmetic.
+        commands: that measured them, or that print the arithmetic.
+        missing: what was not measured, in sentences.
+    """
+
+    machine: str
+    commands: Sequence[str]
+    sentences: Sequence[str]
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    missing: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One lettered part of a problem.
+
+    Attributes:
+        absent: the command lines that would give what no file has.
+    """
+
+    letter: str
+    blocks: Sequence[Block]
+    absent: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """All of it.
+
+    Attributes:
+        problems: each with its sections.
+        faults: cells that could not be shown, a sentence each.
+    """
+
+    year: int
+    machines: Sequence[str]
+    problems: Sequence[tuple[Problem, Sequence[Section]]]
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"CS336 Assignment 2: Systems, {self.year}"
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many parts there are, and how many have an answer."""
+        sections = [section for _, of_problem in self.problems for section in of_problem]
+        return len(sections), sum(bool(section.blocks) for section in sections)
+
+
+def build_document(
+    problems: Sequence[Problem], evidences: Sequence[Evidence], target: Target, faults: Sequence[str] = ()
+) -> Document:
+    """Answer every part from the cells of each machine; those of two machines are never put together."""
+    document = Document(target.handout.year, [one.machine for one in evidences if one.machine], [], faults=list(faults))
+    answered = [
+        (problem, [_section(problem, part, evidences, target, document.faults) for part in problem.parts])
+        for problem in problems
+    ]
+    return Document(document.year, document.machines, answered, document.faults)
+
+
+def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
+    lines = [command.line for command in part.commands(target)]
+    blocks: list[Block] = []
+    for evidence in evidences:
+        try:
+            answer = part.answer(evidence, target.handout)
+        except _LACKING as error:
+            letter = f" ({part.letter})" if part.letter else ""
+            what = f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
+            faults.append(f"{problem.name}{letter}: the cells of {evidence.machine} {what}; measure again: {lines[0]}")
+            continue
+        if answer is None:
+            continue
+        block = _block(evidence, answer, lines)
+        # Arithmetic is the same for all machines.
+        if block not in blocks:
+            blocks.append(block)
+    if any(block.machine for block in blocks):
+        # A machine that measured nothing adds nothing to another's answer.
+        blocks = [block for block in blocks if block.machine]
+    return Section(part.letter, blocks, [] if blocks else lines)
+
+
+def _block(evidence: Evidence, answer: Answer, lines: Sequence[str]) -> Block:
+    measured = [command_line(run) for run in answer.runs]
+    # Some say themselves what would give them.
+    missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
+    plain = [one for one in answer.missing if "`" not in one]
+    if plain:
+        source = f" That comes from {', '.join(f'`{line}`' for line in lines)}." if lines else ""
+        missing.append(f"Not measured: {'; '.join(plain)}.{source}")
+    pictures = [Picture(name, draw) for name, draw in answer.pictures.items()]
+    return Block(
+        evidence.machine if answer.runs else "",
+        list(dict.fromkeys(measured)) or list(lines),
+        list(answer.sentences),
+        list(answer.tables),
+        pictures,
+        missing,
+    )
+
+
+def command_line(run: Run) -> str:
+    """What was typed, without where its results went."""
+    kept: list[str] = []
+    arguments = iter(run.arguments)
+    for argument in arguments:
+        name, assigned, _ = argument.partition("=")
+        if name in _OF_FILES:
+            if _OF_FILES[name] and not assigned:
+                next(arguments, None)
+        else:
+            kept.append(argument)
+    return shlex.join(("cs336sys", *kept))

@@ -1,0 +1,170 @@
+"""What saved results hold for the write-up: the cells that a problem asks for, machine by machine."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from cs336sys.errors import UsageError
+from cs336sys.report.saved import (
+    SAVED_COMMANDS,
+    Invocation,
+    Pictures,
+    Presentation,
+    invocations,
+    saved_pictures,
+    saved_tables,
+    shown_cells,
+)
+from cs336sys.report.selection import select_columns, select_tables
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import setting_of
+from cs336sys.results import Cell, Results, Run, configuration_key
+
+# How often something was measured, where its files went: no part of what was measured.
+_OF_MEASURING = (
+    *("warmup", "steps", "seed", "device", "synchronize", "rounds", "round", "interleave", "interleaved"),
+    *("snapshot", "trace", "keep", "profiler", "timeout_s", "warmup_ms", "repetition_ms", "iterations"),
+)
+
+# Settings of a training step as the handouts have it. Later versions name more; cells without them had these values.
+PLAIN: Mapping[str, Collection[Any]] = {
+    "mode": ("train",),
+    "compile": ("off",),
+    "attention": ("reference",),
+    "optimizer": ("course",),
+    "cuda_graph": ("off",),
+    "kernels": ("reference", None),
+    "state_dtype": ("fp32", None),
+    "tf32": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Cells of one invocation, which may be compared with each other."""
+
+    invocation: Invocation
+    cells: list[Cell]
+
+    @property
+    def run(self) -> Run | None:
+        return self.invocation.run
+
+    @property
+    def measured(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.status == "ok"]
+
+    @cached_property
+    def _tables(self) -> list[Table]:
+        return saved_tables(self.invocation, self.cells, Presentation(), mark=False)
+
+    def table(self, name: str, *columns: str, presentation: Presentation | None = None) -> list[Table]:
+        """The command's table of this name with these columns alone (all, without any); none where it has none."""
+        if presentation is None:
+            tables = self._tables
+        else:
+            tables = saved_tables(self.invocation, self.cells, presentation, mark=False)
+        chosen = [table for table in tables if table.name == name and table.rows]
+        if not chosen or not columns:
+            return chosen
+        known = {column.key for table in chosen for column in table.columns}
+        return select_columns(select_tables(chosen, [name]), [key for key in columns if key in known])
+
+    def pictures(self, *names: str) -> Pictures:
+        """The command's pictures of the cells, of these names alone if any is given."""
+        drawn = saved_pictures(self.invocation, self.cells)
+        return {name: draw for name, draw in drawn.items() if not names or name in names}
+
+    def of(self, **settings: Any) -> list[Cell]:
+        """The measured cells with these settings."""
+        return [
+            cell for cell in self.measured if all(setting_of(cell, name) == value for name, value in settings.items())
+        ]
+
+
+@dataclass
+class Evidence:
+    """The saved cells of one machine.
+
+    Attributes:
+        machine: its GPU or CPU, and torch's version.
+        tests: outcomes by the name of the test, of a JUnit file.
+    """
+
+    machine: str = ""
+    shown: list[tuple[Invocation, list[Cell]]] = field(default_factory=list)
+    tests: Mapping[str, str] = field(default_factory=dict)
+
+    def find(
+        self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
+    ) -> list[Found]:
+        """The command's cells with the ``required`` values of settings, the invocation that has most of them first.
+
+        What was measured in several invocations is taken from the first of them. Of a ``preferred`` setting only cells
+        with these values are taken if there are any, and else all: a machine may be too small for what a handout asks.
+        """
+        found = [
+            (invocation, chosen)
+            for invocation, cells in self.shown
+            if invocation.command == command and (chosen := [cell for cell in cells if _matches(cell, required)])
+        ]
+        for name, values in (preferred or {}).items():
+            narrowed = [
+                (invocation, chosen)
+                for invocation, cells in found
+                if (chosen := [cell for cell in cells if _matches(cell, {name: values})])
+            ]
+            found = narrowed or found
+        found.sort(key=lambda one: (len({_what(cell) for cell in one[1]}), _time(one[0])), reverse=True)
+        seen: set[str] = set()
+        groups = []
+        for invocation, cells in found:
+            new = [cell for cell in cells if _what(cell) not in seen]
+            seen |= {_what(cell) for cell in new}
+            if new:
+                groups.append(Found(invocation, new))
+        return groups
+
+
+def _matches(cell: Cell, required: Mapping[str, Collection[Any]]) -> bool:
+    return all(setting_of(cell, name) in values for name, values in required.items())
+
+
+def _what(cell: Cell) -> str:
+    return configuration_key(cell.configuration, ignore=_OF_MEASURING)
+
+
+def _time(invocation: Invocation) -> str:
+    return invocation.runs[-1].time if invocation.runs else ""
+
+
+def machine_name(run: Run | None) -> str:
+    """Whose cells may stand in one answer: those of one GPU (or CPU) with one version of torch."""
+    if run is None:
+        return "a machine not recorded"
+    device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
+    return f"{device.split(', ')[0]}, torch {run.machine.get('torch')}"
+
+
+def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[list[Evidence], list[str]]:
+    """What the files hold of each machine, and a sentence for each invocation that cannot be shown."""
+    machines: dict[str, Evidence] = {}
+    faults = []
+    for invocation in invocations(files):
+        if invocation.command not in SAVED_COMMANDS:
+            faults.append(f"cells of '{invocation.command}' are passed over: this cs336sys knows no such command")
+            continue
+        try:
+            cells = shown_cells(invocation)
+        except UsageError as error:
+            faults.append(str(error))
+            continue
+        name = machine_name(invocation.runs[-1] if invocation.runs else None)
+        machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
+    return list(machines.values()) or [Evidence(tests=tests)], faults
+
+
+def plain_table(name: str, title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """A table of the write-up's own, if it has a row."""
+    return [Table(name, title, columns, rows)] if rows else []

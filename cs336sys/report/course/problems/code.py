@@ -1,0 +1,210 @@
+"""The problems whose answer is code: where it is, whether the course's tests pass, and what measured runs say of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cs336sys.report.course.evidence import Evidence
+from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.target import Command, Handout, Target, simple
+from cs336sys.report.course.words import failures, joined, ms
+from cs336sys.results import Cell
+
+
+@dataclass(frozen=True)
+class Code:
+    """What was written for a problem.
+
+    Attributes:
+        name: of the class, as it is imported.
+        tests: of the course, beginnings of their names.
+        command, settings: whose cells were checked with this code.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    command: str = ""
+    settings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def answer(self) -> Callable[[Evidence, Handout], Answer]:
+        def written(evidence: Evidence, handout: Handout) -> Answer:
+            sentences = [f"`{self.name}`."]
+            passed = [name for name, outcome in self._of(evidence).items() if outcome == "passed"]
+            failed = [name for name, outcome in self._of(evidence).items() if outcome == "failed"]
+            if passed or failed:
+                sentences.append(
+                    f"Of the course's tests {len(passed)} pass ({joined(passed)})"
+                    + (f" and {len(failed)} fail ({joined(failed)})." if failed else ".")
+                )
+            found = evidence.find(self.command, **dict(self.settings)) if self.command else []
+            cells = [cell for group in found for cell in group.cells]
+            sentences += _check_words(cells)
+            missing = (
+                []
+                if passed or failed or not self.tests
+                else [f"the course's tests; the file of `{self.test_line}` among `--from` says"]
+            )
+            return Answer(sentences, (), {}, runs_of([group for group in found if group.measured][:1]), missing)
+
+        return written
+
+    @property
+    def test_line(self) -> str:
+        return f"python -m pytest tests -k '{' or '.join(self.tests)}' --junitxml course-tests.xml"
+
+    def _of(self, evidence: Evidence) -> dict[str, str]:
+        return {name: outcome for name, outcome in evidence.tests.items() if name.startswith(self.tests)}
+
+
+def _check_words(cells: Sequence[Cell]) -> list[str]:
+    """What comparing with a single process, or with float64, has found before anything was timed."""
+    differences = [
+        (cell.derived["relative_difference_percent"], cell.derived["largest_difference"], cell.configuration["size"])
+        for cell in cells
+        if cell.status == "ok" and cell.derived.get("relative_difference_percent") is not None
+    ]
+    sentences = []
+    if differences:
+        relative, largest, size = max(differences)
+        sentences.append(
+            f"Its weights were compared with those of training in one process {len(differences)} times: after 5 steps "
+            f"they differ by {largest:.1e} at most where they differ most ({size}, {relative:.2g} % of the way that the "
+            "parameter went)."
+        )
+    errors = [
+        value
+        for cell in cells
+        if cell.status == "ok"
+        for name, value in cell.derived.items()
+        if name.endswith("_error") and isinstance(value, float)
+    ]
+    if errors:
+        sentences.append(
+            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative error of "
+            f"output and gradients is {max(errors):.1e}."
+        )
+    return sentences + failures(
+        [cell for cell in cells if cell.status == "wrong"], lambda cell: cell.configuration["size"]
+    )
+
+
+def _flash(implementation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return (("implementation", (implementation,)),)
+
+
+_ATTENTION = "cs336sys.kernels.attention"
+_TILED = Code(f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", _flash("tiled"))
+_TRITON = Code(f"{_ATTENTION}.FlashAttentionTriton", ("test_flash_forward_pass_triton",), "flash", _flash("triton"))
+_COMPILED = Code(
+    f"{_ATTENTION}.tiled.FlashAttentionCompiledBackward", ("test_flash_backward",), "flash", _flash("triton")
+)
+
+
+def _small(target: Target, implementation: str) -> list[Command]:
+    shape = ("--batch-size", "1", "--heads", "1", "--context", "128", "--head-dim", "16")
+    if target.is_small:
+        return [simple(target, "flash", "--implementations", "auto,tiled,eager", *shape, "--dtype", "fp32", seconds=10)]
+    return [simple(target, "flash", "--implementations", f"{implementation},eager", *shape, seconds=20)]
+
+
+FLASH_FORWARD = Problem(
+    "flash_forward",
+    "FlashAttention-2 forward pass",
+    (
+        Part("a", _TILED.answer, lambda target: _small(target, "tiled")),
+        Part("b", _TRITON.answer, lambda target: _small(target, "triton")),
+        Part("c", _TRITON.answer, lambda target: _small(target, "triton")),
+    ),
+)
+FLASH_BACKWARD = Problem(
+    "flash_backward",
+    "FlashAttention-2 backward pass",
+    (Part("", _COMPILED.answer, lambda target: _small(target, "triton")),),
+)
+
+
+def _trained(name: str, title: str, code: Code) -> Problem:
+    return Problem(name, title, (Part("", code.answer),))
+
+
+def _strategy(strategy: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return (("strategy", (strategy,)),)
+
+
+_DDP = "cs336sys.parallel.ddp"
+NAIVE_DDP = _trained("naive_ddp", "Naive DDP", Code(f"{_DDP}.NaiveDDP", (), "ddp", _strategy("naive")))
+DDP_OVERLAP = _trained(
+    "ddp_overlap_individual_parameters",
+    "DDP that overlaps individual parameters",
+    Code(
+        f"{_DDP}.OverlappedDDP",
+        ("test_DistributedDataParallelIndividualParameters", "test_DistributedDataParallel["),
+        "ddp",
+        _strategy("overlap"),
+    ),
+)
+DDP_BUCKETED = _trained(
+    "ddp_overlap_bucketed",
+    "DDP that overlaps buckets",
+    Code(
+        f"{_DDP}.BucketedDDP",
+        ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed"),
+        "ddp",
+        _strategy("bucketed"),
+    ),
+)
+OPTIMIZER_STATE_SHARDING = _trained(
+    "optimizer_state_sharding",
+    "Optimizer state sharding",
+    Code(
+        "cs336sys.parallel.sharded_optimizer.ShardedOptimizer",
+        ("test_sharded_optimizer",),
+        "shard",
+        _strategy("optimizer"),
+    ),
+)
+FSDP = _trained(
+    "fsdp",
+    "Fully sharded data parallel",
+    Code("cs336sys.parallel.fsdp.FSDP", ("test_fsdp",), "shard", _strategy("fsdp")),
+)
+
+
+def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
+    """The leaderboard of 2026: a step of 8b."""
+    found = evidence.find("shard", size=("8b",))
+    cells = [cell for group in found for cell in group.cells]
+    if not cells:
+        return None
+    measured = sorted((cell for cell in cells if cell.status == "ok"), key=lambda cell: cell.samples["step"].median)
+    sentences = []
+    if measured:
+        best = measured[0]
+        names = best.configuration
+        sentences.append(
+            f"A whole step of the 8B model takes {ms(best.samples['step'].median)} at best, on {names['world_size']} ranks "
+            f"with {names['strategy']}, {names['attention']} attention, compile {names['compile']}."
+        )
+        baseline = 10_000 / best.samples["step"].median
+        sentences.append(f"That is {baseline:.2f} times the speed of the naive baseline of 10 s.")
+    sentences += failures(cells, lambda cell: f"8b with {cell.configuration['strategy']}")
+    tables = [
+        table
+        for group in found
+        for table in group.table("shard", "strategy", "compile", "step_ms", "peak_gib", "status")
+    ]
+    return Answer(sentences, tables, {}, runs_of(found))
+
+
+def training_step_commands(target: Target) -> list[Command]:
+    if target.is_small:
+        return []
+    options = ("--strategy", "fsdp", "--attention", "flash", "--compile", "block", "--checkpoint", "block")
+    return [
+        simple(target, "shard", "--size", "8b", *options, "--optimizer", "fused", "--steps", "3", seconds=240, gpus=2)
+    ]
+
+
+LEADERBOARD_2026 = Problem(
+    "leaderboard", "Leaderboard: fastest training step", (Part("", training_step, training_step_commands),)
+)

@@ -1,0 +1,424 @@
+"""``memory_profiling`` and ``gradient_checkpointing``: where memory goes, and what checkpoints save of it."""
+
+from cs336sys.accounting.activations import block_activations
+from cs336sys.accounting.answers.checkpointing import checkpointing_answers
+from cs336sys.accounting.answers.model import tensor_answers
+from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
+from cs336sys.report.account.answers import answers_table
+from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
+from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
+from cs336sys.report.course.words import ALIKE, derived_sentence, failures, gib, joined, percent, times
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.tables import Column
+from cs336sys.results import Cell
+from cs336sys.sizes import SIZES, choose_size
+from cs336sys.workload import MemoryWorkload
+
+# The model that both handouts ask about.
+_SIZE = "2.7b"
+
+_WITHOUT_MODE = {name: values for name, values in PLAIN.items() if name != "mode"}
+
+
+def _recorded(evidence: Evidence, handout: Handout, **settings) -> list[Found]:
+    wanted = {"size": (_SIZE,), "context": (128, 256, 512, 2048)}
+    return evidence.find("memprof", wanted, **_WITHOUT_MODE, **{"checkpointing": ("none",), **settings})
+
+
+def _groups(found: list[Found]) -> list[Cell]:
+    return [cell for group in found for cell in group.cells]
+
+
+def _context(cell: Cell) -> int:
+    return cell.configuration["context"]
+
+
+def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = _recorded(evidence, handout, precision=("fp32",))
+    chosen: list[Found] = []
+    sentences = []
+    for mode, called in (("forward", "inference"), ("train", "a training step")):
+        of_mode = [
+            Found(group.invocation, [cell])
+            for group in found
+            for cell in group.measured
+            if cell.configuration["mode"] == mode
+        ]
+        if not of_mode:
+            continue
+        wanted = [one for one in of_mode if _context(one.cells[0]) in handout.memory_contexts[:1]]
+        one = (wanted or sorted(of_mode, key=lambda one: _context(one.cells[0])))[-1 if not wanted else 0]
+        chosen.append(one)
+        sentences += _timeline_words(one.cells[0], called)
+    if not chosen:
+        return None
+    pictures = {name: draw for group in chosen for name, draw in group.pictures().items()}
+    tables = [
+        table
+        for group in chosen
+        for table in group.table(
+            "phases",
+            *("context", "mode", "phase", "allocated_gib", "parameters_gib", "gradients_gib", "optimizer_state_gib"),
+            *("activations_gib", "temporary_gib", "other_gib"),
+        )
+    ]
+    modes = {group.cells[0].configuration["mode"] for group in chosen}
+    missing = [f"a timeline of {mode}" for mode in ("forward", "train") if mode not in modes]
+    return Answer(sentences, tables, pictures, runs_of(chosen), missing)
+
+
+def _timeline_words(cell: Cell, called: str) -> list[str]:
+    phases = cell.derived["phases"]
+    parts = [f"{gib(phase['allocated'] / GIB)} in {phase['phase']}" for phase in phases]
+    sentence = f"In {called} at context {_context(cell)} the most held is {joined(parts)}"
+    top = max(phases, key=lambda phase: phase["allocated"])
+    kinds = {
+        name: top[name] for name in ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+    }
+    largest = sorted(kinds.items(), key=lambda kind: -kind[1])[:2]
+    sentences = [
+        f"{sentence}; at the peak, in {top['phase']}, the largest parts are "
+        + joined(f"{name} ({gib(size / GIB)})" for name, size in largest if size)
+        + "."
+    ]
+    forward = next((phase for phase in phases if phase["phase"] == "forward"), None)
+    if cell.configuration["mode"] != "forward" and forward is not None:
+        if forward["activations"] > ALIKE * forward["allocated"]:
+            sentences.append(
+                "The stages show: memory climbs block by block through the forward pass as "
+                f"{gib(forward['activations'] / GIB)} of activations are saved, and in the backward pass it falls as these are freed, while gradients come."
+            )
+        else:
+            sentences.append(
+                f"The stages hardly show: the forward pass saves only {gib(forward['activations'] / GIB)} of "
+                "activations beside what is there already."
+            )
+    elif forward is not None:
+        above = forward["allocated"] - forward["parameters"]
+        sentences.append(
+            f"Nothing is kept for a backward pass: above the {gib(forward['parameters'] / GIB)} of parameters there are "
+            f"only {gib(above / GIB)}, small peaks of equal height, one for each block."
+        )
+    return sentences
+
+
+def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = _recorded(evidence, handout, precision=("fp32",), mode=("forward", "train"))
+    cells = _groups(found)
+    if not cells:
+        return None
+    rows = _peak_rows(cells, "mode")
+    sentences = []
+    for mode, called in (("forward", "a forward pass"), ("train", "a training step")):
+        of_mode = sorted((c for c in cells if c.configuration["mode"] == mode and c.status == "ok"), key=_context)
+        if not of_mode:
+            continue
+        listed = [f"{gib(cell.derived['peak_gib'])} at context {_context(cell)}" for cell in of_mode]
+        sentences.append(f"{called.capitalize()} needs {joined(listed)}.")
+        first, last = of_mode[0], of_mode[-1]
+        if first is not last:
+            grown = last.derived["peak_gib"] / first.derived["peak_gib"]
+            hardly = "hardly depends on the context" if grown < 1 + 2 * ALIKE else f"grows {times(grown)}"
+            sentences.append(
+                f"Its peak {hardly} from {_context(first)} to {_context(last)} (the context grows "
+                f"{times(_context(last) / _context(first))})."
+            )
+    sentences += failures(cells, _called)
+    columns = (
+        Column("size", "size"),
+        Column("context", "context"),
+        Column("forward_gib", "forward", "gib"),
+        Column("train_gib", "training step", "gib"),
+    )
+    return Answer(
+        sentences,
+        plain_table("peaks", "peak memory by context, fp32", columns, rows),
+        {},
+        runs_of(found),
+        _missing_contexts(cells, handout),
+    )
+
+
+def _called(cell: Cell) -> str:
+    names = cell.configuration
+    return f"{names['size']} {names['mode']} at context {names['context']} in {names['precision']}"
+
+
+def _missing_contexts(cells: list[Cell], handout: Handout) -> list[str]:
+    there = {(_context(cell), cell.configuration["mode"]) for cell in cells}
+    return [
+        f"{mode} at context {context}"
+        for context in sorted(handout.memory_contexts)
+        for mode in ("forward", "train")
+        if (context, mode) not in there
+    ]
+
+
+def _peak_rows(cells: list[Cell], across: str) -> list[dict]:
+    """Peaks in a column for each value of a setting; what did not fit stands as its predicted need."""
+    rows: dict[tuple, dict] = {}
+    for cell in sorted(cells, key=_context):
+        names = cell.configuration
+        key = (names["size"], names["context"], "" if across == "mode" else names["mode"])
+        row = rows.setdefault(key, {"size": key[0], "context": key[1], "mode": key[2]})
+        value = cell.derived.get("peak_gib")
+        row[f"{names[across]}_gib"] = value if cell.status == "ok" else cell.status
+    return list(rows.values())
+
+
+def mixed_precision(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = _recorded(evidence, handout, precision=("fp32", "bf16"), mode=("forward", "train"))
+    rows = [row for row in _peak_rows(_groups(found), "precision") if {"fp32_gib", "bf16_gib"} <= row.keys()]
+    measured = [row for row in rows if not isinstance(row["fp32_gib"], str) and not isinstance(row["bf16_gib"], str)]
+    if not measured:
+        return None
+    sentences = []
+    for mode, called in (("forward", "inference"), ("train", "a training step")):
+        of_mode = [row for row in measured if row["mode"] == mode]
+        if not of_mode:
+            continue
+        listed = [
+            f"{gib(row['fp32_gib'])} in fp32 and {gib(row['bf16_gib'])} in bf16 (context {row['context']})"
+            for row in of_mode
+        ]
+        ratios = [row["bf16_gib"] / row["fp32_gib"] for row in of_mode]
+        verdict = (
+            "no significant difference"
+            if all(abs(ratio - 1) <= 2 * ALIKE for ratio in ratios)
+            else "more, not less"
+            if min(ratios) > 1
+            else "less"
+            if max(ratios) < 1
+            else "more in some and less in others"
+        )
+        listed_ratios = joined(times(ratio) for ratio in ratios)
+        sentences.append(f"For {called} the peak is {joined(listed)}: {verdict} ({listed_ratios}).")
+    if any(row["bf16_gib"] > row["fp32_gib"] for row in measured):
+        sentences.append(
+            "Autocast keeps parameters, gradients and optimizer state in fp32 and adds bf16 copies of the weights; only "
+            "activations shrink, so it saves memory where these are most of it."
+        )
+    else:
+        sentences.append(
+            "Autocast keeps parameters, gradients and optimizer state in fp32: what shrinks are the activations."
+        )
+    columns = (
+        Column("size", "size"),
+        Column("context", "context"),
+        Column("mode", "mode"),
+        Column("fp32_gib", "fp32", "gib"),
+        Column("bf16_gib", "bf16", "gib"),
+    )
+    return Answer(sentences, plain_table("peaks", "peak memory by precision", columns, rows), {}, runs_of(found))
+
+
+def residual_stream(evidence: Evidence, handout: Handout) -> Answer:
+    return Answer([derived_sentence(tensor_answers(SIZES[_SIZE], "fp32")[0])])
+
+
+def largest_allocations(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = [
+        Found(group.invocation, group.measured)
+        for group in _recorded(evidence, handout, precision=("fp32",), mode=("forward",))
+        if group.measured
+    ]
+    if not found:
+        return None
+    sentences = []
+    for cell in sorted((cell for group in found for cell in group.cells), key=_context):
+        top = cell.derived["largest"][0]
+        where = f" in `{top['module']}`" if top.get("module") else ""
+        sentences.append(
+            f"At context {_context(cell)} the largest allocations of the forward pass have "
+            f"{format_quantity(top['size'], 'bytes')}: {top['count']} of them, made by `{top['operation']}`{where}"
+            + (f", {top['code']}." if top.get("code") else ".")
+        )
+    keys = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
+    tables = [table for group in found for table in group.table("allocations", *keys)]
+    return Answer(sentences, tables, {}, runs_of(found))
+
+
+def block(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = [
+        Found(group.invocation, kept)
+        for group in _recorded(evidence, handout, precision=("fp32",), mode=("train",))
+        if (kept := [cell for cell in group.measured if cell.derived.get("saved_tensors")])
+    ]
+    if not found:
+        return None
+    sentences = []
+    for cell in sorted((cell for group in found for cell in group.cells), key=_context):
+        tensors = cell.derived["saved_tensors"]
+        total = sum(tensor["size"] for tensor in tensors)
+        predicted = block_activations(
+            MemoryWorkload.from_configuration(cell.configuration).training.size, "fp32", "reference"
+        )
+        five = tensors[:5]
+        listed = [f"{tensor.get('operation') or 'an input'} {percent(100 * tensor['size'] / total)}" for tensor in five]
+        sentences.append(
+            f"At context {_context(cell)} one block saves {format_quantity(total, 'bytes')} for the backward pass "
+            f"({times(total / predicted.total)} the formula's), of which the five largest tensors, {joined(listed)}, are "
+            f"{percent(100 * sum(tensor['size'] for tensor in five) / total)}."
+        )
+        sentences += _gradient_words(cell)
+    tables = []
+    for group in found:
+        tables += group.table(
+            "block",
+            *("context", "saved_bytes", "saved_predicted_bytes", "forward_growth_bytes", "backward_change_bytes"),
+            *("gradients_by_difference_bytes", "gradients_bytes", "gradients_expected_bytes"),
+        )
+        last = Found(group.invocation, sorted(group.cells, key=_context)[-1:])
+        tables += last.table(
+            "saved_tensors", "context", "tensor", "shape", "size_bytes", "share_percent", "operation", "code"
+        )
+    return Answer(sentences, tables, {}, runs_of(found))
+
+
+def _gradient_words(cell: Cell) -> list[str]:
+    changes = cell.derived.get("block")
+    if not changes or changes.get("backward_change") is None:
+        return []
+    produced = changes["backward_change"] + changes["forward_growth"]
+    size = MemoryWorkload.from_configuration(cell.configuration).training.size
+    expected = 4 * (4 * size.d_model**2 + 3 * size.d_model * size.d_ff + 2 * size.d_model)
+    agrees = abs(produced / expected - 1) <= ALIKE
+    return [
+        f"Its backward pass changes what is held by {format_quantity(changes['backward_change'], 'bytes')} where the "
+        f"forward pass added {format_quantity(changes['forward_growth'], 'bytes')}, so it produces "
+        f"{format_quantity(produced, 'bytes')} of gradients; 4 bytes for each of its parameters are "
+        f"{format_quantity(expected, 'bytes')}: {'as expected' if agrees else 'not as expected'}."
+    ]
+
+
+def memory_commands(target: Target) -> list[Command]:
+    options = {"mode": ("forward", "train"), "precision": ("fp32", "bf16")}
+    contexts = target.contexts(sorted(target.handout.memory_contexts))
+    return [
+        Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-trace", "--steps", "1"), steps=4).on(target)
+    ]
+
+
+_PARTS = (
+    Part("a", timelines, memory_commands),
+    Part("b", peaks, memory_commands),
+    Part("c", mixed_precision, memory_commands),
+    Part("d", residual_stream, lambda target: arithmetic("account", "activations", "--size", _SIZE)),
+    Part("e", largest_allocations, memory_commands),
+)
+MEMORY_PROFILING_2025 = Problem("memory_profiling", "Memory profiling", _PARTS)
+MEMORY_PROFILING_2026 = Problem("memory_profiling", "Memory profiling", (*_PARTS, Part("f", block, memory_commands)))
+
+
+_SKETCH = (
+    "def run(x, blocks): if one block is left, return blocks[0](x); otherwise split blocks into halves a and b, and "
+    "return checkpoint(run, checkpoint(run, x, a), b)"
+)
+
+
+def nested(evidence: Evidence, handout: Handout) -> Answer:
+    answers = checkpointing_answers(choose_size(_SIZE, context=2048), "fp32", "reference")
+    asked = [answer for answer in answers if answer.question.endswith("(a)")]
+    plain = next(answer for answer in answers if answer.quantity == "held without checkpoints")
+    sentences = [
+        f"Halves inside halves: `{_SKETCH}`.",
+        "At any time one block's residuals are alive, and one input for each level of halves that waits.",
+        *map(derived_sentence, asked),
+        f"Without checkpoints it is {format_quantity(plain.value / GIB, 'gib')}, "
+        f"{times(plain.value / asked[0].value)} as much.",
+    ]
+    found = _checkpointed(evidence)
+    measured = {cell.configuration["checkpointing"]: cell for group in found for cell in group.measured}
+    if "nested" in measured:
+        cell = measured["nested"]
+        sentences.append(
+            f"Measured (context {_context(cell)}, {cell.configuration['precision']}): nested halves peak at "
+            f"{gib(cell.derived['peak_gib'])}"
+            + (
+                f", one checkpoint a block at {gib(measured['block'].derived['peak_gib'])}, and the step takes "
+                f"{times(cell.samples['step'].median / measured['block'].samples['step'].median)} as long."
+                if "block" in measured
+                else "."
+            )
+        )
+    return Answer(sentences, [answers_table("rules", "what strategies hold", answers)], {}, runs_of(found))
+
+
+def _checkpointed(evidence: Evidence) -> list[Found]:
+    plain = {name: values for name, values in PLAIN.items() if name != "mode"}
+    found = evidence.find("memprof", {"size": (_SIZE,), "context": (2048,)}, mode=("train",), **plain)
+    return [group for group in found if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
+
+
+def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = _checkpointed(evidence)
+    if not found:
+        return None
+    cells = found[0].cells
+    size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
+    precision = cells[0].configuration["precision"]
+    rule = best_group_size(size, precision, "train", "reference")
+    sentences = [
+        f"Groups of K blocks hold about N s / K + K b bytes, with N = {size.num_layers} blocks, an input of "
+        f"s = {format_quantity(rule.block_input, 'bytes')} and b = {format_quantity(rule.block_activations, 'bytes')} "
+        f"saved by a block: least at K = sqrt(N s / b) = {rule.rule:.2g}, so groups of {rule.best} "
+        f"block{'s' * (rule.best != 1)} should need the least."
+    ]
+    measured = [cell for cell in cells if cell.status == "ok"]
+    grouped = {group: cell for cell in measured if (group := _group(cell)) is not None}
+    if grouped:
+        listed = [
+            f"{gib(cell.derived['peak_gib'])} ({cell.configuration['checkpointing']})"
+            for _, cell in sorted(grouped.items(), key=lambda one: one[0])
+        ]
+        best = min(grouped, key=lambda group: grouped[group].derived["peak_gib"])
+        right = "as expected" if best == rule.best else f"and not {rule.best} as expected"
+        sentences.append(f"Measured at context {size.context} in {precision}: {joined(listed)}.")
+        sentences.append(f"The least is that of groups of {best}, {right}.")
+        for other in (best - 1, best + 1):
+            if other in grouped:
+                more = grouped[other].derived["peak_gib"] - grouped[best].derived["peak_gib"]
+                larger = "larger" if other > best else "smaller"
+                sentences.append(f"The next {larger} group, {other}, needs {gib(more)} more.")
+        if best == 1:
+            sentences.append(
+                "A checkpoint for every block is the smallest group of whole blocks: the next smaller one would cut a "
+                "block."
+            )
+    sentences += failures(cells, lambda cell: cell.configuration["checkpointing"])
+    none = predicted_peak(size, precision, "train", "reference").total_gib
+    sentences.append(f"Without checkpoints the step is predicted to need {gib(none)}.")
+    keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
+    return Answer(sentences, found[0].table("checkpointing", *keys, "step_ratio", "status"), {}, runs_of(found[:1]))
+
+
+def _group(cell: Cell) -> int | None:
+    """How many blocks a checkpoint covers; None without checkpoints, and with nested ones."""
+    strategy = cell.configuration["checkpointing"]
+    if strategy == "block":
+        return 1
+    return int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None
+
+
+def checkpointing_commands(target: Target) -> list[Command]:
+    strategies = ("none", "block", "every=2", "every=3", "nested")
+    sweep = Sweep(
+        "memprof",
+        target.sizes((_SIZE,)),
+        target.contexts((2048,)),
+        {"precision": ("fp32",), "checkpoint": strategies},
+        ("--no-trace", "--steps", "1"),
+        steps=5,
+    )
+    return [sweep.on(target)]
+
+
+GRADIENT_CHECKPOINTING = Problem(
+    "gradient_checkpointing",
+    "Memory-optimal gradient checkpointing",
+    (
+        Part("a", nested, lambda target: arithmetic("account", "checkpointing", "--size", _SIZE, "--context", "2048")),
+        Part("b", one_recomputation, checkpointing_commands),
+    ),
+)

@@ -1,0 +1,318 @@
+"""``optimizer_state_sharding_accounting`` and ``fsdp_accounting``: what ranks hold and how long their steps take."""
+
+from cs336sys.accounting.answers.memory import state_answers
+from cs336sys.accounting.sharding.ideal import sent_bytes
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.report.account.answers import answers_table
+from cs336sys.report.course.evidence import Evidence, Found, plain_table
+from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problems.ddp import exposed_words, rows_of, setup_words
+from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic, state_gib
+from cs336sys.report.course.words import derived_sentence, faster, gib, joined, ms, percent, spread, times
+from cs336sys.report.noise import Interval
+from cs336sys.report.parallel.shard import COMPONENTS, memory_of
+from cs336sys.report.tables import Column
+from cs336sys.results import Cell, Run
+from cs336sys.sizes import SIZES
+
+_KEYS = (
+    *("size", "precision", "compile", "strategy", "prefetch", "step_ms", "speedup", "exposed_ms", "calls"),
+    *("sent_bytes", "peak_gib", "status"),
+)
+_STRATEGIES = ("none", "optimizer", "optimizer-flat")
+
+
+def _found(evidence: Evidence, handout: Handout, *strategies: str) -> list[Found]:
+    wanted = {
+        "size": (handout.xl,),
+        "world_size": (2,),
+        "compile": ("off",),
+        "cuda_graph": ("off",),
+        "context": (512,),
+        "batch_size": (4,),
+        "checkpointing": ("none",),
+    }
+    return evidence.find("shard", wanted, strategy=strategies)
+
+
+def _by_strategy(group: Found) -> dict[str, Cell]:
+    return {cell.configuration["strategy"]: cell for cell in group.measured}
+
+
+def memory(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = [group for group in _found(evidence, handout, *_STRATEGIES) if len(_by_strategy(group)) > 1]
+    if not found:
+        return None
+    group = found[0]
+    cells = _by_strategy(group)
+    sentences = [f"Setup: {setup_words(group, handout)}."]
+    rows = []
+    for name, cell in cells.items():
+        held = {memory.moment: memory for memory in memory_of(cell)["measured"]}
+        if not held:
+            continue
+        listed = [f"{gib(held[moment].total_gib)} {_moment_words(moment)}" for moment in _asked(held)]
+        sentences.append(f"{_called(name)}: {joined(listed)}.")
+        for moment in _asked(held):
+            parts = {f"{part}_gib": getattr(held[moment], part) / GIB for part in COMPONENTS}
+            rows.append(
+                {"strategy": name, "moment": _moment_words(moment), "total_gib": held[moment].total_gib} | parts
+            )
+        at = next((held[moment] for moment in reversed(_asked(held)) if held[moment].optimizer_state), None)
+        if at is not None:
+            sentences.append(
+                f"Of the {gib(at.total_gib)} {_moment_words(at.moment)}, "
+                + joined(
+                    f"{gib(size / GIB)} are {words}"
+                    for part, words in COMPONENTS.items()
+                    if (size := getattr(at, part))
+                )
+                + "."
+            )
+    sentences += _saved_words(cells, handout)
+    columns = (
+        Column("strategy", "strategy"),
+        Column("moment", "moment"),
+        *(Column(f"{part}_gib", words, "gib") for part, words in COMPONENTS.items()),
+        Column("total_gib", "total", "gib"),
+    )
+    tables = plain_table("memory", "memory of the rank that holds most", columns, rows)
+    picture = Found(group.invocation, list(cells.values()))
+    first = any(moment.startswith("first") or "first" in moment for moment in MOMENTS)
+    missing = (
+        [] if first else ["the moments of the first step; those here are of the second, when AdamW's state is there"]
+    )
+    return Answer(sentences, tables, picture.pictures("memory"), runs_of([group]), missing)
+
+
+def _asked(held: dict[str, RankMemory]) -> list[str]:
+    """The moments that the handout asks for, of the first step where it was recorded."""
+    first = [moment for moment in held if "first step" in moment]
+    if first:
+        return [moment for moment in held if moment == "initialized" or moment in first]
+    return [moment for moment in held if moment != "peak"] + [moment for moment in held if moment == "peak"]
+
+
+def _moment_words(moment: str) -> str:
+    return {
+        "initialized": "after initialization",
+        "before the optimizer": "directly before the optimizer step",
+        "after the optimizer": "directly after it",
+        "peak": "at the peak",
+    }.get(moment, moment)
+
+
+def _called(strategy: str) -> str:
+    return {
+        "none": "Without sharding",
+        "optimizer": "With the optimizer state sharded by whole parameters",
+        "optimizer-flat": "With it sharded by slices of all parameters",
+    }[strategy]
+
+
+def _saved_words(cells: dict[str, Cell], handout: Handout) -> list[str]:
+    sentences = []
+    if "none" not in cells:
+        return []
+    plain = cells["none"]
+    expected = 8 * plain.derived["parameters"] * (1 - 1 / plain.configuration["world_size"]) / GIB
+    for name in ("optimizer", "optimizer-flat"):
+        if name in cells:
+            saved = plain.derived["peak_gib"] - cells[name].derived["peak_gib"]
+            of_state = _state(plain) - _state(cells[name])
+            verdict = "as expected" if abs(of_state / expected - 1) <= 0.05 else "not as expected"
+            sentences.append(
+                f"{name} saves {gib(saved)} of the peak and {gib(of_state)} of optimizer state; the half of AdamW's 8 "
+                f"bytes a parameter is {gib(expected)}: {verdict}."
+            )
+    return sentences
+
+
+def _state(cell: Cell) -> float:
+    return max((held.optimizer_state for held in memory_of(cell)["measured"]), default=0) / GIB
+
+
+def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = [
+        group
+        for group in _found(evidence, handout, *_STRATEGIES)
+        if {"none", "optimizer"} <= _by_strategy(group).keys()
+    ]
+    if not found:
+        return None
+    sentences, tables = [], []
+    for group in _by_precision(found):
+        cells = _by_strategy(group)
+        plain = cells["none"].samples["step"]
+        precision = group.cells[0].configuration["precision"]
+        for name in ("optimizer", "optimizer-flat"):
+            if name in cells:
+                step = cells[name].samples["step"]
+                parts = [
+                    f"{part} {ms(cells['none'].samples[part].median)} to {ms(cells[name].samples[part].median)}"
+                    for part in ("backward", "synchronize", "optimizer")
+                    if part in step_parts(cells["none"], cells[name])
+                ]
+                sentences.append(
+                    f"In {precision} a step takes {ms(plain.mean)} ± {ms(plain.std)} without sharding and {ms(step.mean)} ± "
+                    f"{ms(step.std)} with {name}: {faster(plain, step)}" + (f" ({joined(parts)})." if parts else ".")
+                )
+        tables += group.table("shard", *_KEYS)
+    there = {group.cells[0].configuration["precision"] for group in _by_precision(found)}
+    missing = [f"the same in {precision}" for precision in ("fp32", "bf16") if precision not in there]
+    return Answer(sentences, tables, {}, runs_of(found), missing)
+
+
+def step_parts(*cells: Cell) -> set[str]:
+    """Phases that all of the cells were timed in."""
+    return set.intersection(*(set(cell.samples) for cell in cells))
+
+
+def _by_precision(found: list[Found]) -> list[Found]:
+    groups = []
+    for group in found:
+        for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
+            chosen = [cell for cell in group.cells if cell.configuration["precision"] == precision]
+            groups.append(Found(group.invocation, chosen))
+    return [group for group in groups if "none" in _by_strategy(group)]
+
+
+def against_zero(evidence: Evidence, handout: Handout) -> Answer:
+    parameters = 4
+    shares = {name: sent_bytes(name, parameters, 2) for name in ("none", "optimizer", "optimizer-flat")}
+    ours, flat, none = (float(shares[name]) for name in ("optimizer", "optimizer-flat", "none"))
+    answers = [
+        answer
+        for strategy in ("optimizer", "optimizer-flat")
+        for answer in state_answers(SIZES[handout.xl], 2, strategy)
+        if answer.question.endswith("(c)")
+    ]
+    return Answer(
+        [
+            "ZeRO stage 1 cuts the optimizer state into equal slices whatever the parameters are, reduce-scatters the "
+            "gradients, so that a rank gets the average of its slice alone, and all-gathers the updated parameters.",
+            "The handout's way gives each rank whole parameters, which fill ranks only as evenly as they can be dealt out, "
+            "all-reduces every gradient to every rank, and broadcasts each updated parameter from its owner: the same "
+            f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, where ZeRO "
+            f"stage 1 sends {times(flat / none)}.",
+            *map(derived_sentence, answers),
+            "`optimizer-flat` here is ZeRO's scheme; it also drops the gradients of other ranks' slices, as stage 2.",
+        ]
+    )
+
+
+def shard_commands(target: Target) -> list[Command]:
+    options = {"precision": ("fp32", "bf16")}
+    return [_shard(target, "none,optimizer,optimizer-flat", options, 6)]
+
+
+def _shard(target: Target, strategies: str, options: dict, cells: int, *flags: str) -> Command:
+    sizes = target.sizes((target.handout.xl,))
+    warm = ("--warmup", "1", "--steps", "3") if target.is_small else ("--warmup", "3", "--steps", "8")
+    flags = ("--strategy", strategies, "--world-size", "2", *warm, *flags)
+    planned = Sweep("shard", sizes, options=options, flags=flags, steps=20 * cells, ranks=2).on(target)
+    need = max(planned.memory_gib or 0.0, state_gib(sizes[0]))
+    return Command(planned.arguments, planned.seconds + 15 * cells, need, 2)
+
+
+def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
+    answers = state_answers(SIZES[handout.xl], 2, "fsdp")
+    saved = [answer for answer in answers if "less than" in answer.quantity]
+    sentences = [derived_sentence(answer) for answer in saved]
+    found = _found(evidence, handout, "none", "optimizer", "fsdp")
+    group = next((one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()), None)
+    runs: tuple[Run, ...] = ()
+    if group is not None:
+        cells = _by_strategy(group)
+        peak = {name: cell.derived["peak_gib"] for name, cell in cells.items()}
+        runs = tuple(runs_of([group]))
+        sentences.append(
+            "Measured at the peak: "
+            + joined(f"{gib(value)} ({name})" for name, value in peak.items())
+            + f"; FSDP saves "
+            f"{gib(peak['none'] - peak['fsdp'])}"
+            + (
+                f", and {gib(peak['optimizer'] - peak['fsdp'])} beside optimizer-state sharding"
+                if "optimizer" in peak
+                else ""
+            )
+            + "."
+        )
+    return Answer(sentences, [answers_table("state", "training state of a rank, FSDP on 2 ranks", answers)], {}, runs)
+
+
+def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = _found(evidence, handout, "fsdp")
+    groups = [
+        Found(group.invocation, kept)
+        for group in found
+        if (kept := [cell for cell in group.measured if cell.derived.get("gathers")])
+    ]
+    if not groups:
+        return None
+    sentences, tables = [f"Setup: {setup_words(groups[0], handout)}."], []
+    for group in groups:
+        for cell in sorted(group.cells, key=lambda cell: cell.configuration["prefetch"]):
+            sentences += _late_words(cell)
+        tables += group.table("gathers")
+        tables += group.table("shard", *_KEYS, "bare_ms")
+    for group in groups:
+        for row in rows_of(group, "shard"):
+            if isinstance(row.get("exposed_ms"), Interval):
+                sentences.append(
+                    f"Prefetching {row['prefetch']}, communication costs the step "
+                    f"{exposed_words(row['exposed_ms']).rstrip(',')}."
+                )
+    pictures = {name: draw for group in groups for name, draw in group.pictures().items()}
+    prefetched = {cell.configuration["prefetch"] for group in groups for cell in group.cells}
+    missing = [f"prefetch {count}" for count in (0, 1, 2) if count not in prefetched]
+    return Answer(sentences, tables, pictures, runs_of(groups), missing)
+
+
+def _late_words(cell: Cell) -> list[str]:
+    forward = [gather["late_ms"] for gather in cell.derived["gathers"] if not gather["is_backward"]]
+    if not forward:
+        return []
+    late = [value for value in forward if value > 0]
+    prefetch = cell.configuration["prefetch"]
+    sentence = (
+        f"Gathering {prefetch} block{'s' * (prefetch != 1)} ahead, {len(forward) - len(late)} of {len(forward)} all-gathers "
+        "of the forward pass finish before their weights are needed"
+    )
+    if not late:
+        return [sentence + f", by {spread([-value for value in forward], ms)}: the communication finishes in time."]
+    share = sum(late) / cell.samples["forward"].median
+    return [
+        f"{sentence}; the others come {spread(late, ms)} late, {ms(sum(late))} together, {percent(100 * share)} of the "
+        "forward pass: it does not always finish in time."
+    ]
+
+
+def fsdp_commands(target: Target) -> list[Command]:
+    options = {"precision": ("bf16",), "prefetch": ("0", "1", "2")}
+    return [_shard(target, "none,fsdp", options, 4)]
+
+
+OPTIMIZER_STATE_SHARDING_ACCOUNTING = Problem(
+    "optimizer_state_sharding_accounting",
+    "Optimizer state sharding: accounting",
+    (
+        Part("a", memory, shard_commands),
+        Part("b", speeds, shard_commands),
+        Part("c", against_zero, lambda target: arithmetic("account", "memory", "--size", target.handout.xl)),
+    ),
+)
+FSDP_ACCOUNTING = Problem(
+    "fsdp_accounting",
+    "FSDP accounting",
+    (
+        Part(
+            "a",
+            fsdp_memory,
+            lambda target: arithmetic(
+                "account", "memory", "--size", target.handout.xl, "--strategy", "none,optimizer,fsdp"
+            ),
+        ),
+        Part("b", fsdp_gathers, fsdp_commands),
+    ),
+)

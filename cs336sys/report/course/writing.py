@@ -1,0 +1,325 @@
+"""The write-up as Markdown, LaTeX, Typst and HTML."""
+
+import base64
+import html
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from cs336sys.report.course.document import Block, Document, Picture, Section
+from cs336sys.report.course.page import STYLE
+from cs336sys.report.course.pictures import drawn
+from cs336sys.report.course.problem import Problem
+from cs336sys.report.outputs import write_file, writing_stdout
+from cs336sys.report.tables import STDOUT, Table, grid_of, one_line, render
+
+# Rows that fit a printed page; a LaTeX table is not broken across pages.
+_PAGE_ROWS = 40
+
+_PARAGRAPH_SENTENCES = 3
+
+# What the cells of another version may lack for a picture.
+_DRAWING = (KeyError, IndexError, TypeError, AttributeError, ValueError)
+
+DrawnPicture = Callable[[Picture], str | None]
+
+
+def heading(problem: Problem, section: Section) -> str:
+    """``nsys_profile (a)``."""
+    return f"{problem.name} ({section.letter})" if section.letter else problem.name
+
+
+def introduction(document: Document) -> list[str]:
+    """What the document holds and where it was measured."""
+    parts, answered = document.counts
+    sentences = [f"{len(document.problems)} problems in the handout's order, {answered} of {parts} parts answered."]
+    if len(document.machines) > 1:
+        sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
+    elif document.machines:
+        sentences.append(f"Measured on {document.machines[0]}.")
+    sentences.append("Every sentence is computed from the saved numbers by `cs336sys report`.")
+    return sentences
+
+
+def _absent(section: Section) -> str:
+    if not section.absent:
+        return "No data, and no command for this machine gives it."
+    return "No data. It comes from " + ", ".join(f"`{line}`" for line in section.absent) + "."
+
+
+def _is_long(block: Block) -> bool:
+    """More sentences than a paragraph holds are listed."""
+    return len(block.sentences) > _PARAGRAPH_SENTENCES
+
+
+def to_markdown(document: Document, draw: DrawnPicture) -> str:
+    """Pictures stand in files beside the document's."""
+    lines = [f"# {document.title}", *introduction(document)]
+    for problem, sections in document.problems:
+        lines.append(f"## {problem.name}: {problem.title}")
+        for section in sections:
+            lines += [f"### {heading(problem, section)}"] if section.letter else []
+            for block in section.blocks:
+                lines += [f"**{block.machine}**"] if block.machine else []
+                lines += ["```sh\n" + "\n".join(block.commands) + "\n```"] if block.commands else []
+                lines.append(
+                    "\n".join(f"- {one}" for one in block.sentences) if _is_long(block) else " ".join(block.sentences)
+                )
+                lines += block.missing
+                for table in block.tables:
+                    text = render([table], "markdown")
+                    lines.append(re.sub(r"^### (.*)$", r"*\1*", text, count=1, flags=re.MULTILINE).strip())
+                lines += [f"![{picture.name}]({path})" for picture in block.pictures if (path := draw(picture))]
+            if not section.blocks:
+                lines.append(_absent(section))
+    lines += [f"- {fault}" for fault in document.faults]
+    return "\n\n".join(lines) + "\n"
+
+
+_LATEX_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_\allowbreak{}",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+}
+
+_LATEX_HEAD = r"""\documentclass[10pt]{article}
+\usepackage[T1]{fontenc}
+\usepackage[utf8]{inputenc}
+\usepackage[margin=2cm]{geometry}
+\usepackage{booktabs}
+\usepackage{float}
+\usepackage{graphicx}
+\usepackage{adjustbox}
+\setlength{\parindent}{0pt}
+\setlength{\parskip}{5pt}
+\sloppy
+\begin{document}
+"""
+
+
+def _latex(text: str) -> str:
+    """Running text: its code, between backticks, in typewriter."""
+    parts = []
+    for number, piece in enumerate(text.split("`")):
+        escaped = "".join(_LATEX_SPECIAL.get(character, character) for character in piece)
+        parts.append(rf"\texttt{{{escaped}}}" if number % 2 else escaped)
+    return "".join(parts)
+
+
+def _latex_sentences(block: Block) -> str:
+    if not _is_long(block):
+        return _latex(" ".join(block.sentences))
+    items = "\n".join(rf"\item {_latex(sentence)}" for sentence in block.sentences)
+    return "\\begin{itemize}\n" + items + "\n\\end{itemize}"
+
+
+def to_latex(document: Document, draw: DrawnPicture) -> str:
+    """A whole file for pdflatex or tectonic; pictures stand in files beside it."""
+    lines = [
+        _LATEX_HEAD + rf"\title{{{_latex(document.title)}}}\date{{}}\maketitle",
+        *map(_latex, introduction(document)),
+    ]
+    for problem, sections in document.problems:
+        lines.append(rf"\section*{{{_latex(f'{problem.name}: {problem.title}')}}}")
+        for section in sections:
+            lines += [rf"\subsection*{{{_latex(heading(problem, section))}}}"] if section.letter else []
+            for block in section.blocks:
+                lines += [rf"\textbf{{{_latex(block.machine)}}}"] if block.machine else []
+                lines += [_latex(f"`{line}`") for line in block.commands]
+                lines += [_latex_sentences(block), *map(_latex, block.missing)]
+                lines += [_latex_table(part) for table in block.tables for part in _pages(table)]
+                lines += [
+                    rf"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{{{path}}}"
+                    for picture in block.pictures
+                    if (path := draw(picture))
+                ]
+            if not section.blocks:
+                lines.append(_latex(_absent(section)))
+    lines += map(_latex, document.faults)
+    return "\n\n".join([*lines, r"\end{document}"]) + "\n"
+
+
+def _pages(table: Table) -> Iterable[Table]:
+    for start in range(0, max(1, len(table.rows)), _PAGE_ROWS):
+        last = start + _PAGE_ROWS >= len(table.rows)
+        title = table.title if start == 0 else f"{table.title} (continued)"
+        yield replace(
+            table, title=title, rows=table.rows[start : start + _PAGE_ROWS], notes=table.notes if last else ()
+        )
+
+
+def _latex_table(table: Table) -> str:
+    text = render([table], "latex").strip()
+    text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
+    start = r"\begin{adjustbox}{max width=\linewidth,max totalheight=0.8\textheight}" + "\n"
+    text = re.sub(r"\\begin\{tabular\}", lambda found: start + found.group(), text)
+    return text.replace(r"\end{tabular}", "\\end{tabular}\n\\end{adjustbox}")
+
+
+_TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
+#set text(size: 10pt)
+#set par(justify: false)
+#show figure: set block(breakable: true)
+#show table: set text(size: 6.5pt)
+"""
+
+
+def _typst_text(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _typst(text: str) -> str:
+    pieces = enumerate(text.split("`"))
+    return " ".join(
+        f"#raw({_typst_text(piece)})" if number % 2 else f"#text({_typst_text(piece)})"
+        for number, piece in pieces
+        if piece
+    )
+
+
+def _typst_sentences(block: Block) -> str:
+    if not _is_long(block):
+        return _typst(" ".join(block.sentences))
+    return "\n".join(f"- {_typst(sentence)}" for sentence in block.sentences)
+
+
+def to_typst(document: Document, draw: DrawnPicture) -> str:
+    """A whole file for typst; pictures stand in files beside it."""
+    lines = [_TYPST_HEAD + f"= #text({_typst_text(document.title)})", *map(_typst, introduction(document))]
+    for problem, sections in document.problems:
+        lines.append(f"== #text({_typst_text(f'{problem.name}: {problem.title}')})")
+        for section in sections:
+            lines += [f"=== #text({_typst_text(heading(problem, section))})"] if section.letter else []
+            for block in section.blocks:
+                lines += [f"*#text({_typst_text(block.machine)})*"] if block.machine else []
+                lines += [f"#raw({_typst_text(line)})" for line in block.commands]
+                lines += [_typst_sentences(block), *map(_typst, block.missing)]
+                lines += [render([table], "typst").strip() for table in block.tables]
+                lines += [
+                    f"#image({_typst_text(path)}, width: 100%)" for picture in block.pictures if (path := draw(picture))
+                ]
+            if not section.blocks:
+                lines.append(_typst(_absent(section)))
+    lines += map(_typst, document.faults)
+    return "\n\n".join(lines) + "\n"
+
+
+def _html(text: str) -> str:
+    pieces = enumerate(html.escape(text).split("`"))
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in pieces)
+
+
+def to_html(document: Document, draw: Callable[[Picture], bytes | None]) -> str:
+    """One page with its pictures inside; nothing of it is loaded from anywhere."""
+    links = "".join(f'<li><a href="#{problem.name}">{problem.name}</a></li>' for problem, _ in document.problems)
+    parts = [
+        f"<h1>{html.escape(document.title)}</h1>",
+        *(f"<p>{_html(sentence)}</p>" for sentence in introduction(document)),
+        f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>",
+    ]
+    for problem, sections in document.problems:
+        title = f"{html.escape(problem.name)}<small>{html.escape(problem.title)}</small>"
+        parts.append(f'<section id="{problem.name}"><h2>{title}</h2>')
+        for section in sections:
+            parts += [f"<h3>({section.letter})</h3>"] if section.letter else []
+            parts += [_html_block(block, draw) for block in section.blocks]
+            if not section.blocks:
+                parts.append(f'<p class="absent">{_html(_absent(section))}</p>')
+        parts.append("</section>")
+    parts += [f'<p class="absent">{_html(fault)}</p>' for fault in document.faults]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(document.title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
+    )
+    return head + "\n".join(parts) + "\n</body>\n</html>\n"
+
+
+def _html_block(block: Block, draw: Callable[[Picture], bytes | None]) -> str:
+    parts = [f'<p class="machine">{html.escape(block.machine)}</p>'] if block.machine else []
+    parts += [f"<pre>{html.escape(line)}</pre>" for line in block.commands]
+    if _is_long(block):
+        parts.append("<ul>" + "".join(f"<li>{_html(sentence)}</li>" for sentence in block.sentences) + "</ul>")
+    else:
+        parts.append(f"<p>{_html(' '.join(block.sentences))}</p>")
+    parts += [f'<p class="absent">{_html(one)}</p>' for one in block.missing]
+    parts += [html_table(table) for table in block.tables]
+    for picture in block.pictures:
+        content = draw(picture)
+        if content is not None:
+            data = base64.b64encode(content).decode()
+            name = html.escape(picture.name)
+            parts.append(f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>')
+    return "\n".join(parts)
+
+
+def html_table(table: Table) -> str:
+    """A table that scrolls by itself where it is wider than the screen."""
+    grid = grid_of(table).map(html.escape)
+    kinds = ["n" if is_number else "t" for is_number in grid.is_number]
+    header = "".join(f'<th class="{kind}">{text}</th>' for kind, text in zip(kinds, grid.headers, strict=True))
+    rows = "\n".join(
+        "<tr>" + "".join(f'<td class="{kind}">{text}</td>' for kind, text in zip(kinds, row, strict=True)) + "</tr>"
+        for row in grid.rows
+    )
+    notes = "".join(f"<li>{html.escape(one_line(note))}</li>" for note in table.all_notes)
+    return (
+        f'<figure><figcaption>{html.escape(table.title)}</figcaption><div class="wide"><table><thead><tr>{header}</tr>'
+        f"</thead><tbody>\n{rows}\n</tbody></table></div>" + (f"<ul>{notes}</ul>" if notes else "") + "</figure>"
+    )
+
+
+def write_document(document: Document, format: str, output: Path | None) -> list[str]:
+    """Write the document to the file, or to stdout; pictures of other formats than html stand in files beside it.
+
+    Returns:
+        What was left out, in sentences.
+
+    Raises:
+        OutputError: it cannot be written; stdout then gets it.
+    """
+    notes: dict[str, None] = {}
+
+    def content(picture: Picture) -> bytes | None:
+        try:
+            return drawn(picture)
+        except ImportError as error:
+            notes[f"pictures are left out, a package is missing: {error}"] = None
+        except _DRAWING as error:
+            notes[f"picture {picture.name} is left out: {error}"] = None
+        return None
+
+    count = 0
+
+    def beside(picture: Picture) -> str | None:
+        nonlocal count
+        made = content(picture) if output is not None and output != STDOUT else None
+        if made is None or output is None:
+            return None
+        count += 1
+        path = output.with_name(f"{output.stem}-{count:02}.png")
+        write_file(path, made, "--output")
+        return path.name
+
+    if format == "html":
+        text = to_html(document, content)
+    else:
+        text = {"markdown": to_markdown, "latex": to_latex, "typst": to_typst}[format](document, beside)
+    if output is None or output == STDOUT:
+        with writing_stdout():
+            sys.stdout.write(text)
+    else:
+        write_file(output, text.encode(), "--output")
+    return list(notes)
