@@ -390,7 +390,8 @@ class AttentionWorkload(Configured):
     Attributes:
         implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
             ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
-            scores in memory and ``compiled`` the same under torch.compile.
+            scores in memory and ``compiled`` the same under torch.compile; ``attn`` also has ``model``, the model's
+            own attention, whose softmax is made of single operations.
         causal: a query sees the keys up to its own position.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """

@@ -14,7 +14,7 @@ from cs336sys.commands.training_options import DeviceOption, SeedOption
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import DEVICES, AttentionWorkload
 
-PLAIN_ATTENTION = ("eager", "compiled")
+PLAIN_ATTENTION = ("eager", "compiled", "model")
 
 
 def attn(

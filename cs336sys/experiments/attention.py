@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.training import model_attention
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
@@ -86,6 +87,8 @@ def implementation(name: str, causal: bool, context: int, device: torch.device):
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
             yield _flex(causal, context, device) if name == "flex" else _compiled(causal)
+    elif name == "model":
+        yield functools.partial(model_attention, is_causal=causal)
     elif name == "eager":
         yield functools.partial(plain_attention, is_causal=causal)
     else:

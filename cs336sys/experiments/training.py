@@ -50,6 +50,14 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 _CAUSAL = torch.ones((), dtype=torch.bool)
 
 
+def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    """The model's own attention, its softmax among it, on (..., S, D)."""
+    mask = None
+    if is_causal:
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    return _model_attention(query, key, value, mask)
+
+
 def use_attention(name: str) -> None:
     """Make all models of the process compute attention this way: they look it up in their module at every call."""
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]

@@ -100,7 +100,11 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
     rows = [_attn_row(cell) for cell in cells]
     steps = ", ".join(sorted({f"{c.configuration['steps']} steps after {c.configuration['warmup']}" for c in cells}))
-    notes = [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution"] if cells else []
+    notes = (
+        [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution with torch.softmax"]
+        if cells
+        else []
+    )
     heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
     tables = [Table("attn", heading, columns, rows, (*notes, *_reasons(cells)), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
@@ -113,7 +117,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 def _attn_row(cell: Cell) -> dict[str, Any]:
     memory = predicted_memory(cell)
     row = dict(cell.configuration) | {"status": cell.status}
-    row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
+    if cell.configuration["implementation"] != "model":
+        row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
 
 

@@ -23,7 +23,7 @@ from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
-MOMENTS = ("initialized", "before the optimizer", "after the optimizer", "peak")
+MOMENTS = ("initialized", "before the first optimizer step", "before the optimizer", "after the optimizer", "peak")
 
 # Strategies of torch, by ours that share out the same.
 _COUNTERPARTS = {"torch-zero": "optimizer"}
@@ -128,13 +128,14 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     kept = state.gradients if step.strategy == "torch-zero" else 0
     moments = [
         RankMemory(MOMENTS[0], state.parameters, 0, 0, always + kept),
-        RankMemory(MOMENTS[1], state.parameters, state.gradients, state.optimizer_state, always),
-        RankMemory(MOMENTS[2], state.parameters, kept, state.optimizer_state, always),
+        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always),
+        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
+        RankMemory(MOMENTS[3], state.parameters, kept, state.optimizer_state, always),
     ]
     if step.strategy != "torch-fsdp":
         peak = rank_peak(step)
         rest = peak.activations + always - _always_held(step.share)
-        moments.append(RankMemory(MOMENTS[3], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+        moments.append(RankMemory(MOMENTS[4], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.faults import say
-from cs336sys.commands.options import OUTPUT, OutputOption, check_choice, one_of, split_list
+from cs336sys.commands.options import OUTPUT, check_choice, one_of, split_list
 from cs336sys.commands.training_options import DeviceOption
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import SIZES
@@ -54,7 +54,10 @@ def report(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    output: OutputOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write to this file, not to stdout.", rich_help_panel=OUTPUT),
+    ] = None,
 ) -> None:
     """Write up a year of the course: each problem with its command, machine, table, picture and answer in words.
 

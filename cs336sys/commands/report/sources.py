@@ -9,7 +9,8 @@ from cs336sys.commands.faults import say
 from cs336sys.errors import UsageError
 from cs336sys.results import Results, read_results
 
-_RESULTS = ("*.jsonl", "*.jsonl.gz")
+# What is looked for in folders, and taken of a pattern's matches.
+_RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
 
 
 def source_files(names: Sequence[str]) -> list[Path]:
@@ -22,11 +23,11 @@ def source_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            found = sorted(one for pattern in (*_RESULTS, "*.xml") for one in path.glob(pattern))
+            found = sorted(one for pattern in _RESULTS for one in path.glob(pattern))
         elif path.exists() or not glob.has_magic(name):
             found = [path]
         else:
-            found = sorted(map(Path, glob.glob(name)))
+            found = sorted(path for path in map(Path, glob.glob(name)) if any(map(path.match, _RESULTS)))
         if not found:
             raise UsageError(f"--from {name}: no results file is there; give what --save has written")
         files += found

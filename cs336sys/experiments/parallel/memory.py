@@ -1,4 +1,4 @@
-"""What a rank's memory holds at four moments of training, by component, from the allocator's own events."""
+"""What a rank's memory holds at five moments of training, by component, from the allocator's own events."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -18,9 +18,9 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
     """Build a step and run it twice; all ranks call it together.
 
     Returns:
-        the step, and what its memory held: after it was built, and in the second run (optimizer state and buffers of
-        communication exist then) before the optimizer, after it and at the peak. An empty list where the allocator's
-        history was too short.
+        the step, and what its memory held: after it was built, before the first optimizer step, and in the second run
+        (optimizer state and buffers of communication exist then) before the optimizer, after it and at the peak. An
+        empty list where the allocator's history was too short.
     """
     on_gpu = device.type == "cuda"
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
@@ -31,27 +31,37 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
         step = build()
         built = history.mark()
         with step.aside():
-            step()
+            first = _run_marked(step, history)
+            first_gradients = optimizer_memory.gradients
             start = history.mark()
-            for name, run in step.phases.items():
-                if name == "optimizer":
-                    before = history.mark()
-                run()
+            before = _run_marked(step, history)
         end = history.mark()
         parameters = _addresses(history, step.model.parameters())
     if history.lost_events:
         return step, []
     timeline = build_timeline(history.events, regions=(), held_size=held_before)
     totals = timeline.totals()
-    at_built, at_start, at_optimizer, at_end = (history.position(mark) for mark in (built, start, before, end))
-    at_peak = peak_position(totals, Region("step", at_start, at_end))
-    components = (
-        _blocks(timeline, parameters, at_optimizer),
-        _blocks(timeline, optimizer_memory.gradients, at_optimizer),
-        _blocks(timeline, optimizer_memory.state, at_end),
+    at_built, at_first, at_start, at_optimizer, at_end = (
+        history.position(mark) for mark in (built, first, start, before, end)
     )
-    moments = zip(MOMENTS, (at_built, at_optimizer, at_end, at_peak), strict=True)
-    return step, [_held(moment, position, components, totals) for moment, position in moments]
+    at_peak = peak_position(totals, Region("step", at_start, at_end))
+    kept = _blocks(timeline, parameters, at_optimizer), _blocks(timeline, optimizer_memory.state, at_end)
+    gradients = _blocks(timeline, optimizer_memory.gradients, at_optimizer)
+    of_first = _blocks(timeline, first_gradients, at_first)
+    positions = (at_built, at_first, at_optimizer, at_end, at_peak)
+    return step, [
+        _held(moment, position, (kept[0], of_first if position == at_first else gradients, kept[1]), totals)
+        for moment, position in zip(MOMENTS, positions, strict=True)
+    ]
+
+
+def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:
+    """Run the step, and return the mark of the moment before the optimizer."""
+    for name, run in step.phases.items():
+        if name == "optimizer":
+            before = history.mark()
+        run()
+    return before
 
 
 class _OptimizerMemory:

@@ -1,6 +1,5 @@
 """The write-up as Markdown, LaTeX, Typst and HTML."""
 
-import base64
 import html
 import re
 import sys
@@ -8,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from cs336sys.errors import CapabilityError
 from cs336sys.report.course.document import Block, Document, Picture, Section
-from cs336sys.report.course.page import STYLE
-from cs336sys.report.course.pictures import drawn
 from cs336sys.report.course.problem import Problem
 from cs336sys.report.outputs import write_file, writing_stdout
-from cs336sys.report.tables import STDOUT, Table, grid_of, one_line, render
+from cs336sys.report.page import html_page, html_picture, html_table
+from cs336sys.report.tables import STDOUT, Table, render
 
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
 _PAGE_ROWS = 40
@@ -216,38 +215,46 @@ def to_typst(document: Document, draw: DrawnPicture) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+_STYLE = """
+nav ol { columns: 20em; } h2 small { display: block; font-weight: normal; }
+h4 { margin: 1.2em 0 0.3em; font-weight: 600; }
+pre { white-space: pre-wrap; margin: 0.4em 0; } .machine { font-weight: 600; margin: 1em 0 0; }
+code { overflow-wrap: anywhere; } .absent { border-left: 3px solid #c60; padding-left: 0.6em; }
+@media print { nav { display: none; } }
+"""
+
+
 def _html(text: str) -> str:
     pieces = enumerate(html.escape(text).split("`"))
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in pieces)
 
 
-def to_html(document: Document, draw: Callable[[Picture], bytes | None]) -> str:
-    """One page with its pictures inside; nothing of it is loaded from anywhere."""
+def to_html(document: Document, draw: Callable[[Picture], str | None]) -> str:
+    """One page with its pictures inside; nothing of it is loaded from anywhere.
+
+    Args:
+        draw: the HTML of a picture.
+    """
     links = "".join(f'<li><a href="#{problem.name}">{problem.name}</a></li>' for problem, _ in document.problems)
     parts = [
-        f"<h1>{html.escape(document.title)}</h1>",
         *(f"<p>{_html(sentence)}</p>" for sentence in introduction(document)),
         f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>",
     ]
     for problem, sections in document.problems:
-        title = f"{html.escape(problem.name)}<small>{html.escape(problem.title)}</small>"
+        title = f"{html.escape(problem.name)} <small>{html.escape(problem.title)}</small>"
         parts.append(f'<section id="{problem.name}"><h2>{title}</h2>')
         for section in sections:
             parts += [f"<h3>({section.letter})</h3>"] if section.letter else []
-            parts += [_html_block(block, draw) for block in section.blocks]
+            for block in section.blocks:
+                parts += _html_block(block, draw)
             if not section.blocks:
                 parts.append(f'<p class="absent">{_html(_absent(section))}</p>')
         parts.append("</section>")
     parts += [f'<p class="absent">{_html(fault)}</p>' for fault in document.faults]
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(document.title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
-    )
-    return head + "\n".join(parts) + "\n</body>\n</html>\n"
+    return html_page(document.title, parts, _STYLE)
 
 
-def _html_block(block: Block, draw: Callable[[Picture], bytes | None]) -> str:
+def _html_block(block: Block, draw: Callable[[Picture], str | None]) -> list[str]:
     parts = [f'<p class="machine">{html.escape(block.machine)}</p>'] if block.machine else []
     parts += [f"<pre>{html.escape(line)}</pre>" for line in block.commands]
     if _is_long(block):
@@ -255,30 +262,8 @@ def _html_block(block: Block, draw: Callable[[Picture], bytes | None]) -> str:
     else:
         parts.append(f"<p>{_html(' '.join(block.sentences))}</p>")
     parts += [f'<p class="absent">{_html(one)}</p>' for one in block.missing]
-    parts += [html_table(table) for table in block.tables]
-    for picture in block.pictures:
-        content = draw(picture)
-        if content is not None:
-            data = base64.b64encode(content).decode()
-            name = html.escape(picture.name)
-            parts.append(f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>')
-    return "\n".join(parts)
-
-
-def html_table(table: Table) -> str:
-    """A table that scrolls by itself where it is wider than the screen."""
-    grid = grid_of(table).map(html.escape)
-    kinds = ["n" if is_number else "t" for is_number in grid.is_number]
-    header = "".join(f'<th class="{kind}">{text}</th>' for kind, text in zip(kinds, grid.headers, strict=True))
-    rows = "\n".join(
-        "<tr>" + "".join(f'<td class="{kind}">{text}</td>' for kind, text in zip(kinds, row, strict=True)) + "</tr>"
-        for row in grid.rows
-    )
-    notes = "".join(f"<li>{html.escape(one_line(note))}</li>" for note in table.all_notes)
-    return (
-        f'<figure><figcaption>{html.escape(table.title)}</figcaption><div class="wide"><table><thead><tr>{header}</tr>'
-        f"</thead><tbody>\n{rows}\n</tbody></table></div>" + (f"<ul>{notes}</ul>" if notes else "") + "</figure>"
-    )
+    parts += [html_table(table, "h4") for table in block.tables]
+    return parts + [drawn for picture in block.pictures if (drawn := draw(picture))]
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
@@ -291,32 +276,31 @@ def write_document(document: Document, format: str, output: Path | None) -> list
         OutputError: it cannot be written; stdout then gets it.
     """
     notes: dict[str, None] = {}
-
-    def content(picture: Picture) -> bytes | None:
-        try:
-            return drawn(picture)
-        except ImportError as error:
-            notes[f"pictures are left out, a package is missing: {error}"] = None
-        except _DRAWING as error:
-            notes[f"picture {picture.name} is left out: {error}"] = None
-        return None
-
     count = 0
+
+    def drawn(make: Callable[[], str | None]) -> str | None:
+        try:
+            return make()
+        except (ImportError, CapabilityError) as error:
+            notes[f"pictures are left out: {error}"] = None
+        except _DRAWING as error:
+            notes[f"a picture is left out, what is saved of it cannot be drawn: {error}"] = None
+        return None
 
     def beside(picture: Picture) -> str | None:
         nonlocal count
-        made = content(picture) if output is not None and output != STDOUT else None
-        if made is None or output is None:
+        if output is None or output == STDOUT:
             return None
+        path = output.with_name(f"{output.stem}-{count + 1:02}.png")
+        picture.draw(path)
         count += 1
-        path = output.with_name(f"{output.stem}-{count:02}.png")
-        write_file(path, made, "--output")
         return path.name
 
     if format == "html":
-        text = to_html(document, content)
+        text = to_html(document, lambda picture: drawn(lambda: html_picture(picture.draw, picture.name)))
     else:
-        text = {"markdown": to_markdown, "latex": to_latex, "typst": to_typst}[format](document, beside)
+        write = {"markdown": to_markdown, "latex": to_latex, "typst": to_typst}[format]
+        text = write(document, lambda picture: drawn(lambda: beside(picture)))
     if output is None or output == STDOUT:
         with writing_stdout():
             sys.stdout.write(text)

@@ -65,7 +65,10 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
     cells = [workload(strategy, size=WIDE) for strategy in SHARDING_STRATEGIES]
     of_cells = zip(*ranks().run(sharding_ranks.observe_all, cells), strict=True)
     # On the rank with the most optimizer state.
-    found = [max(of_ranks, key=lambda one: one[0][1].optimizer_state) for of_ranks in of_cells]
+    found = [
+        max(of_ranks, key=lambda one: one[0][MOMENTS.index("before the optimizer")].optimizer_state)
+        for of_ranks in of_cells
+    ]
     for cell, (memory, sent) in zip(cells, found, strict=True):
         step = sharded_step(cell)
         predicted = {held.moment: held for held in predicted_memory(step)}
@@ -74,6 +77,9 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
         before, expected = measured["before the optimizer"], predicted["before the optimizer"]
         for part in ("parameters", "gradients", "optimizer_state"):
             assert getattr(before, part) == getattr(expected, part), (cell.strategy, part)
+        first = measured["before the first optimizer step"]
+        assert (first.parameters, first.optimizer_state) == (expected.parameters, 0)
+        assert first.gradients == predicted["before the first optimizer step"].gradients, cell.strategy
         assert measured["initialized"].parameters == expected.parameters
         assert measured["initialized"].optimizer_state == 0
         if cell.strategy != "torch-fsdp":
@@ -83,7 +89,7 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
             least = -slack if cell.strategy == "fsdp" else 0
             assert least <= extra <= slack, cell.strategy
         assert sent == pytest.approx(predicted_sent_bytes(step), rel=0 if cell.strategy in OWN else 0.01)
-    state = [memory[1].optimizer_state for memory, _ in found]
+    state = [memory[MOMENTS.index("before the optimizer")].optimizer_state for memory, _ in found]
     assert state[1] == pytest.approx(state[0] / 2, rel=0.01)
     assert state[3] == pytest.approx(state[0] / 2, rel=0.01)
 
@@ -169,6 +175,6 @@ def test_predictions_of_the_large_models():
     peaks = {strategy: predicted_memory(step)[-1].total_gib for strategy, step in steps.items()}
     assert peaks["fsdp"] < 105 < peaks["optimizer-flat"] < 139 < peaks["optimizer"] < peaks["none"]
     parameters = 12_832_823_808
-    assert predicted_memory(steps["none"])[1].optimizer_state == 8 * parameters
+    assert predicted_memory(steps["none"])[2].optimizer_state == 8 * parameters
     assert math.isclose(predicted_sent_bytes(steps["none"]), 4 * parameters)
     assert predicted_sent_bytes(steps["optimizer"]) == 1.5 * predicted_sent_bytes(steps["none"])

@@ -42,7 +42,8 @@ def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
     worked, tables = _first_out_of_memory(cells, found)
     sentences += [
         *worked,
-        "What removes the cost is not to keep the probabilities: FlashAttention computes them again, tile by tile, from "
+        "What removes the cost is not to keep the probabilities: FlashAttention computes them again, tile by "
+        "tile, from "
         "one logsumexp a query, so that what is held grows with the length and not with its square.",
     ]
     keys = (
@@ -62,7 +63,8 @@ def _attention_words(name: str, cells: Sequence[Cell]) -> list[str]:
         first, last = measured[0], measured[-1]
         for part in _PARTS:
             sentences.append(
-                f"{words[:1].upper()}{words[1:]}: {part} from {ms(first.samples[part].mean)} ({_shape_words(first)}) to "
+                f"{words[:1].upper()}{words[1:]}: {part} from {ms(first.samples[part].mean)} "
+                f"({_shape_words(first)}) to "
                 f"{ms(last.samples[part].mean)} ({_shape_words(last)})."
             )
     return [*sentences, *failures(cells, lambda cell: f"{words} at {_shape_words(cell)}")]
@@ -75,7 +77,9 @@ def _growth_words(cells: Sequence[Cell]) -> list[str]:
             (
                 c
                 for c in cells
-                if c.status == "ok" and c.configuration["head_dim"] == head_dim and "held_gib" in c.derived
+                if c.status == "ok"
+                and c.configuration["head_dim"] == head_dim
+                and c.derived.get("held_gib") is not None
             ),
             key=_shape,
         )
@@ -89,11 +93,12 @@ def _growth_words(cells: Sequence[Cell]) -> list[str]:
             for before, after in pairwise(series)
         ]
         sentences.append(
-            f"The memory saved for backward {trend([cell.derived['held_gib'] for cell in series])} with the context, at "
+            f"The memory saved for backward {trend([cell.derived['held_gib'] for cell in series])} with the "
+            "context, at "
             f"head dim {head_dim} {joined(steps)}: towards its square, as the probabilities do."
             if series[-1].derived["held_gib"] / series[-2].derived["held_gib"]
             > series[-1].configuration["context"] / series[-2].configuration["context"] * (1 + ALIKE)
-            else f"The memory saved for backward grows, at head dim {head_dim} {joined(steps)}: with the context itself."
+            else f"The memory saved for backward, at head dim {head_dim} {joined(steps)}: with the context itself."
         )
     return sentences
 
@@ -127,7 +132,8 @@ def _first_out_of_memory(cells: Sequence[Cell], found: Sequence[Found]) -> tuple
         ]
     needed = attention_memory(sequences, context, head_dim, shape["dtype"], **settings)
     sentences.append(
-        f"It holds {gib(needed.held / GIB)} before the backward pass and {gib(needed.peak / GIB)} at its peak, of which "
+        f"It holds {gib(needed.held / GIB)} before the backward pass and {gib(needed.peak / GIB)} at its peak, "
+        "of which "
         f"the probabilities are {gib(needed.probabilities / GIB)}."
     )
     answers = attention_answers(sequences, context, head_dim, shape["dtype"], **settings)
@@ -136,12 +142,10 @@ def _first_out_of_memory(cells: Sequence[Cell], found: Sequence[Found]) -> tuple
 
 
 def attention_commands(target: Target) -> list[Command]:
-    return [_attn(target, "eager,model")]
-
-
-def _attn(target: Target, implementations: str) -> Command:
+    """One run for both problems."""
     grid = ("--context", "64,128", "--d-model", "16,32", "--steps", "10") if target.is_small else ()
-    return simple(target, "attn", "--implementations", implementations, *grid, seconds=10 if target.is_small else 120)
+    names = ("--implementations", "eager,compiled,model")
+    return [simple(target, "attn", *names, *grid, seconds=20 if target.is_small else 180)]
 
 
 def compiled_attention(evidence: Evidence, handout: Handout) -> Answer | None:
@@ -169,7 +173,8 @@ def compiled_attention(evidence: Evidence, handout: Handout) -> Answer | None:
         best, worst = (choose(rows, key=lambda row: row[f"{part}_speedup"]) for choose in (max, min))
         faster = sum(ratio > 1 + ALIKE for ratio in ratios)
         said.append(
-            f"Compiled, the {part} pass is faster in {faster} of {len(rows)} shapes: from {speed(worst[f'{part}_speedup'])} "
+            f"Compiled, the {part} pass is faster in {faster} of {len(rows)} shapes: from "
+            f"{speed(worst[f'{part}_speedup'])} "
             f"(context {worst['context']}, head dim {worst['head_dim']}) to {speed(best[f'{part}_speedup'])} (context "
             f"{best['context']}, head dim {best['head_dim']})."
         )
@@ -318,7 +323,8 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
         of_dtype = [row for row in compared if row["dtype"] == dtype and row["head_dim"] == 64]
         if len(of_dtype) > 1:
             sentences.append(
-                f"With the length (head dim 64, {dtype}) the gain {trend([r['end_to_end_speedup'] for r in of_dtype])}, "
+                f"With the length (head dim 64, {dtype}) the gain "
+                f"{trend([r['end_to_end_speedup'] for r in of_dtype])}, "
                 f"from {times(of_dtype[0]['end_to_end_speedup'])} to {times(of_dtype[-1]['end_to_end_speedup'])}."
             )
     sentences += failures(
@@ -422,7 +428,7 @@ TORCH_COMPILE = Problem(
     "torch_compile",
     "torch.compile",
     (
-        Part("a", compiled_attention, lambda target: [_attn(target, "eager,compiled")]),
+        Part("a", compiled_attention, attention_commands),
         Part("b", compiled_model, compiled_model_commands),
     ),
 )

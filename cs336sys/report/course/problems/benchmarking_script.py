@@ -120,7 +120,9 @@ def _missing_sizes(cells: list[Cell], handout: Handout) -> list[str]:
 
 
 def timing_commands(target: Target) -> list[Command]:
-    return [Sweep("bench", target.sizes(target.handout.sizes)).on(target)]
+    """In both precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
+    options = {"precision": ("fp32", "bf16")}
+    return [Sweep("bench", target.sizes(target.handout.sizes), options=options).on(target)]
 
 
 def warmup(evidence: Evidence, handout: Handout) -> Answer | None:

@@ -1,4 +1,4 @@
-"""The problems that are arithmetic alone: the XXL model, ring collectives, and when parallelism is bound by its links."""
+"""The problems that are arithmetic alone: the XXL model, ring collectives, when links bound parallel training."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,7 +25,7 @@ Answers = Callable[[], Sequence[Derived]]
 
 
 def _part(letter: str, problem: str, answers: Answers, command: Sequence[str], *before: str) -> Part:
-    """One lettered part: the derived values that are marked as its answers, as sentences; its table holds all of them."""
+    """One lettered part: the derived values that are marked as its answers, as sentences and as a table."""
 
     def answer(evidence: Evidence, handout: Handout) -> Answer:
         derived = answers()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cs336sys.report.course.evidence import Evidence
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problems.attention import flash_commands
 from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms
 from cs336sys.results import Cell
@@ -68,7 +69,8 @@ def _check_words(cells: Sequence[Cell]) -> list[str]:
         relative, largest, size = max(differences)
         sentences.append(
             f"Its weights were compared with those of training in one process {len(differences)} times: after 5 steps "
-            f"they differ by {largest:.1e} at most where they differ most ({size}, {relative:.2g} % of the way that the "
+            f"they differ by {largest:.1e} at most where they differ most ({size}, {relative:.2g} % of the way "
+            "that the "
             "parameter went)."
         )
     errors = [
@@ -80,7 +82,8 @@ def _check_words(cells: Sequence[Cell]) -> list[str]:
     ]
     if errors:
         sentences.append(
-            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative error of "
+            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative "
+            "error of "
             f"output and gradients is {max(errors):.1e}."
         )
     return sentences + failures(
@@ -100,26 +103,27 @@ _COMPILED = Code(
 )
 
 
-def _small(target: Target, implementation: str) -> list[Command]:
-    shape = ("--batch-size", "1", "--heads", "1", "--context", "128", "--head-dim", "16")
+def _small(target: Target) -> list[Command]:
+    """A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough."""
     if target.is_small:
-        return [simple(target, "flash", "--implementations", "auto,tiled,eager", *shape, "--dtype", "fp32", seconds=10)]
-    return [simple(target, "flash", "--implementations", f"{implementation},eager", *shape, seconds=20)]
+        return flash_commands(target)
+    shape = ("--batch-size", "1", "--heads", "4", "--context", "128,1024", "--head-dim", "64")
+    return [simple(target, "flash", "--implementations", "triton,tiled,eager", *shape, seconds=40)]
 
 
 FLASH_FORWARD = Problem(
     "flash_forward",
     "FlashAttention-2 forward pass",
     (
-        Part("a", _TILED.answer, lambda target: _small(target, "tiled")),
-        Part("b", _TRITON.answer, lambda target: _small(target, "triton")),
-        Part("c", _TRITON.answer, lambda target: _small(target, "triton")),
+        Part("a", _TILED.answer, _small),
+        Part("b", _TRITON.answer, _small),
+        Part("c", _TRITON.answer, _small),
     ),
 )
 FLASH_BACKWARD = Problem(
     "flash_backward",
     "FlashAttention-2 backward pass",
-    (Part("", _COMPILED.answer, lambda target: _small(target, "triton")),),
+    (Part("", _COMPILED.answer, _small),),
 )
 
 
@@ -182,7 +186,8 @@ def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
         best = measured[0]
         names = best.configuration
         sentences.append(
-            f"A whole step of the 8B model takes {ms(best.samples['step'].median)} at best, on {names['world_size']} ranks "
+            f"A whole step of the 8B model takes {ms(best.samples['step'].median)} at best, on "
+            f"{names['world_size']} ranks "
             f"with {names['strategy']}, {names['attention']} attention, compile {names['compile']}."
         )
         baseline = 10_000 / best.samples["step"].median

@@ -63,7 +63,8 @@ def setup_words(group: Found, handout: Handout) -> str:
     names = cell.configuration
     return (
         f"{handout.called(names['size'])} on {names['world_size']} ranks, batch {names['batch_size']} shared out, "
-        f"context {names['context']}, {names['precision']}, compile {names['compile']}, {names['optimizer']} optimizer, "
+        f"context {names['context']}, {names['precision']}, compile {names['compile']}, {names['optimizer']} "
+        "optimizer, "
         f"{names['steps']} steps after {names['warmup']} warm-up"
     )
 
@@ -148,7 +149,8 @@ def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
             f"between {percent(hidden.low)} and {percent(hidden.high)}" if hidden.is_range else percent(hidden.estimate)
         )
         sentences.append(
-            f"It hides {share} of the communication; what stays exposed is {exposed_words(mine['exposed_ms']).rstrip(',')}."
+            f"It hides {share} of the communication; what stays exposed is "
+            f"{exposed_words(mine['exposed_ms']).rstrip(',')}."
         )
     return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]))
 

@@ -45,7 +45,8 @@ def all_reduce(evidence: Evidence, handout: Handout) -> Answer | None:
         if line is not None and line.latency_s > 0 and len(cells) > 2:
             sentences.append(
                 f"{key.backend}, {key.world_size} ranks: a line through the times is "
-                f"{format_quantity(1e6 * line.latency_s, 'us')} + size / {format_quantity(line.bytes_per_s / 1e9, 'gbps')}"
+                f"{format_quantity(1e6 * line.latency_s, 'us')} + size / "
+                f"{format_quantity(line.bytes_per_s / 1e9, 'gbps')}"
                 f", so messages under {format_quantity(line.half_bandwidth_bytes, 'decimal_bytes')} spend most of "
                 "their time on latency."
             )

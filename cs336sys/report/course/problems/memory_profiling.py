@@ -87,7 +87,8 @@ def _timeline_words(cell: Cell, called: str) -> list[str]:
         if forward["activations"] > ALIKE * forward["allocated"]:
             sentences.append(
                 "The stages show: memory climbs block by block through the forward pass as "
-                f"{gib(forward['activations'] / GIB)} of activations are saved, and in the backward pass it falls as these are freed, while gradients come."
+                f"{gib(forward['activations'] / GIB)} of activations are saved, and in the backward pass it "
+                "falls as these are freed, while gradients come."
             )
         else:
             sentences.append(
@@ -97,7 +98,8 @@ def _timeline_words(cell: Cell, called: str) -> list[str]:
     elif forward is not None:
         above = forward["allocated"] - forward["parameters"]
         sentences.append(
-            f"Nothing is kept for a backward pass: above the {gib(forward['parameters'] / GIB)} of parameters there are "
+            f"Nothing is kept for a backward pass: above the {gib(forward['parameters'] / GIB)} of parameters "
+            "there are "
             f"only {gib(above / GIB)}, small peaks of equal height, one for each block."
         )
     return sentences
@@ -196,7 +198,8 @@ def mixed_precision(evidence: Evidence, handout: Handout) -> Answer | None:
         sentences.append(f"For {called} the peak is {joined(listed)}: {verdict} ({listed_ratios}).")
     if any(row["bf16_gib"] > row["fp32_gib"] for row in measured):
         sentences.append(
-            "Autocast keeps parameters, gradients and optimizer state in fp32 and adds bf16 copies of the weights; only "
+            "Autocast keeps parameters, gradients and optimizer state in fp32 and adds bf16 copies of the "
+            "weights; only "
             "activations shrink, so it saves memory where these are most of it."
         )
     else:
@@ -258,7 +261,8 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
         listed = [f"{tensor.get('operation') or 'an input'} {percent(100 * tensor['size'] / total)}" for tensor in five]
         sentences.append(
             f"At context {_context(cell)} one block saves {format_quantity(total, 'bytes')} for the backward pass "
-            f"({times(total / predicted.total)} the formula's), of which the five largest tensors, {joined(listed)}, are "
+            f"({times(total / predicted.total)} the formula's), of which the five largest tensors, "
+            f"{joined(listed)}, are "
             f"{percent(100 * sum(tensor['size'] for tensor in five) / total)}."
         )
         sentences += _gradient_words(cell)

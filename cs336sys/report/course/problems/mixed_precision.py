@@ -2,7 +2,8 @@
 
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.target import Command, Handout, Sweep, Target, simple
+from cs336sys.report.course.problems.benchmarking_script import timing_commands
+from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms, percent, speed, spread, times, trend
 from cs336sys.report.tables import Column
 from cs336sys.results import Cell
@@ -182,10 +183,6 @@ def _pairs(group: Found) -> list[dict]:
     return rows
 
 
-def by_size_commands(target: Target) -> list[Command]:
-    return [Sweep("bench", target.sizes(target.handout.sizes), options={"precision": ("fp32", "bf16")}).on(target)]
-
-
 MIXED_PRECISION_ACCUMULATION = Problem(
     "mixed_precision_accumulation", "Mixed-precision accumulation", (Part("", accumulation, precision_commands),)
 )
@@ -195,6 +192,6 @@ BENCHMARKING_MIXED_PRECISION = Problem(
     (
         Part("a", dtypes, precision_commands),
         Part("b", layer_norm, precision_commands),
-        Part("c", by_size, by_size_commands),
+        Part("c", by_size, timing_commands),
     ),
 )

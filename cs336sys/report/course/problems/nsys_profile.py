@@ -148,7 +148,8 @@ def top_kernel(found: list[Found], evidence: Evidence, handout: Handout) -> Answ
     for row in _longest(rows):
         sentence = (
             f"{handout.called(row['size'])}, context {row['context']}: `{row['first_kernel']}` takes most of the "
-            f"forward pass, {percent(row['first_percent'])} of its kernel time, in {_calls(row['first_instances'])} a pass"
+            f"forward pass, {percent(row['first_percent'])} of its kernel time, in "
+            f"{_calls(row['first_instances'])} a pass"
         )
         if row.get("both_kernel"):
             same = row["both_kernel"] == row["first_kernel"]

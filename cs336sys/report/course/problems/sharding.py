@@ -154,7 +154,8 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
                     if part in step_parts(cells["none"], cells[name])
                 ]
                 sentences.append(
-                    f"In {precision} a step takes {ms(plain.mean)} ± {ms(plain.std)} without sharding and {ms(step.mean)} ± "
+                    f"In {precision} a step takes {ms(plain.mean)} ± {ms(plain.std)} without sharding and "
+                    f"{ms(step.mean)} ± "
                     f"{ms(step.std)} with {name}: {faster(plain, step)}" + (f" ({joined(parts)})." if parts else ".")
                 )
         tables += group.table("shard", *_KEYS)
@@ -191,9 +192,11 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
         [
             "ZeRO stage 1 cuts the optimizer state into equal slices whatever the parameters are, reduce-scatters the "
             "gradients, so that a rank gets the average of its slice alone, and all-gathers the updated parameters.",
-            "The handout's way gives each rank whole parameters, which fill ranks only as evenly as they can be dealt out, "
+            "The handout's way gives each rank whole parameters, which fill ranks only as evenly as they can be "
+            "dealt out, "
             "all-reduces every gradient to every rank, and broadcasts each updated parameter from its owner: the same "
-            f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, where ZeRO "
+            f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, "
+            "where ZeRO "
             f"stage 1 sends {times(flat / none)}.",
             *map(derived_sentence, answers),
             "`optimizer-flat` here is ZeRO's scheme; it also drops the gradients of other ranks' slices, as stage 2.",
@@ -276,7 +279,8 @@ def _late_words(cell: Cell) -> list[str]:
     late = [value for value in forward if value > 0]
     prefetch = cell.configuration["prefetch"]
     sentence = (
-        f"Gathering {prefetch} block{'s' * (prefetch != 1)} ahead, {len(forward) - len(late)} of {len(forward)} all-gathers "
+        f"Gathering {prefetch} block{'s' * (prefetch != 1)} ahead, {len(forward) - len(late)} of {len(forward)} "
+        "all-gathers "
         "of the forward pass finish before their weights are needed"
     )
     if not late:

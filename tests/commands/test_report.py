@@ -1,0 +1,96 @@
+"""``cs336sys report`` as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def report(*arguments: str):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_writes_the_format_of_the_files_name_and_pictures_beside_it(tmp_path):
+    page = tmp_path / "write-up.md"
+    names = "ddp_overlap_individual_parameters_benchmarking,communication_accounting"
+    result = report("--year", "2025", "--from", RESULTS / "ddp-fp32*", "--only", names, "--output", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert text.startswith("# CS336 Assignment 2: Systems, 2025")
+    assert "![timelines](write-up-01.png)" in text
+    assert (tmp_path / "write-up-01.png").read_bytes().startswith(b"\x89PNG")
+    assert "## communication_accounting" in text
+    assert "## nsys_profile" not in text
+
+
+def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
+    cases = (
+        '<testcase name="test_sharded_optimizer[a]"/><testcase name="test_sharded_optimizer[b]"><failure/></testcase>'
+    )
+    outcomes = tmp_path / "tests.xml"
+    outcomes.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    result = report("--year", "2026", "--from", outcomes, "--only", "optimizer_state_sharding")
+    assert "1 pass (test_sharded_optimizer[a]) and 1 fail (test_sharded_optimizer[b])" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--from", "x.jsonl"], "--year 0: choose from 2025, 2026"),
+        (["--year", "2025"], "give results with --from, or measure them with --run"),
+        (["--year", "2025", "--from", "nothing-*.jsonl"], "--from nothing-*.jsonl: no results file is there"),
+        (["--year", "2025", "--from", "missing.jsonl"], "cannot read results from missing.jsonl"),
+        (["--year", "2025", "--from", __file__], "holds no results"),
+        (["--year", "2025", "--from", "x", "--only", "fsdp"], "fsdp"),
+        (["--year", "2025", "--from", "x", "--size", "huge"], "--size 'huge': choose from tiny"),
+        (["--year", "2025", "--from", "x", "--format", "pdf"], "unknown format 'pdf'"),
+        (["--year", "2025", "--from", "x", "--output", "/proc/none/report.html"], "cannot write --output"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = report(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
+    newer = tmp_path / "newer.jsonl"
+    newer.write_text(json.dumps({"schema_version": 99, "kind": "run"}) + "\n")
+    result = report("--year", "2025", "--from", newer)
+    assert result.exit_code == 2
+    assert "schema version 99" in result.stderr
+    cut = tmp_path / "warmup.jsonl.gz"
+    cut.write_bytes((RESULTS / "warmup-h200.jsonl.gz").read_bytes()[:-60])
+    result = report("--year", "2025", "--from", cut, "--only", "benchmarking_script")
+    assert result.exit_code == 0
+    assert "cut or no record" in result.stderr
+    assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
+
+
+def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = report("--year", "2026", "--run", "--dry-run", "--size", "tiny", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,train" in result.stdout
+    assert "MiB" in result.stdout or "GiB" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_measures_into_a_folder_and_a_second_run_goes_on(tmp_path):
+    folder, page = tmp_path / "results", tmp_path / "report.html"
+    options = ["--year", "2025", "--run", "--folder", folder, "--size", "tiny", "--device", "cpu", "--output", page]
+    first = report(*options, "--only", "flash_forward")
+    assert first.exit_code == 0, first.stderr
+    assert "cs336sys.kernels.attention.FlashAttentionTorch</code>" in page.read_text()
+    (saved,) = folder.glob("flash-*.jsonl.gz")
+    size = saved.stat().st_size
+    second = report(*options, "--only", "flash_forward")
+    assert second.exit_code == 0
+    assert saved.stat().st_size == size
