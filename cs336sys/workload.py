@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from cs336sys.accounting.activations import ATTENTION
-from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing, recomputed_flops
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Samples
@@ -252,7 +253,9 @@ class ParallelWorkload(Configured):
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
         prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
-        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again.
+        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
+            ``keep=N``, of ``fsdp`` with fused kernels, all that is expensive to compute again but gate and up, and
+            these in the last N blocks.
     """
 
     training: Workload
@@ -274,6 +277,9 @@ class ParallelWorkload(Configured):
             "gradient_dtype": PRECISIONS,
             "checkpointing": BLOCK_CHECKPOINTING,
         }
+        if kept_blocks(self.checkpointing) is not None:
+            del choices["checkpointing"]
+            self._check_kept()
         _check_choices(self, choices)
         if self.backend == "nccl" and self.training.device == "cpu":
             raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
@@ -302,6 +308,24 @@ class ParallelWorkload(Configured):
                 f"choose a multiple of {self.world_size}"
             )
 
+    def _check_kept(self) -> None:
+        training, blocks = self.training, kept_blocks(self.checkpointing)
+        needed = {"strategy": (self.strategy, "fsdp"), "kernels": (training.kernels, "fused")}
+        needed["compile"] = training.compile, "off"
+        for name, (value, wanted) in needed.items():
+            if value != wanted:
+                raise UsageError(
+                    f"--checkpoint {self.checkpointing} writes out both passes of a block: it needs --{name} {wanted}, "
+                    f"not {value}"
+                )
+        if training.attention == "reference":
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
+                "no logsumexp; choose flash or sdpa"
+            )
+        if blocks is not None and blocks > training.size.num_layers:
+            raise UsageError(f"--checkpoint {self.checkpointing}: the model has {training.size.num_layers} blocks")
+
     @property
     def share(self) -> int:
         """Sequences a rank."""
@@ -313,10 +337,45 @@ class ParallelWorkload(Configured):
         return self.strategy not in FULLY_SHARDED
 
     @property
+    def computed_flops(self) -> int:
+        """FLOPs a step of all ranks, with what is computed again: by checkpoints, and the scores in the backward pass
+        of attention that keeps none of them.
+        """
+        training, size = self.training, self.training.size
+        again = 0
+        if training.attention != "reference":
+            shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
+            again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
+        if kept_blocks(self.checkpointing) is not None:
+            return training.flops + again + flops_again(self.kept_step)
+        return training.flops + again + recomputed_flops(size, self.checkpointing)
+
+    @property
+    def kept_step(self) -> KeptStep:
+        """What accounting needs to know of a step whose blocks choose what to keep; of another, as if none kept gate
+        and up.
+        """
+        training = self.training
+        state_dtype = training.state_dtype if self.has_half_weights else "fp32"
+        blocks, ahead = kept_blocks(self.checkpointing) or 0, 1 if self.prefetch is None else self.prefetch
+        return KeptStep(training.size, self.world_size, training.precision, state_dtype, blocks, ahead)
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether slices of weights and their gradients are in half precision from step to step."""
+        return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
+
+    @property
     def unsynchronized(self) -> "ParallelWorkload":
-        """The same steps without communication."""
+        """The same steps without communication; blocks that choose what to keep are computed as plain ones."""
         return replace(
-            self, strategy="unsynchronized", bucket_mb=None, gradient_dtype="fp32", trace=None, prefetch=None
+            self,
+            strategy="unsynchronized",
+            bucket_mb=None,
+            gradient_dtype="fp32",
+            trace=None,
+            prefetch=None,
+            checkpointing="none" if kept_blocks(self.checkpointing) is not None else self.checkpointing,
         )
 
 

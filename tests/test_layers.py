@@ -39,6 +39,7 @@ SHARED_AMONG_SIBLINGS = {
             "options",
             "output_options",
             "completion",
+            "board",
             "former_names",
             "settings_file",
             "progress",

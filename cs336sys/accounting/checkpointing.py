@@ -38,6 +38,21 @@ def parse_checkpointing(text: str) -> str:
     return text
 
 
+def kept_blocks(checkpointing: str) -> int | None:
+    """The ``N`` of ``keep=N``, by which blocks keep only what is expensive to compute again: see
+    :mod:`~cs336sys.accounting.sharding.kept_parts`; None for any other strategy.
+
+    Raises:
+        UsageError: N is no whole number.
+    """
+    name, equals, count = checkpointing.partition("=")
+    if name != "keep":
+        return None
+    if not equals or not count.isdecimal():
+        raise UsageError("keep=N takes the number of blocks that keep gate and up, as in keep=24")
+    return int(count)
+
+
 def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
     """How many blocks each checkpoint of ``block`` or ``every=K`` stands for; the last may have fewer."""
     every = 1 if checkpointing == "block" else int(checkpointing.removeprefix("every="))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.commands import training_options as options
 from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, one_of, split_list
@@ -21,11 +22,13 @@ from cs336sys.commands.ranks import (
     is_first_rank,
 )
 from cs336sys.commands.sweep import run_sweep
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Cell
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
 
 
 def shard(
+    ctx: typer.Context,
     strategy: Annotated[
         list[str],
         typer.Option(
@@ -41,10 +44,17 @@ def shard(
         list[str],
         typer.Option(
             "--checkpoint",
-            help="block: keep the input of each block alone and compute the rest again.",
-            autocompletion=among(BLOCK_CHECKPOINTING),
+            help="none; block: only inputs are kept; keep=N: N blocks keep gate and up; auto: as many as fit.",
+            autocompletion=among((*BLOCK_CHECKPOINTING, "auto")),
         ),
     ] = ["none"],
+    memory_limit: Annotated[
+        str, typer.Option("--memory-limit", help="For --checkpoint auto: what a rank may hold, 130GiB or 140GB.")
+    ] = "130GiB",
+    board: Annotated[
+        bool,
+        typer.Option("--board", help="The step of the 2026 handout's leaderboard, by the fastest parts there are."),
+    ] = False,
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
     high_priority: HighPriorityOption = False,
@@ -71,13 +81,30 @@ def shard(
     cs336sys shard --strategy fsdp,torch-fsdp --size 2.7b --bf16 --optimizer fused --prefetch 0,1,2
 
     cs336sys shard --strategy fsdp --size 10b --bf16 --optimizer fused --checkpoint block
+
+    cs336sys shard --size 8b --board --memory-limit 130GiB
     """
+    from cs336sys.commands.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
     from cs336sys.report.outputs import check_plot, check_writable
+    from cs336sys.report.parallel.board import board_tables
     from cs336sys.report.parallel.shard import shard_plan, shard_tables
 
+    if board:
+        implementation, steps = chosen_for_board(ctx, implementation, steps)
+        strategy = strategy if is_given(ctx, "strategy") else ["fsdp"]
+        checkpoint = checkpoint if is_given(ctx, "checkpoint") else ["auto"]
+        if strategy != ["fsdp"]:
+            raise UsageError(f"--board measures the strategy fsdp: --strategy {','.join(strategy)} cannot be chosen")
+    limit_bytes = read_memory_limit(memory_limit)
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
-    chosen = [
-        ParallelWorkload(
+    chosen = []
+    for ranks, training, checkpointing, (name, ahead) in product(
+        choose_world_sizes(world_size),
+        workloads,
+        split_list(checkpoint, "--checkpoint", _checkpointing),
+        _strategies(strategy, prefetch),
+    ):
+        workload = ParallelWorkload(
             training,
             name,
             ranks,
@@ -86,15 +113,11 @@ def shard(
             trace=str(trace) if trace else None,
             timeout_s=timeout,
             prefetch=ahead,
-            checkpointing=checkpointing,
+            checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
         )
-        for ranks, training, checkpointing in product(
-            choose_world_sizes(world_size),
-            workloads,
-            split_list(checkpoint, "--checkpoint", one_of(BLOCK_CHECKPOINTING)),
-        )
-        for name, ahead in _strategies(strategy, prefetch)
-    ]
+        if checkpointing == "auto":
+            workload = chosen_by_memory(workload, limit_bytes, tells=is_first_rank())
+        chosen.append(workload)
     if is_first_rank():
         output.check()
         check_plot(plot)
@@ -104,18 +127,27 @@ def shard(
         if is_first_rank():
             output.emit([shard_plan(chosen)])
         return
+    measure, tables = "measurement:measure_parallel_training", shard_tables
+    if board:
+        measure, tables = "board:measure_board", board_tables
     sweep = run_sweep(
-        "shard",
-        "cs336sys.experiments.parallel.measurement:measure_parallel_training",
+        "board" if board else "shard",
+        f"cs336sys.experiments.parallel.{measure}",
         [workload.configuration() for workload in chosen],
         sweeping,
         across_ranks=True,
     )
     sweep.report(
-        lambda: shard_tables(sweep.cells, sweep.run),
+        lambda: tables(sweep.cells, sweep.run),
         output,
         pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
     )
+
+
+def _checkpointing(text: str) -> str:
+    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
+        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
+    return text
 
 
 def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int | None]]:

@@ -63,6 +63,17 @@ def use_attention(name: str) -> None:
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
 
 
+@contextlib.contextmanager
+def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Within this context, all models of the process compute attention by this function, of the model's signature."""
+    before = cs336_basics.model.scaled_dot_product_attention
+    cs336_basics.model.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        cs336_basics.model.scaled_dot_product_attention = before
+
+
 def causal_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
     if name == "reference":

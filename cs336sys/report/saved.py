@@ -18,6 +18,7 @@ from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.noise import Interval
 from cs336sys.report.parallel.allreduce import allreduce_tables
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
+from cs336sys.report.parallel.board import board_tables
 from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.parallel.shard import shard_tables
@@ -116,6 +117,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     ),
     "ddp": SavedCommand(lambda cells, run, asked: ddp_tables(cells, run), _ddp_pictures),
     "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
+    "board": SavedCommand(lambda cells, run, asked: board_tables(cells, run)),
     "shard": SavedCommand(lambda cells, run, asked: shard_tables(cells, run), _picture("memory", plot_memory)),
 }
 

@@ -23,6 +23,10 @@ GATHER_ALIGNMENT_BYTES = 256
 
 Shape = Sequence[int]
 
+# Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
+# bits, by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
+STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
+
 
 def rows_per_rank(rows: int, world_size: int) -> int:
     """Rows of a parameter that each rank has room for: equally many, so the last ranks may hold fewer or none."""
@@ -72,11 +76,14 @@ def replicated_elements(size: ModelSize) -> int:
     return sum(shape[0] for shape in parameter_shapes(size).values() if len(shape) == 1)
 
 
-def fully_sharded_state(size: ModelSize, rank: int, world_size: int) -> TrainingState:
-    """Bytes that a rank holds between backward pass and step: its rows, their gradients and AdamW's moments, in fp32.
+def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype: str = "fp32") -> TrainingState:
+    """Bytes that a rank holds between backward pass and step: its rows, their gradients and AdamW's moments.
 
-    ``16 N / W`` where the ranks divide all rows and norms are few. In half precision no copy of the weights is kept:
-    they are cast as they are gathered.
+    In fp32 ``16 N / W`` where the ranks divide all rows and norms are few; no copy of the weights in half precision is
+    kept: they are cast as they are gathered.
+
+    Args:
+        state_dtype: a name of :data:`STATE_BYTES`.
 
     Raises:
         UsageError: there is no such rank.
@@ -85,7 +92,8 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int) -> Training
     elements = replicated_elements(size)
     for shapes in sharded_units(size).values():
         elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in shapes)
-    return TrainingState(4 * elements, 4 * elements, 8 * elements, 0)
+    parameter, gradient, moments, beside = STATE_BYTES[state_dtype]
+    return TrainingState(elements * parameter, elements * gradient, elements * moments, elements * beside)
 
 
 def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> dict[str, int]:

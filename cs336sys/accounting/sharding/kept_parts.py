@@ -9,20 +9,16 @@ again in the others by two products, ``4 T d f`` FLOPs of ``24 T d f`` or more t
 Letters as in ``accounting.activations``; ``e`` is 2 in half precision.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.flops import linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
-from cs336sys.accounting.sharding.fsdp import gathered_bytes, own_rows, replicated_elements, sharded_units
+from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-
-# Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
-# bits, by the name of workload.STATE_DTYPES.
-STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class KeptStep:
     Attributes:
         size: its batch is that of all ranks together, of which each has an equal part.
         precision: of weights in use, activations and their gradients.
-        state_dtype: a name of :data:`STATE_BYTES`.
+        state_dtype: a name of :data:`~cs336sys.accounting.sharding.fsdp.STATE_BYTES`.
         blocks: how many of the last blocks keep gate and up.
         prefetch: units gathered ahead of use.
 
@@ -70,11 +66,7 @@ class KeptStep:
 
 def kept_state(step: KeptStep) -> TrainingState:
     """What the first rank, which holds most rows, has of the training state between backward pass and optimizer."""
-    elements = replicated_elements(step.size)
-    for shapes in sharded_units(step.size).values():
-        elements += sum(len(own_rows(shape[0], 0, step.world_size)) * math.prod(shape[1:]) for shape in shapes)
-    parameter, gradient, moments, beside = STATE_BYTES[step.state_dtype]
-    return TrainingState(elements * parameter, elements * gradient, elements * moments, elements * beside)
+    return fully_sharded_state(step.size, 0, step.world_size, step.state_dtype)
 
 
 def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
@@ -98,8 +90,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     e, size, tokens = step.element_bytes, step.size, step.tokens
     state = kept_state(step)
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
-    # The batch of all ranks, the rotary table.
-    always = 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
+    always = _always_held(step)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
     kept = [kept_block_bytes(step, gate_and_up=block >= layers - step.blocks) for block in range(layers)]
     units = list(gathered_bytes(size, e, step.world_size).values())
@@ -128,6 +119,25 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
 def kept_peak(step: KeptStep) -> PeakMemory:
     """The widest of :func:`kept_moments`."""
     return max(kept_moments(step), key=lambda moment: moment.total)
+
+
+def kept_memory(step: KeptStep) -> list[RankMemory]:
+    """What the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
+    state, peak = kept_state(step), kept_peak(step)
+    parameters, optimizer_state = state.parameters, state.optimizer_state + state.master_parameters
+    always = _always_held(step)
+    at_peak = peak.parameters - parameters, peak.optimizer_state
+    return [
+        RankMemory(MOMENTS[0], parameters, 0, 0, always),
+        RankMemory(MOMENTS[1], parameters, state.gradients, optimizer_state, always),
+        RankMemory(MOMENTS[2], parameters, 0, optimizer_state, always),
+        RankMemory(MOMENTS[3], parameters, peak.gradients, sum(at_peak), peak.activations),
+    ]
+
+
+def _always_held(step: KeptStep) -> int:
+    """Bytes of the batch of all ranks and of the rotary table."""
+    return 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
 
 
 def flops_again(step: KeptStep) -> int:

@@ -49,7 +49,8 @@ class ShardedStep:
         bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
         mode: ``forward``, ``forward-backward`` or ``train``.
         parameter_bytes: of an element of parameters and gradients. With 2 the model is not under autocast, and AdamW
-            keeps fp32 master parameters and moments; the slices of :data:`FULLY_SHARDED` have 4 whatever it is.
+            keeps fp32 master parameters and moments; the slices of :data:`FULLY_SHARDED` do not depend on it.
+        state_dtype: for ``fsdp``, of its slices and of AdamW's state, see :data:`.fsdp.STATE_BYTES`.
 
     Raises:
         UsageError: there is no rank, or the ranks do not divide the batch.
@@ -65,6 +66,7 @@ class ShardedStep:
     bucket_mb: float = OPTIMIZER_BUCKET_MB
     mode: str = "train"
     parameter_bytes: int = 4
+    state_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -150,7 +152,7 @@ def fullest_state(step: ShardedStep) -> TrainingState:
     if step.strategy == "none":
         return training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
     if step.strategy == "fsdp":
-        return fully_sharded_state(step.size, 0, world_size)
+        return fully_sharded_state(step.size, 0, world_size, step.state_dtype)
     if step.strategy == "torch-fsdp":
         # Norms are cut, too.
         elements = sum(rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)

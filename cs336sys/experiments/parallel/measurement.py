@@ -3,14 +3,16 @@
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
+from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.rank import (
     RankMeasurement,
     has_room_alone,
@@ -41,7 +43,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     ``docs/columns.md``. The status is ``wrong``, and there are no samples, if the weights are not those of one process.
     """
     workload = ParallelWorkload.from_configuration(configuration)
-    backend = _backend(workload)
+    backend = communication_backend(workload)
     if backend == "gloo":
         # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -50,6 +52,32 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     )
 
     progress(f"checking {workload.strategy} against one process")
+    # Weights in half precision are rounded after every step, so that they say little.
+    check = gradients_outcome if workload.has_half_weights else _weights_outcome
+    derived, wrong = check(ranks, workload)
+    if wrong is not None:
+        return wrong
+
+    key = configuration_key(workload.unsynchronized.configuration())
+    has_baseline = kept_blocks(workload.checkpointing) is None
+    if has_baseline and key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
+        progress("timing steps without communication")
+        _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
+    progress(f"timing {workload.strategy}")
+    measured = ranks.run(measure_on_rank, workload, _trace_path(workload))
+    samples = slowest(measured)
+    if has_baseline and key in _unsynchronized:
+        samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
+    derived |= _derived(workload, measured, samples)
+    if workload.strategy == "bucketed":
+        progress("timing all-reduces")
+        link = _link(ranks, workload, backend)
+        derived |= {"link_latency_s": link.latency_s, "link_bytes_per_s": link.bytes_per_s}
+    return Outcome("ok", samples, derived)
+
+
+def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
+    """What is found when weights are compared after some steps, and a ``wrong`` outcome where rounding is no reason."""
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived: dict[str, Any] = {
@@ -59,28 +87,13 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         "checked_layers": worst.num_layers,
     }
     if not worst.relative <= tolerance(workload):
-        return Outcome(
+        return derived, Outcome(
             "wrong",
             derived=derived,
             reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is off by {100 * worst.relative:.3g} % "
             f"of how far one process moves it, more than rounding explains ({100 * tolerance(workload):g} %)",
         )
-
-    key = configuration_key(workload.unsynchronized.configuration())
-    if key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
-        progress("timing steps without communication")
-        _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
-    progress(f"timing {workload.strategy}")
-    measured = ranks.run(measure_on_rank, workload, _trace_path(workload))
-    samples = _slowest(measured)
-    if key in _unsynchronized:
-        samples["unsynchronized"] = _slowest(_unsynchronized[key])["step"]
-    derived |= _derived(workload, measured, samples)
-    if workload.strategy == "bucketed":
-        progress("timing all-reduces")
-        link = _link(ranks, workload, backend)
-        derived |= {"link_latency_s": link.latency_s, "link_bytes_per_s": link.bytes_per_s}
-    return Outcome("ok", samples, derived)
+    return derived, None
 
 
 def _link(ranks: launch.Ranks, workload: ParallelWorkload, backend: str) -> AlphaBeta:
@@ -148,7 +161,12 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     }
 
 
-def _slowest(measured: Sequence[RankMeasurement]) -> dict[str, Samples]:
+class _Measured(Protocol):
+    @property
+    def samples(self) -> Mapping[str, Samples]: ...
+
+
+def slowest(measured: Sequence[_Measured]) -> dict[str, Samples]:
     """For each series and step, the time of the rank that took longest."""
     return {
         name: Samples(
@@ -161,7 +179,7 @@ def _slowest(measured: Sequence[RankMeasurement]) -> dict[str, Samples]:
     }
 
 
-def _backend(workload: ParallelWorkload) -> str:
+def communication_backend(workload: ParallelWorkload) -> str:
     on_gpu = choose_device(workload.training.device).type == "cuda"
     if workload.backend == "nccl" and not on_gpu:
         raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")

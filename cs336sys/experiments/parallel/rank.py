@@ -87,9 +87,9 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 
 def verify_on_rank(workload: ParallelWorkload) -> Difference:
     """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
-    _release_memory(workload)
+    release_memory(workload)
     difference = verify(workload)
-    _release_memory(workload)
+    release_memory(workload)
     return difference
 
 
@@ -99,9 +99,9 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     Args:
         trace: where rank 0 writes a Chrome trace.
     """
-    _release_memory(workload)
+    release_memory(workload)
     measurement = _measure(workload, trace)
-    _release_memory(workload)
+    release_memory(workload)
     return measurement
 
 
@@ -215,7 +215,7 @@ def _time_alone(
 _compiled_for: str | None = None
 
 
-def _release_memory(workload: ParallelWorkload) -> None:
+def release_memory(workload: ParallelWorkload) -> None:
     """Free what the last job left behind; compiled code only if this job cannot use it."""
     global _compiled_for
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer, keeping_input
@@ -74,7 +76,17 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
     assert workload.prefetch is not None
     from cs336sys.parallel.fsdp import FSDP
 
-    plain = build_plain_model(workload, _META)
+    # All weights alike, not those of the blocks alone.
+    in_fp32 = replace(workload.training, state_dtype="fp32")
+    plain = build_plain_model(replace(workload, training=in_fp32), _META)
+    if workload.has_half_weights:
+        plain.to(torch.bfloat16)
+    blocks = kept_blocks(workload.checkpointing)
+    if blocks is not None:
+        from cs336sys.kernels.transformer_block import choose_kept
+
+        sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        choose_kept(plain, blocks, sdpa if workload.training.attention == "sdpa" else None)
     torch.manual_seed(workload.training.seed)
     model = FSDP(
         plain,

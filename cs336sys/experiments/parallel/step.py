@@ -48,7 +48,7 @@ class ParallelStep(TrainStep):
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
-        if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none"}:
+        if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
             raise CapabilityError(
                 f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype"
             )
@@ -63,7 +63,9 @@ class ParallelStep(TrainStep):
             replica = prepare(workload, device, choice)
         first = dist.get_rank() * workload.share
         super().__init__(
-            workload.training if workload.uses_autocast else replace(workload.training, precision="fp32"),
+            workload.training
+            if workload.uses_autocast
+            else replace(workload.training, precision="fp32", state_dtype="fp32"),
             device,
             model=replica.model,
             optimizer=replica.optimizer,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
+from cs336sys.measure.profile import taxonomy
 from cs336sys.measure.timing import covered, elapsed_ms, mark
 
 # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
@@ -49,6 +50,81 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device)
     Returns:
         None when the profiler saw nothing (it cannot trace on this machine).
     """
+    kernels, ends = _profiled(phases, device)
+    lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for name, start, end in kernels:
+        lanes[name.startswith(_COMMUNICATION)].append((start, end))
+    if not lanes[False]:
+        return None
+    return _timeline(lanes[False], lanes[True], ends)
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """Where the time of one step went: every moment counts once, under the first of these that ran.
+
+    Attributes:
+        products_ms: matrix products.
+        attention_ms: attention's kernels.
+        other_ms: other kernels.
+        communication_ms: communication, and nothing else.
+        idle_ms: nothing ran.
+        kernels: the names of the kernels that took most time, with their times in milliseconds and numbers.
+    """
+
+    products_ms: float
+    attention_ms: float
+    other_ms: float
+    communication_ms: float
+    idle_ms: float
+    kernels: list[tuple[str, float, int]]
+
+
+def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device, top: int = 24) -> StepShares | None:
+    """Run one step as :func:`profile_step` does, and share out its time by kind of kernel.
+
+    Args:
+        top: how many kernels to name.
+
+    Returns:
+        None when the profiler saw nothing.
+    """
+    kernels, _ = _profiled(phases, device)
+    if not kernels:
+        return None
+    wanted = (taxonomy.MATMUL, taxonomy.ATTENTION_SOFTMAX)
+    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*wanted, "other", taxonomy.COMMUNICATION)}
+    times: dict[str, list[int]] = {}
+    for name, start, end in kernels:
+        kind = taxonomy.category_of(name)
+        if name.startswith(_COMMUNICATION):
+            kind = taxonomy.COMMUNICATION
+        kinds[kind if kind in kinds else "other"].append((start, end))
+        times.setdefault(taxonomy.short_name(name), []).append(end - start)
+    so_far: list[tuple[int, int]] = []
+    before, shares_ms = 0, []
+    for intervals in kinds.values():
+        so_far = [*so_far, *intervals]
+        now = covered(so_far)
+        shares_ms.append((now - before) / 1e6)
+        before = now
+    products_ms, attention_ms, other_ms, communication_ms = shares_ms
+    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:top]
+    return StepShares(
+        products_ms,
+        attention_ms,
+        other_ms,
+        communication_ms,
+        (span - before) / 1e6,
+        [(name, sum(each) / 1e6, len(each)) for name, each in longest],
+    )
+
+
+def _profiled(
+    phases: Mapping[str, Callable[[], None]], device: torch.device
+) -> tuple[list[tuple[str, int, int]], dict[str, float]]:
+    """Kernels of one step (on a CPU: operators) with start and end in nanoseconds; when each phase ended, in ms."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     _synchronize(device)
@@ -60,16 +136,13 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device)
             marks.append(mark(on_gpu))
         _synchronize(device)
         finish_communication()
-    lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == wanted and not event.name().startswith(_OVERHEAD):
-            start = event.start_ns()
-            lanes[event.name().startswith(_COMMUNICATION)].append((start, start + event.duration_ns()))
-    if not lanes[False]:
-        return None
-    ends = [elapsed_ms(marks[0], end) for end in marks[1:]]
-    return _timeline(lanes[False], lanes[True], dict(zip(phases, ends, strict=True)))
+    kernels = [
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == wanted and not event.name().startswith(_OVERHEAD)
+    ]
+    return kernels, dict(zip(phases, [elapsed_ms(marks[0], end) for end in marks[1:]], strict=True))
 
 
 def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, path: Path) -> None:

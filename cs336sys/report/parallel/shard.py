@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.kept_parts import kept_memory
 from cs336sys.accounting.sharding.step import (
     MOMENTS,
     RankMemory,
@@ -49,7 +51,14 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
         training.attention,
         workload.checkpointing,
         1 if workload.prefetch is None else workload.prefetch,
+        state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
     )
+
+
+def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
+    if kept_blocks(workload.checkpointing) is None:
+        return predicted_memory(sharded_step(workload))
+    return kept_memory(workload.kept_step)
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -118,7 +127,7 @@ def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
         "measured": [RankMemory(**held) for held in cell.derived["memory"]],
-        "predicted": predicted_memory(sharded_step(workload)),
+        "predicted": _predicted(workload),
     }
 
 
@@ -178,7 +187,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     for workload in workloads:
         step = sharded_step(workload)
         row = workload.configuration() | {"parameters": count_parameters(workload.training.size)}
-        row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in predicted_memory(step)}
+        row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
         rows.append(row | {"share": workload.share, "predicted_sent_bytes": predicted_sent_bytes(step)})
     columns = (
         *SIZE_COLUMNS,

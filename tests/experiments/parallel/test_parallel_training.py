@@ -9,7 +9,7 @@ import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.parallel import measurement
-from cs336sys.experiments.parallel.measurement import _slowest, measure_parallel_training
+from cs336sys.experiments.parallel.measurement import measure_parallel_training, slowest
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.experiments.weight_check import TOLERANCES
@@ -252,9 +252,9 @@ def test_the_slowest_rank_counts():
         samples = {"step": Samples("ms", "cpu clock", measured=times[1:], warmup=times[:1])}
         return RankMeasurement(samples, None, 0, 0, 0, None)
 
-    slowest = _slowest([of_rank(9.0, 1.0, 5.0), of_rank(8.0, 2.0, 4.0)])["step"]
-    assert (slowest.warmup, slowest.measured) == ((9.0,), (2.0, 5.0))
-    assert slowest.method == "cpu clock, maximum over ranks"
+    step = slowest([of_rank(9.0, 1.0, 5.0), of_rank(8.0, 2.0, 4.0)])["step"]
+    assert (step.warmup, step.measured) == ((9.0,), (2.0, 5.0))
+    assert step.method == "cpu clock, maximum over ranks"
 
 
 @pytest.mark.multigpu

@@ -1,0 +1,85 @@
+"""What ``shard --board`` and ``shard --checkpoint auto`` choose, before anything runs."""
+
+from dataclasses import replace
+
+import typer
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.sharding.kept_parts import choose_kept_blocks, kept_peak
+from cs336sys.commands.faults import say
+from cs336sys.commands.training_options import ImplementationOptions, StepsOptions
+from cs336sys.errors import UsageError
+from cs336sys.workload import ParallelWorkload
+
+# The fastest that this project has for a step that fills its GPUs, by option.
+_IMPLEMENTATION = {
+    "attention": ["flash"],
+    "kernels": ["fused"],
+    "optimizer": ["adamw"],
+    "state_dtype": ["bf16"],
+}
+
+# The handout's benchmark repeats steps for 10 s of warm-up and then for 30 s: at 4.2 s a step 2 and 7.
+_WARMUP, _STEPS = ["2"], 7
+
+_UNITS = {"gib": GIB, "gb": 10**9}
+
+
+def chosen_for_board(
+    context: typer.Context, implementation: ImplementationOptions, steps: StepsOptions
+) -> tuple[ImplementationOptions, StepsOptions]:
+    """The options of a board's cell: what was not asked for is what is fastest."""
+    return (
+        replace(
+            implementation, **{name: value for name, value in _IMPLEMENTATION.items() if not is_given(context, name)}
+        ),
+        StepsOptions(
+            steps.warmup if is_given(context, "warmup") else _WARMUP,
+            steps.steps if is_given(context, "steps") else _STEPS,
+        ),
+    )
+
+
+def is_given(context: typer.Context, option: str) -> bool:
+    """Whether the user has given this option, by its parameter's name, on the command line or by a variable."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def read_memory_limit(text: str) -> float:
+    """Bytes of ``130GiB`` or ``140GB``.
+
+    Raises:
+        UsageError: it is none.
+    """
+    for ending, unit in _UNITS.items():
+        number = text.lower().removesuffix(ending)
+        if number != text.lower():
+            try:
+                value = float(number)
+            except ValueError:
+                break
+            if value > 0:
+                return value * unit
+    raise UsageError(f"--memory-limit '{text}': give a size such as 130GiB or 140GB")
+
+
+def chosen_by_memory(workload: ParallelWorkload, limit_bytes: float, *, tells: bool) -> ParallelWorkload:
+    """The workload with gate and up kept in as many blocks as the predicted peak of a rank allows.
+
+    Args:
+        workload: with ``keep=0``.
+        tells: say on standard error what was chosen.
+
+    Raises:
+        UsageError: it does not fit even so.
+    """
+    step = choose_kept_blocks(workload.kept_step, limit_bytes)
+    if tells:
+        peak = kept_peak(step)
+        say(
+            f"--checkpoint auto, {workload.world_size} ranks: gate and up are kept in {step.blocks} of "
+            f"{step.size.num_layers} blocks; predicted peak {peak.total_gib:.1f} GiB ({peak.moment}) of "
+            f"{limit_bytes / GIB:.4g} GiB"
+        )
+    return replace(workload, checkpointing=f"keep={step.blocks}")

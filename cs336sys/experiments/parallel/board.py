@@ -1,0 +1,140 @@
+"""Measures a cell of ``shard --board``: the whole step, as on the 2026 handout's leaderboard, and where its time goes.
+
+Handout, section 9: a step is forward pass, loss, backward pass and AdamW's update of all parameters, on random tokens;
+the benchmark is repeated steps after a warm-up, all within ten minutes from empty caches.
+"""
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
+from cs336sys.experiments.parallel.gradient_check import gradients_outcome
+from cs336sys.experiments.parallel.measurement import communication_backend, slowest
+from cs336sys.experiments.parallel.rank import release_memory
+from cs336sys.experiments.parallel.step import ParallelStep, rank_device
+from cs336sys.experiments.parallel.timeline import StepShares, finish_communication, profile_shares
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.timing import time_phases
+from cs336sys.parallel.ranks import launch
+from cs336sys.results import Samples
+from cs336sys.workload import ParallelWorkload
+
+
+@dataclass(frozen=True)
+class BoardMeasurement:
+    """What one rank measured.
+
+    Attributes:
+        samples: in ms, a series for each phase, ``step`` and ``wall``.
+        ready_s: from the beginning until the first step was done: building, compiling of kernels, and that step.
+        peak_gib: most memory that tensors held, in a second or later step; None on a CPU.
+        reserved_gib: most that the allocator held for them.
+        losses: of the first and of the last timed step, of this rank's sequences.
+        shares: where the time of one more step went; None where the profiler saw nothing.
+        device: the GPU's name.
+    """
+
+    samples: dict[str, Samples]
+    ready_s: float
+    peak_gib: float | None
+    reserved_gib: float | None
+    losses: tuple[float, float]
+    shares: StepShares | None
+    device: str
+
+
+def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell: runs in the worker process, which keeps its ranks for the next cell.
+
+    Samples (ms), each the maximum over ranks: one series a phase, ``step`` and ``wall``. The status is ``wrong``, and
+    there are no samples, if the gradients of a step of few blocks are not those of one process.
+    """
+    workload = ParallelWorkload.from_configuration(configuration)
+    # Most of each GPU is in use: holes that no tensor fits into would cost gate and up of some blocks. Ranks read this
+    # when they first use their GPU.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    ranks = launch.kept(
+        workload.world_size,
+        backend=communication_backend(workload),
+        timeout_s=workload.timeout_s,
+        high_priority=workload.high_priority,
+    )
+    # First, because it is ready from empty caches that counts.
+    progress("timing steps")
+    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload)
+    progress("checking the gradients of a few blocks against one process")
+    derived, wrong = gradients_outcome(ranks, workload)
+    if wrong is not None:
+        return wrong
+    samples = slowest(measured)
+    return Outcome("ok", samples, derived | _derived(workload, measured, samples["wall"].median / 1e3))
+
+
+def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
+    """Train, and time it. All ranks call it together."""
+    release_memory(workload)
+    device = rank_device(workload)
+    on_gpu = device.type == "cuda"
+    started = time.perf_counter()
+    step = ParallelStep(workload, device)
+    step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    ready_s = time.perf_counter() - started
+    first = _loss(step)
+    reset_peak_memory(device)
+    dist.barrier()
+    training = workload.training
+    samples = time_phases(step.phases, warmup=training.warmup, steps=training.steps, device=device)
+    peak_gib = peak_memory_gib(device)
+    losses = first, _loss(step)
+    shares = None
+    if dist.get_rank() == 0:
+        shares = profile_shares(step.phases, device)
+    else:
+        step()
+        finish_communication()
+    measurement = BoardMeasurement(
+        samples,
+        ready_s,
+        peak_gib,
+        torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,
+        losses,
+        shares,
+        torch.cuda.get_device_name(device) if on_gpu else "",
+    )
+    del step
+    release_memory(workload)
+    return measurement
+
+
+def _loss(step: ParallelStep) -> float:
+    assert step.loss is not None
+    return step.loss.item()
+
+
+def _derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:
+    training, first = workload.training, measured[0]
+    peak = peak_tflops(first.device, training.precision)
+    of_all = None if peak is None else peak * workload.world_size
+    return {
+        "mfu_percent": _percent(model_flops_utilization(training.flops, seconds, of_all)),
+        "hfu_percent": _percent(model_flops_utilization(workload.computed_flops, seconds, of_all)),
+        "tokens_per_s": training.tokens / seconds,
+        "ready_s": max(rank.ready_s for rank in measured),
+        "peaks_gib": [rank.peak_gib for rank in measured],
+        "reserved_gib": [rank.reserved_gib for rank in measured],
+        "first_loss": sum(rank.losses[0] for rank in measured) / len(measured),
+        "last_loss": sum(rank.losses[1] for rank in measured) / len(measured),
+        "shares": None if first.shares is None else asdict(first.shares),
+    }
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

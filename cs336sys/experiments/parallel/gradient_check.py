@@ -1,0 +1,207 @@
+"""Whether a fully sharded step has the loss and the gradients that one process computes in fp32 arithmetic.
+
+Weights after a few steps, as ``verification`` compares them, say little where weights are kept in half precision: they
+are rounded after each step. So gradients are compared, of the whole batch, vocabulary and context, on as few blocks as
+one GPU can hold in fp32.
+"""
+
+import gc
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.experiments.parallel.rank import release_memory
+from cs336sys.experiments.parallel.step import ParallelStep, rank_device
+from cs336sys.experiments.training import attention_replaced, build_model, keeping_input, random_batch
+from cs336sys.measure.cells import Outcome
+from cs336sys.parallel.collectives import gather_numbers, sum_over_ranks
+from cs336sys.parallel.ranks.launch import Ranks
+from cs336sys.workload import ParallelWorkload
+
+# Blocks of the model that is checked, of at most so many.
+CHECKED_LAYERS = 2
+
+# Queries, and tokens before the LM head, that fp32 arithmetic takes at a time: scores of 32 heads and 32,768 keys are
+# 4.3 GB, logits of 151,936 words 0.6 GB.
+_QUERIES = 1024
+_TOKENS = 1024
+
+# The largest relative error that rounding explains, of the loss and of any gradient (Euclidean norms).
+LOSS_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
+GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """How far a step's loss and gradients are from those of one process.
+
+    Attributes:
+        loss, expected_loss: of the whole batch.
+        parameter: the one whose gradient is farthest off.
+        relative: by how much: the norm of the difference over that of the gradient.
+        num_layers: blocks of the model that was checked.
+    """
+
+    loss: float
+    expected_loss: float
+    parameter: str
+    relative: float
+    num_layers: int
+
+    def is_rounding(self, precision: str) -> bool:
+        """Whether rounding explains both differences."""
+        off = abs(self.loss - self.expected_loss) / self.expected_loss
+        return off <= LOSS_TOLERANCES[precision] and self.relative <= GRADIENT_TOLERANCES[precision]
+
+
+# What was found for cells that differ in how many blocks keep what alone.
+_checked: dict[ParallelWorkload, GradientDifference] = {}
+
+
+def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
+    """What the check of a workload finds: derived columns, and a ``wrong`` outcome where rounding is no reason."""
+    checked = with_few_blocks(workload)
+    if checked not in _checked:
+        _checked[checked] = ranks.run(_check_on_rank, checked)[0]
+    difference = _checked[checked]
+    derived = {
+        "parameters": count_parameters(workload.training.size),
+        "largest_difference": None,
+        "relative_difference_percent": 100 * difference.relative,
+        "checked_parameter": difference.parameter,
+        "checked_layers": difference.num_layers,
+        "checked_loss": difference.loss,
+        "expected_loss": difference.expected_loss,
+    }
+    if difference.is_rounding(workload.training.precision):
+        return derived, None
+    reason = (
+        f"{workload.strategy}: with {difference.num_layers} blocks the loss is {difference.loss:.6g}, and "
+        f"{difference.expected_loss:.6g} in one process; the gradient of {difference.parameter} is off by "
+        f"{100 * difference.relative:.3g} %: more than rounding explains"
+    )
+    return derived, Outcome("wrong", derived=derived, reason=reason)
+
+
+def _check_on_rank(workload: ParallelWorkload) -> GradientDifference:
+    release_memory(workload)
+    difference = check_gradients(workload)
+    release_memory(workload)
+    return difference
+
+
+def check_gradients(workload: ParallelWorkload) -> GradientDifference:
+    """One forward and backward pass of the workload, and the same alone. All ranks call it together.
+
+    Args:
+        workload: of strategy ``fsdp``, :func:`with_few_blocks`.
+    """
+    # It brings torch's compiler, which only ranks need.
+    from cs336sys.parallel.fsdp import FSDP
+
+    device = rank_device(workload)
+    step = ParallelStep(workload, device)
+    for name, run in step.phases.items():
+        if name != "optimizer":
+            run()
+    assert isinstance(step.model, FSDP)
+    assert step.loss is not None
+    loss = gather_numbers(step.loss.detach().float()).mean().item()
+    weights = step.model.gather_full_params()
+    sharded, replicated = step.model.sharded_parameters, step.model.replicated_parameters
+    found = {name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()}
+    found |= {name: (parameter.grad, range(len(parameter))) for name, parameter in replicated.items()}
+    del step, sharded, replicated
+    gc.collect()
+    expected_loss, expected = _alone(workload, weights, device)
+    relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in found.items()}
+    worst = max(relative, key=relative.__getitem__)
+    return GradientDifference(loss, expected_loss, worst, relative[worst], workload.training.size.num_layers)
+
+
+def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
+    """What is checked for a workload: one block keeps gate and up and one does not, if it chooses that at all."""
+    size = workload.training.size
+    size = replace(size, num_layers=min(CHECKED_LAYERS, size.num_layers))
+    kept = kept_blocks(workload.checkpointing)
+    checkpointing = workload.checkpointing if kept is None else f"keep={min(kept, 1)}"
+    return replace(workload, training=replace(workload.training, size=size), checkpointing=checkpointing)
+
+
+def _relative(gradient: Tensor | None, expected: Tensor, rows: range) -> float:
+    """Norm of the difference over the norm of what is expected, of the rows of all ranks; infinite if one is NaN."""
+    own = expected[rows.start : rows.stop]
+    off = own if gradient is None else gradient.float() - own
+    squares = sum_over_ranks(torch.stack((off.square().sum(), own.square().sum())))
+    relative = (squares[0] / squares[1]).sqrt().item()
+    return math.inf if math.isnan(relative) else relative
+
+
+def _alone(
+    workload: ParallelWorkload, weights: dict[str, Tensor], device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the whole batch, in fp32 arithmetic of PyTorch, a chunk at a time."""
+    plain = replace(
+        workload.training,
+        precision="fp32",
+        state_dtype="fp32",
+        compile="off",
+        kernels="reference",
+        attention="reference",
+    )
+    model = build_model(plain, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    weights.clear()
+    inputs, targets = random_batch(plain, device)
+    total = 0.0
+    with _in_full_precision(), attention_replaced(_attention_in_chunks):
+        # One sequence after the other, so that one's activations exist at a time.
+        for tokens, wanted in zip(inputs, targets, strict=True):
+            x = model.token_embeddings(tokens[None])
+            for layer in model.layers:
+                x = keeping_input(layer, x)
+            hidden = model.ln_final(x)[0]
+            losses = [
+                keeping_input(lambda rows, ids: F.cross_entropy(model.lm_head(rows), ids, reduction="sum"), *chunk)
+                for chunk in zip(hidden.split(_TOKENS), wanted.split(_TOKENS), strict=True)
+            ]
+            loss = torch.stack(losses).sum() / targets.numel()
+            loss.backward()
+            total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _attention_in_chunks(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Causal attention, a chunk of queries at a time, of which the scores exist once in either pass."""
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+        index = torch.arange(keys.shape[-2], device=keys.device)
+        scores = scores.masked_fill(index > index[first:, None], -torch.inf)
+        return scores.softmax(-1) @ values
+
+    chunks = []
+    for first in range(0, Q.shape[-2], _QUERIES):
+        last = min(first + _QUERIES, Q.shape[-2])
+        chunks.append(keeping_input(attend, Q[..., first:last, :], K[..., :last, :], V[..., :last, :], first))
+    return torch.cat(chunks, -2)
+
+
+@contextmanager
+def _in_full_precision():
+    """Matrix products without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,63 @@
+"""What the tests of the board run on ranks, and the faults that they plant there."""
+
+import pytest
+
+from cs336sys.experiments.parallel.gradient_check import check_gradients
+from cs336sys.kernels import transformer_block
+from cs336sys.parallel.fsdp.unit import ShardedUnit
+
+
+def check(workload):
+    return check_gradients(workload)
+
+
+def check_with_faults(workload):
+    """What the check finds, by the fault that was planted."""
+    found = {}
+    for plant in (wrong_recomputation, skipped_block, stale_gather):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            plant(monkeypatch)
+            found[plant.__name__] = check_gradients(workload)
+    return found
+
+
+def wrong_recomputation(monkeypatch):
+    """The backward pass computes gate and up of another input."""
+    backward = transformer_block.TransformerBlock.backward
+
+    def wrong(ctx, grad):
+        total, gate = ctx.saved_tensors[2], ctx.saved_tensors[4]
+        if gate is None:
+            # Behind autograd's back, which would refuse.
+            total.data.mul_(1.1).add_(0.1)
+        return backward(ctx, grad)
+
+    monkeypatch.setattr(transformer_block.TransformerBlock, "backward", staticmethod(wrong))
+
+
+def skipped_block(monkeypatch):
+    """The first block hands on what it is given."""
+    compute, calls = transformer_block.transformer_block, []
+
+    def skip(x, weights, settings):
+        calls.append(None)
+        return compute(x, weights, settings) if len(calls) > 1 else x * 1
+
+    monkeypatch.setattr(transformer_block, "transformer_block", skip)
+
+
+def stale_gather(monkeypatch):
+    """In the backward pass, the first block's weights are those of another step."""
+    gather, gathered = ShardedUnit.gather, []
+
+    def gather_stale(unit):
+        if unit.name == "layers.0" and not unit.is_gathered:
+            gathered.append(None)
+            if len(gathered) > 1:
+                fresh, unit._shards = unit._shards, [shard.detach() * 0.9 for shard in unit._shards]
+                gather(unit)
+                unit._shards = fresh
+                return
+        gather(unit)
+
+    monkeypatch.setattr(ShardedUnit, "gather", gather_stale)

@@ -1,0 +1,58 @@
+"""The board's step on Gloo ranks: its gradients, and what the check of them finds."""
+
+import board_ranks
+import pytest
+
+from cs336sys.accounting.sharding.kept_parts import flops_again
+from cs336sys.errors import UsageError
+from cs336sys.experiments.parallel.gradient_check import with_few_blocks
+from cs336sys.sizes import ModelSize, choose_size
+from cs336sys.workload import ParallelWorkload, Workload
+
+SIZE = ModelSize("odd", d_model=16, d_ff=24, num_layers=3, num_heads=2, vocab_size=24, context=5, batch_size=2)
+
+
+def workload(checkpointing="keep=1", **settings):
+    training = {"size": SIZE, "device": "cpu", "attention": "flash", "kernels": "fused", "optimizer": "fused"}
+    return ParallelWorkload(Workload(**training | settings), "fsdp", prefetch=1, checkpointing=checkpointing)
+
+
+def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
+    checked = with_few_blocks(workload("keep=3"))
+    assert (checked.checkpointing, checked.training.size.num_layers) == ("keep=1", 2)
+    for difference in ranks().run(board_ranks.check, checked):
+        assert difference.is_rounding("fp32")
+        assert 0 < difference.relative < 1e-5
+        assert difference.num_layers == 2
+    for found in ranks().run(board_ranks.check_with_faults, checked):
+        for fault, difference in found.items():
+            assert not difference.is_rounding("bf16"), fault
+
+
+def test_what_is_computed_again_counts_beside_the_model():
+    size = choose_size("8b")
+    cells = [
+        workload(f"keep={blocks}", size=size, precision="bf16", optimizer="adamw", state_dtype="bf16")
+        for blocks in (34, 24)
+    ]
+    everything, some = cells
+    assert everything.kept_step.blocks == 34
+    assert everything.kept_step.state_dtype == "bf16"
+    # Attention's backward pass computes the scores again.
+    assert everything.computed_flops / everything.training.flops == pytest.approx(5.044 / 4.745, rel=1e-3)
+    assert some.computed_flops - everything.computed_flops == flops_again(some.kept_step)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kernels": "reference"}, "needs --kernels fused, not reference"),
+        ({"compile": "block"}, "needs --compile off, not block"),
+        ({"attention": "reference"}, "choose flash or sdpa"),
+        ({"checkpointing": "keep=4"}, "keep=4: the model has 3 blocks"),
+        ({"checkpointing": "keep"}, "as in keep=24"),
+    ],
+)
+def test_refusals(settings, words):
+    with pytest.raises(UsageError, match=words):
+        workload(**settings)
