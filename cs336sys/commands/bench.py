@@ -44,6 +44,7 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block --plot bench.png
     """
+    from cs336sys.measure.system import capacity
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
     from cs336sys.report.bench_plots import plot_bench
     from cs336sys.report.outputs import check_plot
@@ -61,7 +62,7 @@ def bench(
         configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        output.emit([bench_plan(workloads, notes=plan_notes)])
+        output.emit([bench_plan(workloads, notes=plan_notes, capacity=capacity(run.device))])
         return
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.

@@ -75,6 +75,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.measure.profile.nsys import is_profiled
+    from cs336sys.measure.system import capacity
     from cs336sys.report.bench import bench_plan
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.profile import plot_profiles, plot_report, profile_tables, report_tables
@@ -96,7 +97,7 @@ def nsys(
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
-        output.emit([bench_plan(workloads, "nsys")])
+        output.emit([bench_plan(workloads, "nsys", capacity=capacity(run.device))])
         return
     if is_profiled():
         _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")

@@ -128,6 +128,13 @@ class SweepOptions:
         ),
     ] = None
 
+    cool_down: Annotated[
+        float,
+        typer.Option(
+            "--cool-down", help="Seconds to wait between cells.", min=0, max=LONGEST_S, rich_help_panel=MEASURING
+        ),
+    ] = 0.0
+
     @property
     def resumes(self) -> bool:
         """Whether cells that the file holds are skipped."""

@@ -38,7 +38,7 @@ def known_cells(
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
     together: dict[str, list[str]] = {}
     for configuration in configurations:
-        together.setdefault(_turn_key(configuration), []).append(configuration_key(configuration))
+        together.setdefault(turn_key(configuration), []).append(configuration_key(configuration))
     differences = {
         run_id: _differences(results.runs.get(run_id), run) for cells in measured.values() for run_id in cells
     }
@@ -75,7 +75,7 @@ def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:
     return differing_conditions(then, now) | code
 
 
-def _turn_key(configuration: Mapping[str, Any]) -> str:
+def turn_key(configuration: Mapping[str, Any]) -> str:
     """Equal for the configurations that are measured in turn."""
     return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
 

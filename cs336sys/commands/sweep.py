@@ -13,7 +13,7 @@ from cs336sys.commands.faults import interruption_code, say
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.progress import showing_progress
 from cs336sys.commands.ranks import JoinedWorker
-from cs336sys.commands.resuming import known_cells, shown_run
+from cs336sys.commands.resuming import known_cells, shown_run, turn_key
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
 from cs336sys.results import Cell, Run, configuration_key, read_results
@@ -153,11 +153,18 @@ def run_sweep(
             if ranks is not None:
                 known = ranks.from_first_rank(known)
             run_is_saved = False
+            # Cells that are measured in turn have no pause between them.
+            measured_before: str | None = None
             for configuration in configurations:
                 cell = known.get(configuration_key(configuration))
                 started_s = time.monotonic()
                 took_s = None
                 if cell is None:
+                    if measured_before is not None and turn_key(configuration) != measured_before and asked.cool_down:
+                        progress.at_stage(f"cooling down for {asked.cool_down:g} s")
+                        time.sleep(asked.cool_down)
+                        started_s = time.monotonic()
+                    measured_before = turn_key(configuration)
                     outcome = failure or worker.measure(
                         configuration, timeout_s=cell_timeout, progress=progress.at_stage
                     )

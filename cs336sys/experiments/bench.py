@@ -29,7 +29,8 @@ from cs336sys.experiments.weight_check import (
 )
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.gpu_readings import reading_gpu
+from cs336sys.measure.memory import peak_memory_gib, peak_resident_gib, reset_peak_memory, reset_peak_resident
 from cs336sys.measure.timing import gpu_busy_ms, time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import Workload
@@ -47,6 +48,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     if wrong is not None:
         return wrong
     progress("building the model")
+    resident_before_gib = reset_peak_resident() if device.type == "cpu" else None
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
@@ -55,20 +57,26 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
         progress("capturing")
         step.capture()
         build_s = time.perf_counter() - started
-    samples = time_phases(
-        step.phases,
-        warmup=workload.warmup,
-        steps=workload.steps,
-        device=device,
-        synchronize_steps=workload.synchronize == "step",
-        progress=progress,
-    )
+    with reading_gpu(device) as readings:
+        samples = time_phases(
+            step.phases,
+            warmup=workload.warmup,
+            steps=workload.steps,
+            device=device,
+            synchronize_steps=workload.synchronize == "step",
+            progress=progress,
+        )
     peak_gib = peak_memory_gib(device)
     busy_ms = None
     if device.type == "cuda":
         progress("profiling one step")
         busy_ms = gpu_busy_ms(step)
-    return training_outcome(step, samples, checked, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms)
+    surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
+    if resident_before_gib is not None:
+        surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
+    return training_outcome(
+        step, samples, checked, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms, surroundings=surroundings
+    )
 
 
 def training_outcome(
@@ -79,8 +87,13 @@ def training_outcome(
     build_s: float,
     peak_gib: float | None,
     busy_ms: float | None,
+    surroundings: Mapping[str, Any],
 ) -> Outcome:
-    """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them."""
+    """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them.
+
+    Args:
+        surroundings: what was observed beside the steps, of the GPU's clocks and of the process's memory.
+    """
     workload, wall = step.workload, samples["wall"]
     peak = None
     if step.device.type == "cuda":
@@ -91,6 +104,7 @@ def training_outcome(
         "peak_gib": peak_gib,
         **workload.rates(samples["step"], peak),
         "gpu_busy_ms": busy_ms,
+        **surroundings,
     }
     if step.graphs is not None:
         derived["capture_s"] = step.graphs.capture_s

@@ -18,6 +18,7 @@ from cs336sys.experiments.training import TrainStep, set_matmul_precision, use_a
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
+from cs336sys.measure.gpu_readings import reading_gpu
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import StepTimer, gpu_busy_ms
 from cs336sys.results import configuration_key
@@ -88,10 +89,11 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
         warm[name] = _warm_up(workload, device, others_gib, stage, differences[name], progress)
-    for number in range(first.steps):
-        progress(f"step {number + 1}/{first.steps} of each")
-        for one in warm.values():
-            one.run()
+    with reading_gpu(device) as readings:
+        for number in range(first.steps):
+            progress(f"step {number + 1}/{first.steps} of each")
+            for one in warm.values():
+                one.run()
     for name, measured in warm.items():
         samples = measured.timer.samples(first.warmup)
         busy_ms = None
@@ -106,6 +108,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             build_s=measured.build_s,
             peak_gib=measured.peak_gib,
             busy_ms=busy_ms,
+            surroundings={"gpu_readings": readings.columns()},
         )
     return outcomes
 

@@ -1,4 +1,6 @@
-"""Peak device memory of a stretch of work."""
+"""Peak memory of a stretch of work: what tensors hold on a GPU, what the process holds in main memory."""
+
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,29 @@ def peak_memory_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device) / GIB
+
+
+def reset_peak_resident() -> float | None:
+    """Begin a new peak of the process's main memory; what it holds now in GiB, None where Linux does not tell."""
+    try:
+        # Sets the high-water mark back to what is held now (man 5 proc_pid_clear_refs).
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status_gib("VmRSS")
+
+
+def peak_resident_gib() -> float | None:
+    """The most main memory that the process held at once since :func:`reset_peak_resident`, in GiB."""
+    return _status_gib("VmHWM")
+
+
+def _status_gib(name: str) -> float | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024 / GIB
+    return None
 
 
 def held_memory_gib(device: torch.device) -> float:

@@ -150,6 +150,15 @@ CLOCK_LIMITS = {
     0x100: "display clocks",
 }
 
+# Application clocks are somebody's choice and steady; these come and go while a timing runs.
+SLOWDOWNS = {"power cap", "hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
+
+
+def clock_limits_of(bits: int) -> tuple[str, ...]:
+    """The names of NVML's clocks event reasons that are in effect."""
+    return tuple(name for bit, name in CLOCK_LIMITS.items() if bits & bit)
+
+
 _GPU_FIELDS = (
     "index,uuid,name,driver_version,memory.total,memory.free,"
     "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"
@@ -185,8 +194,37 @@ def _gpu_state(values: list[str]) -> GpuState:
         temperature_c=temperature,
         power_w=power,
         power_limit_w=power_limit,
-        clock_limits=tuple(name for bit, name in CLOCK_LIMITS.items() if bits & bit),
+        clock_limits=clock_limits_of(bits),
     )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Where cells would run, and what memory there is for all that a process holds."""
+
+    device: str
+    memory_gib: float
+
+
+def capacity(device: str) -> Capacity | None:
+    """The memory of ``--device`` (``auto``: the first visible GPU, or this machine); None where it is not known."""
+    if device != "cpu":
+        gpu = _first_visible(read_gpus())
+        if gpu is not None and gpu.memory_total_gib is not None:
+            return Capacity(gpu.name, gpu.memory_total_gib)
+        if device == "cuda":
+            return None
+    total, _ = memory_gib()
+    return None if total is None else Capacity(cpu_model() or "this CPU", total)
+
+
+def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
+    """The GPU that CUDA calls its first, by CUDA_VISIBLE_DEVICES; that counts alike where GPUs are of one kind."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus[0] if gpus else None
+    first = visible.split(",")[0].strip()
+    return next((gpu for gpu in gpus if first and (first == str(gpu.index) or gpu.uuid.startswith(first))), None)
 
 
 def _number(text: str) -> float | None:

@@ -7,6 +7,8 @@ from typing import Any
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.measure.system import Capacity
+from cs336sys.report.gpu_readings import CLOCK_COLUMN, clock_notes, joined_readings, median_clock
 from cs336sys.report.noise import Interval, ratio_of_pairs
 from cs336sys.report.noise import ratio as ratio_of_medians
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
@@ -61,6 +63,8 @@ def _derived_of_rounds(
         | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops)
         | {
             "peak_gib": largest_known(rounds, "peak_gib"),
+            "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
+            "gpu_readings": joined_readings(rounds),
             "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
         }
     )
@@ -99,17 +103,43 @@ def peak_row(peak: PeakMemory) -> dict[str, Any]:
     }
 
 
-def bench_plan(workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = ()) -> Table:
-    """What ``--dry-run`` prints: each cell with its predicted memory, and ``notes`` below."""
+# Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
+_TIGHT_PART = 0.9
+_FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
+
+
+def bench_plan(
+    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
+) -> Table:
+    """What ``--dry-run`` prints: each cell with its predicted memory, whether it fits, and ``notes`` below."""
     rows = []
     for workload in workloads:
         peak = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
-        rows.append(workload.configuration() | {"parameters": count_parameters(workload.size)} | peak_row(peak))
-    columns = (*SIZE_COLUMNS, *SETTING_COLUMNS.values(), *PEAK_COLUMNS)
-    note = "Predicted for eager mode: what is alive at the moment when most is."
+        row = workload.configuration() | {"parameters": count_parameters(workload.size)} | peak_row(peak)
+        rows.append(row | _fitting(peak.total_gib, capacity))
+    columns = (*SIZE_COLUMNS, *SETTING_COLUMNS.values(), *PEAK_COLUMNS, *_FITTING_COLUMNS)
+    words = "Predicted for eager mode: what is alive at the moment when most is."
+    if capacity is None:
+        fit = "Whether it fits is not known: no memory of such a device was found."
+    else:
+        fit = (
+            f"fits: on {capacity.device} with {capacity.memory_gib:.1f} GiB; tight: over {100 * _TIGHT_PART:g} % of it."
+        )
     return Table(
-        "plan", f"{command}: cells and predicted memory (nothing was run)", columns, rows, notes=(note, *notes)
+        "plan",
+        f"{command}: cells and predicted memory (nothing was run)",
+        columns,
+        rows,
+        notes=(words, fit, *notes),
     )
+
+
+def _fitting(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
+    """The values of the columns that say whether a cell fits."""
+    if capacity is None:
+        return {}
+    part = needed_gib / capacity.memory_gib
+    return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
 
 
 def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
@@ -132,13 +162,15 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("peak_gib", "peak", "gib"),
+        Column("peak_resident_gib", "peak resident", "gib"),
+        CLOCK_COLUMN,
         *graph_columns(cells),
     ]
     if any("relative_difference_percent" in cell.derived for cell in cells):
         columns.append(Column("relative_difference_percent", "off launched", "percent"))
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
-    notes = method_notes(cells)
+    notes = (*method_notes(cells), *_resident_notes(cells), *clock_notes(cells))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
     if any("rounds" in cell.configuration for cell in cells):
@@ -159,12 +191,22 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     step = cell.samples["step"]
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     row |= {f"step_ms_p{percent:g}": step.percentile(percent) for percent in percentiles}
-    row |= cell.derived | {"first_measured_ms": step.measured[0]}
+    row |= cell.derived | {"first_measured_ms": step.measured[0], "sm_clock_mhz": median_clock(cell)}
     busy_ms = cell.derived["gpu_busy_ms"]
     if busy_ms is not None:
         idle_percent = 100 * (1 - busy_ms / step.median)
         row["launch_bound"] = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
     return row
+
+
+def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    before_gib = known_values(cells, "resident_before_gib")
+    if not before_gib:
+        return ()
+    return (
+        "peak resident: all main memory of the measuring process at its fullest; Python, torch and what earlier cells "
+        f"left held {min(before_gib):.2f} to {max(before_gib):.2f} GiB of it before the model was built",
+    )
 
 
 def speedup_pairs(cells: Sequence[Cell], settings: Collection[str]) -> tuple[list[str], list[tuple[Cell, Cell]]]:

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.measure.system import Capacity
 from cs336sys.processes.parent import call_guarded
 from cs336sys.results import read_results
 
@@ -55,6 +56,12 @@ def test_sweep_reports_every_cell_and_ends_well(sweep):
         assert phases == pytest.approx(row["step_ms_mean"])
         assert row["tokens_per_s"] == pytest.approx(32e3 / row["step_ms_mean"])
     assert all(row["step_ms_mean"] is None for row in rows[2:]), "a cell out of memory has no number"
+    # The model's training state is 16 bytes a parameter, 0.05 GiB; a process that has imported torch holds 0.2 or more.
+    before_gib = [cell.derived["resident_before_gib"] for cell in read_results(path).cells[:2]]
+    assert all(row["peak_resident_gib"] > before + 0.02 for row, before in zip(rows[:2], before_gib, strict=True))
+    assert all(0.1 < before < 4 for before in before_gib)
+    (note,) = [note for note in found["bench"]["notes"] if note.startswith("peak resident: ")]
+    assert f"held {min(before_gib):.2f} to {max(before_gib):.2f} GiB of it before the model was built" in note
     assert any(note.startswith("oom: out of memory at building the model: ") for note in found["bench"]["notes"])
     speedups = found["speedup"]["rows"]
     assert [(row["precision"], row["over"]) for row in speedups] == [("bf16", "fp32")]
@@ -271,6 +278,25 @@ def test_dry_run_predicts_memory_and_measures_nothing():
         parts = [row[f"{part}_gib"] for part in ("parameters", "gradients", "optimizer_state", "activations")]
         assert parts[2] == pytest.approx(8 * row["parameters"] / 2**30)
         assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "verdicts"), [(16.0, ["yes", "no"]), (2.2, ["tight", "no"]), (None, [None] * 2)]
+)
+def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatch):
+    asked = []
+    found = None if memory_gib is None else Capacity("NVIDIA H200", memory_gib)
+    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: asked.append(device) or found)
+    arguments = ("--size", "small,10b", "--context", "128", "--device", "cuda", "--dry-run", "--format", "json")
+    plan = tables(invoke(*arguments, tiny=False))["plan"]
+    assert asked == ["cuda"]
+    assert [row["fits"] for row in plan["rows"]] == verdicts
+    if memory_gib is None:
+        assert "Whether it fits is not known: no memory of such a device was found." in plan["notes"]
+        return
+    assert f"fits: on NVIDIA H200 with {memory_gib} GiB; tight: over 90 % of it." in plan["notes"]
+    parts = [100 * row["predicted_peak_gib"] / memory_gib for row in plan["rows"]]
+    assert [row["capacity_percent"] for row in plan["rows"]] == pytest.approx(parts)
 
 
 def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():

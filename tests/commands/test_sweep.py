@@ -8,6 +8,8 @@ import pty
 import re
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 import typer
@@ -16,6 +18,7 @@ from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome
+from cs336sys.measure.environment import new_run
 from cs336sys.report.tables import Column, Table, render
 from cs336sys.results import Cell, Run, read_results
 from cs336sys.results_file import ResultsFile
@@ -318,3 +321,39 @@ def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     assert (code, drawn) == (2, [1])
     assert "tiny" in out
     assert err == "error: --columns 'siez': choose from size; did you mean size?\n"
+
+
+class InstantWorker:
+    """Measures nothing, in this process."""
+
+    run = None
+
+    def __init__(self, measure, arguments):
+        InstantWorker.run = InstantWorker.run or new_run(())
+
+    def start(self, *, timeout_s):
+        return None
+
+    def measure(self, configuration, *, timeout_s, progress):
+        return Outcome("ok")
+
+    def close(self):
+        pass
+
+
+def test_cool_down_is_between_measured_cells(tmp_path, monkeypatch):
+    """Not before the first one, not for cells that are known, not between those that are measured in turn."""
+    slept = []
+    clock = types.SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr("cs336sys.commands.sweep.time", clock)
+    monkeypatch.setattr("cs336sys.measure.cells.Worker", InstantWorker)
+    path = tmp_path / "r.jsonl"
+    sweep(("measure",), save=path, cool_down=7.0)
+    assert slept == []
+    sweep(("measure", "print", "unsupported"), save=path, resume=True, cool_down=7.0)
+    assert slept == [7.0]
+    turns = [
+        {"action": action, "interleave": "action", "pair": pair} for pair in (1, 2) for action in ("measure", "print")
+    ]
+    run_sweep("bench", "fake_cells:measure", turns, SweepOptions(cool_down=3.0))
+    assert slept == [7.0, 3.0]

@@ -99,3 +99,29 @@ def test_a_kernel_that_does_not_say_what_is_available(monkeypatch):
 def test_a_library_loads_or_not():
     assert system.library_loads(None if sys.platform == "darwin" else "libc.so.6")
     assert not system.library_loads("libnothing.so.1")
+
+
+H200 = system.Capacity("NVIDIA H200", 143771 / 1024)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("auto", None, H200),
+        ("cuda", "1", H200),
+        ("auto", "GPU-1111", H200),
+        ("cuda", "7", None),
+        ("cuda", "", None),
+        ("auto", "", system.Capacity("a CPU", 16.0)),
+        ("cpu", None, system.Capacity("a CPU", 16.0)),
+    ],
+)
+def test_capacity_is_that_of_the_visible_gpu_or_of_main_memory(tmp_path, monkeypatch, device, visible, expected):
+    put_nvidia_smi(tmp_path, f"{GPU_0}, {IDLE}", f"{GPU_1}, {THROTTLED}")
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.setattr(system, "memory_gib", lambda: (16.0, 1.0))
+    monkeypatch.setattr(system, "cpu_model", lambda: "a CPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert system.capacity(device) == expected

@@ -9,10 +9,7 @@ import torch
 from cs336sys.measure.diagnosis.check import Check
 from cs336sys.measure.diagnosis.software import probe_triton
 from cs336sys.measure.environment import nccl_version
-from cs336sys.measure.system import GpuState, run_tool
-
-# Application clocks are somebody's choice and steady; these come and go while a timing runs.
-SLOWDOWNS = {"power cap", "hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake"}
+from cs336sys.measure.system import SLOWDOWNS, GpuState, run_tool
 
 # The driver keeps a few per cent for itself; with less free than this, another program holds memory.
 FREE_MEMORY_SHARE = 0.9

@@ -1,0 +1,101 @@
+"""Readings of a GPU during a measurement, from a library and a reader that are stand-ins."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from cs336sys.measure.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
+
+
+class FakeLibrary:
+    """NVML's functions, which return 0 and write through the last argument; ``refused`` names return an error."""
+
+    VALUES = (
+        ("nvmlDeviceGetPowerUsage", 412_345),
+        ("nvmlDeviceGetClockInfo", 1755),
+        ("nvmlDeviceGetTemperature", 61),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x004 | 0x020 | 0x001),
+    )
+
+    def __init__(self, *refused, uuids=(b"GPU-1",)):
+        self.calls = []
+        for name, value in self.VALUES:
+            setattr(self, name, self.function(name, value, failed=name in refused))
+        self.nvmlInit_v2 = lambda: int("nvmlInit_v2" in refused)
+        self.nvmlDeviceGetHandleByUUID = lambda uuid, handle: int(uuid not in uuids)
+
+    def function(self, name, value, failed):
+        def call(handle, *arguments):
+            *which, reference = arguments
+            self.calls.append((name, *which))
+            reference._obj.value = value
+            return int(failed)
+
+        return call
+
+
+def test_a_reading_is_what_the_driver_tells_in_the_units_of_the_names():
+    library = FakeLibrary()
+    read = nvml_reader("GPU-1", lambda name: library)
+    assert read() == Reading(1755, 61, 412.345, ("power cap", "software thermal slowdown"))
+    # nvml.h: NVML_CLOCK_SM is 1 (0 is the graphics clock), NVML_TEMPERATURE_GPU is 0.
+    assert {("nvmlDeviceGetClockInfo", 1), ("nvmlDeviceGetTemperature", 0)} <= set(library.calls)
+
+
+def test_what_the_driver_refuses_is_none():
+    refused = FakeLibrary("nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    assert nvml_reader("GPU-1", lambda name: refused)() == Reading(None, 61, 412.345, ())
+
+
+def test_without_the_library_or_the_gpu_nothing_is_read():
+    def missing(name):
+        raise OSError(name)
+
+    assert nvml_reader("GPU-1", missing) is None
+    assert nvml_reader("GPU-1", lambda name: FakeLibrary("nvmlInit_v2")) is None
+    assert nvml_reader("GPU-2", lambda name: FakeLibrary()) is None
+    with reading_gpu(torch.device("cpu")) as readings:
+        pass
+    assert readings.columns() is None
+
+
+def test_a_gpu_is_read_while_the_context_lasts_and_at_its_end():
+    main, threads = threading.get_ident(), []
+    clocks = iter(range(1000, 2000))
+
+    def read():
+        threads.append(threading.get_ident())
+        return Reading(next(clocks), 50, 300.0, ("power cap", "sync boost"))
+
+    with GpuReadings(read, interval_s=0.01) as readings:
+        time.sleep(0.1)
+    count = len(threads)
+    assert count >= 3
+    assert main not in threads
+    time.sleep(0.03)
+    assert len(threads) == count, "no thread reads on"
+    columns = readings.columns()
+    assert columns["sm_clock_mhz"] == list(range(1000, 1000 + count))
+    assert columns["time_s"] == sorted(columns["time_s"])
+    assert 0.09 < columns["time_s"][-1] < 5
+    assert columns["clock_limits"][0] == "power cap, sync boost"
+    with GpuReadings(read, interval_s=60) as short:
+        pass
+    assert len(short.columns()["time_s"]) == 1
+
+
+def test_the_thread_ends_where_the_measurement_fails():
+    with pytest.raises(MemoryError), GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.01):
+        raise MemoryError
+    assert not any(thread.name == "cs336sys-gpu-readings" for thread in threading.enumerate())
+
+
+def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.gpu_readings._MOST_READINGS", 8)
+    with GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.001) as readings:
+        time.sleep(0.2)
+    times = readings.columns()["time_s"]
+    assert 3 < len(times) <= 8
+    assert times[0] < 0.1 < 0.19 < times[-1]
