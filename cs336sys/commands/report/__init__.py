@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import OUTPUT, check_choice, one_of, split_list
 from cs336sys.commands.training_options import DeviceOption
@@ -39,7 +40,10 @@ def report(
         Path | None, typer.Option(help="Where --run saves. Default: report-YEAR.", show_default=False)
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="In the place of all the handout's sizes: tiny.", show_default=False)
+        str | None,
+        typer.Option(
+            help="In the place of all the handout's sizes: tiny.", show_default=False, autocompletion=among(SIZES)
+        ),
     ] = None,
     device: DeviceOption = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --run would run, and run nothing.")] = False,
@@ -52,6 +56,7 @@ def report(
             help="html, markdown, latex, typst. Default: the file name's.",
             show_default=False,
             rich_help_panel=OUTPUT,
+            autocompletion=among(tuple(dict.fromkeys(_FORMATS.values()))),
         ),
     ] = None,
     output: Annotated[
