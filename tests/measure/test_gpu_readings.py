@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cs336sys.measure.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
+from cs336sys.measure.system import read_gpus
 
 
 class FakeLibrary:
@@ -99,3 +100,20 @@ def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
     times = readings.columns()["time_s"]
     assert 3 < len(times) <= 8
     assert times[0] < 0.1 < 0.19 < times[-1]
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
+    device = torch.device("cuda")
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    factor = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    with reading_gpu(device) as readings:
+        for _ in range(300):
+            factor @ factor
+        torch.cuda.synchronize()
+        (told,) = (gpu for gpu in read_gpus() if gpu.uuid == uuid)
+    columns = readings.columns()
+    assert abs(columns["temperature_c"][-1] - told.temperature_c) <= 5
+    assert max(columns["sm_clock_mhz"]) <= told.max_sm_clock_mhz
+    assert max(columns["sm_clock_mhz"]) >= 0.5 * told.max_sm_clock_mhz
+    assert 0 < max(columns["power_w"]) <= 1.2 * told.power_limit_w
