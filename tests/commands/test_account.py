@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "account.md"
 
 SUB_COMMANDS = (
     "memory",
+    "keep",
     "activations",
     "attention",
     "flops",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.flops import linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
+from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.errors import UsageError
@@ -57,6 +58,17 @@ class KeptStep:
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.size)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What all blocks of a rank keep for the backward pass."""
+        with_both = kept_block_bytes(self, gate_and_up=True)
+        without = kept_block_bytes(self, gate_and_up=False)
+        return self.blocks * with_both + (self.size.num_layers - self.blocks) * without
 
     @property
     def tokens(self) -> int:
@@ -154,17 +166,22 @@ def kept_choices(step: KeptStep, numbers: Sequence[int] | None = None) -> list[t
     return [(one, kept_peak(one), flops_again(one)) for one in steps]
 
 
+def fitting_blocks(step: KeptStep, limit_bytes: float) -> int | None:
+    """The most blocks that can keep gate and up while the predicted peak is within the limit; None if none can."""
+    return max((one.blocks for one, peak, _ in kept_choices(step) if peak.total <= limit_bytes), default=None)
+
+
 def choose_kept_blocks(step: KeptStep, limit_bytes: float) -> KeptStep:
     """The step in which most blocks keep gate and up, and whose predicted peak is within the limit.
 
     Raises:
         UsageError: there is none; the message says what is needed.
     """
-    fitting = [one for one, peak, _ in kept_choices(step) if peak.total <= limit_bytes]
-    if not fitting:
+    blocks = fitting_blocks(step, limit_bytes)
+    if blocks is None:
         need = kept_peak(replace(step, blocks=0)).total_gib
         raise UsageError(
             f"--memory-limit {limit_bytes / GIB:.4g}GiB: a rank needs {need:.1f} GiB even if no block keeps gate "
             f"and up (state in {step.state_dtype}, {step.world_size} ranks); choose more ranks or a smaller state"
         )
-    return fitting[-1]
+    return replace(step, blocks=blocks)

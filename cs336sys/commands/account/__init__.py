@@ -9,6 +9,7 @@ from cs336sys.commands.lazy import LazyGroup
 # Subjects, and the commands that each module has.
 _MODULES = {
     "memory": ("memory",),
+    "keep": ("keep",),
     "model": ("activations", "attention", "flops", "checkpointing"),
     "communication": ("collectives", "buckets"),
     "devices": ("parallel", "xxl"),

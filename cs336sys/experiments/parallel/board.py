@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
-from cs336sys.experiments.parallel.measurement import communication_backend, slowest
+from cs336sys.experiments.parallel.measurement import kept_ranks, slowest
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepShares, finish_communication, profile_shares
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.timing import time_phases
-from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples
 from cs336sys.workload import ParallelWorkload
 
@@ -59,12 +58,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     # Most of each GPU is in use: holes that no tensor fits into would cost gate and up of some blocks. Ranks read this
     # when they first use their GPU.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    ranks = launch.kept(
-        workload.world_size,
-        backend=communication_backend(workload),
-        timeout_s=workload.timeout_s,
-        high_priority=workload.high_priority,
-    )
+    ranks = kept_ranks(workload)
     # First, because it is ready from empty caches that counts.
     progress("timing steps")
     measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload)

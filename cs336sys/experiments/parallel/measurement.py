@@ -43,13 +43,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     ``docs/columns.md``. The status is ``wrong``, and there are no samples, if the weights are not those of one process.
     """
     workload = ParallelWorkload.from_configuration(configuration)
-    backend = communication_backend(workload)
-    if backend == "gloo":
-        # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    ranks = launch.kept(
-        workload.world_size, backend=backend, timeout_s=workload.timeout_s, high_priority=workload.high_priority
-    )
+    ranks = kept_ranks(workload)
 
     progress(f"checking {workload.strategy} against one process")
     # Weights in half precision are rounded after every step, so that they say little.
@@ -71,7 +65,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     derived |= _derived(workload, measured, samples)
     if workload.strategy == "bucketed":
         progress("timing all-reduces")
-        link = _link(ranks, workload, backend)
+        link = _link(ranks, workload)
         derived |= {"link_latency_s": link.latency_s, "link_bytes_per_s": link.bytes_per_s}
     return Outcome("ok", samples, derived)
 
@@ -96,9 +90,9 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     return derived, None
 
 
-def _link(ranks: launch.Ranks, workload: ParallelWorkload, backend: str) -> AlphaBeta:
+def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:
     """Latency and bandwidth of the slowest rank's all-reduces."""
-    key = (workload.world_size, backend, workload.high_priority)
+    key = (workload.world_size, _backend(workload), workload.high_priority)
     if key not in _links:
         times_s = ranks.run(time_all_reduces, workload)
         slowest = {size: max(of_rank[size] for of_rank in times_s) for size in times_s[0]}
@@ -179,7 +173,18 @@ def slowest(measured: Sequence[_Measured]) -> dict[str, Samples]:
     }
 
 
-def communication_backend(workload: ParallelWorkload) -> str:
+def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
+    """The ranks of the last cell, or new ones where it had others."""
+    backend = _backend(workload)
+    if backend == "gloo":
+        # On a CPU torch's profiler says at each start that it started (torch 2.13). Read by ranks when they start.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    return launch.kept(
+        workload.world_size, backend=backend, timeout_s=workload.timeout_s, high_priority=workload.high_priority
+    )
+
+
+def _backend(workload: ParallelWorkload) -> str:
     on_gpu = choose_device(workload.training.device).type == "cuda"
     if workload.backend == "nccl" and not on_gpu:
         raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
