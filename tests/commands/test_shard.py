@@ -83,9 +83,30 @@ def test_dry_run_says_what_would_be_held_and_sent():
     assert rows[3]["peak_gib"] < replicated["peak_gib"]
 
 
+def test_the_board_says_what_it_has_chosen():
+    """What was not asked for is what is fastest; what was asked for stays, be it a default or not."""
+    result = invoke("--size", "8b", "--board", "--checkpoint", "auto,keep=4", "--dry-run", "--format", "json")
+    automatic, given = tables(result)["plan"]["rows"]
+    chosen = {"strategy": "fsdp", "kernels": "fused", "optimizer": "adamw", "state_dtype": "bf16", "attention": "flash"}
+    assert {name: automatic[name] for name in chosen} == chosen
+    assert (automatic["checkpointing"], given["checkpointing"]) == ("keep=34", "keep=4")
+    assert automatic["peak_gib"] == pytest.approx(125.2, abs=0.1)
+    assert result.stderr == (
+        "--checkpoint auto, 2 ranks: gate and up are kept in 34 of 34 blocks; predicted peak 125.2 GiB (feed-forward "
+        "backward, block 34 of 34) of 130 GiB\n"
+    )
+    one_rank = ("--board", "--size", "8b", "--world-size", "1", "--batch-size", "1", "--state-dtype", "fp32")
+    result = invoke(*one_rank, "--dry-run", "--memory-limit", "160GiB")
+    assert result.exit_code == 2
+    assert "a rank needs 152.7 GiB even if no block keeps gate and up (state in fp32, 1 ranks)" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--board", "--strategy", "none"], "--board measures the strategy fsdp: --strategy none cannot be chosen"),
+        (["--board", "--checkpoint", "auto", "--memory-limit", "130"], "--memory-limit '130': give a size such as"),
+        (["--strategy", "fsdp", "--checkpoint", "auto"], "it needs --kernels fused, not reference"),
         (["--strategy", "zero"], "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp, torch-zero"),
         (["--prefetch", "-1"], "--prefetch '-1': must be at least 0"),
         (["--checkpoint", "every=2"], "--checkpoint 'every=2': choose from none, block"),

@@ -141,9 +141,10 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
     at_peak = peak.parameters - parameters, peak.optimizer_state
     return [
         RankMemory(MOMENTS[0], parameters, 0, 0, always),
-        RankMemory(MOMENTS[1], parameters, state.gradients, optimizer_state, always),
-        RankMemory(MOMENTS[2], parameters, 0, optimizer_state, always),
-        RankMemory(MOMENTS[3], parameters, peak.gradients, sum(at_peak), peak.activations),
+        RankMemory(MOMENTS[1], parameters, state.gradients, 0, always),
+        RankMemory(MOMENTS[2], parameters, state.gradients, optimizer_state, always),
+        RankMemory(MOMENTS[3], parameters, 0, optimizer_state, always),
+        RankMemory(MOMENTS[4], parameters, peak.gradients, sum(at_peak), peak.activations),
     ]
 
 

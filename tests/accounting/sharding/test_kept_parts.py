@@ -12,10 +12,12 @@ from cs336sys.accounting.sharding.kept_parts import (
     flops_again,
     kept_block_bytes,
     kept_choices,
+    kept_memory,
     kept_moments,
     kept_peak,
     kept_state,
 )
+from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES
 
@@ -33,6 +35,16 @@ def test_state_by_dtype():
     shard = count_parameters(STEP.size) / 2
     for dtype, each in {"fp32": 16, "bf16": 8, "split": 14}.items():
         assert kept_state(replace(STEP, state_dtype=dtype)).total == pytest.approx(each * shard, rel=1e-4)
+
+
+def test_moments_are_those_that_shard_measures():
+    """Master weights, or their lower bits, are state of the optimizer."""
+    step = replace(STEP, state_dtype="split", blocks=3)
+    memory = {held.moment: held for held in kept_memory(step)}
+    assert list(memory) == list(MOMENTS)
+    assert memory["peak"].total == kept_peak(step).total
+    assert memory["before the optimizer"].total == pytest.approx(kept_state(step).total, rel=1e-3)
+    assert memory["before the first optimizer step"].optimizer_state == 0
 
 
 def test_peak_is_where_the_backward_pass_begins():
