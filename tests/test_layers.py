@@ -26,6 +26,8 @@ RESERVED = {
     "rich.table": ("report.terminal",),
     "tabulate": ("report.tables",),
     "matplotlib": ("report",),
+    "mlflow": ("commands.tracking",),
+    "wandb": ("commands.tracking",),
     "cs336_basics": ("experiments.optimizers", "experiments.training", "measure.phases"),
 }
 
@@ -38,6 +40,7 @@ SHARED_AMONG_SIBLINGS = {
             "lazy",
             "options",
             "output_options",
+            "tracking",
             "completion",
             "board",
             "former_names",

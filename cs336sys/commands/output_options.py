@@ -9,6 +9,7 @@ import typer
 
 from cs336sys.commands.completion import among
 from cs336sys.commands.options import LONGEST_S, MEASURING, OUTPUT, split_list
+from cs336sys.commands.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
 
@@ -117,6 +118,10 @@ class SweepOptions:
     resume_any: Annotated[
         bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")
     ] = False
+    track: Annotated[
+        list[str],
+        typer.Option("--track", help="Make each cell a run of mlflow, wandb.", autocompletion=among(TRACKERS)),
+    ] = field(default_factory=list)
     cell_timeout: Annotated[
         float | None,
         typer.Option(

@@ -56,7 +56,7 @@ def precision(
         for cell in cells:
             file.append(cell)
         file.close()
-    Sweep(tuple(cells), run, fault=unsaved(file)).report(lambda: precision_tables(cells, run), output)
+    Sweep(tuple(cells), run, faults=tuple(unsaved(file))).report(lambda: precision_tables(cells, run), output)
 
 
 def _accumulations(device: "torch.device", run_id: str) -> list[Cell]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cs336sys.commands.faults import interruption_code, say
+from cs336sys.commands.options import one_of, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.progress import showing_progress
 from cs336sys.commands.ranks import JoinedWorker
 from cs336sys.commands.resuming import known_cells, shown_run, turn_key
+from cs336sys.commands.tracking import TRACKERS, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
-from cs336sys.results import Cell, Run, configuration_key, read_results
+from cs336sys.results import Cell, Run, configuration_key, distinguishing_settings, read_results
 from cs336sys.results_file import ResultsFile
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Sweep:
         run: the machine they were measured on; None where no process has started that could say, or with
             ``--resume-any`` where there were several.
         interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
-        fault: why some of the cells are not in the ``--save`` file.
+        faults: why some of the cells are not in the ``--save`` file, or in a tracker.
         ranks: where this process is one of the ranks that torchrun or Slurm started.
         stopped: those ranks could not go on after the last cell.
     """
@@ -43,7 +45,7 @@ class Sweep:
     interruption: int | None = None
     ranks: JoinedWorker | None = None
     stopped: bool = False
-    fault: OutputError | None = None
+    faults: tuple[OutputError, ...] = ()
 
     @property
     def is_reported_here(self) -> bool:
@@ -61,7 +63,7 @@ class Sweep:
 
         Tables come first: what cannot be drawn, or saved, has been seen.
         """
-        faults: list[OutputError | UsageError] = [] if self.fault is None else [self.fault]
+        faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
             faults += output.emit_measured(tables())
             for draw in pictures:
@@ -113,11 +115,12 @@ def run_sweep(
 
     Raises:
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read; the timeout is not positive.
-        CapabilityError: the measuring process does not start.
+        CapabilityError: the measuring process, or a tracker, does not start.
     """
     from cs336sys.measure.cells import Worker
 
     save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
+    trackers = split_list(asked.track, "--track", one_of(TRACKERS)) if asked.track else []
     if cell_timeout is not None and cell_timeout <= 0:
         raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
     if resumes and save is None:
@@ -127,7 +130,8 @@ def run_sweep(
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
     ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
     if ranks is not None and not ranks.is_first:
-        save, resumes = None, False
+        save, resumes, trackers = None, False, []
+    tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
     file = ResultsFile(save) if save else None
     results = read_results(save) if resumes and save and save.stat().st_size else None
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
@@ -177,8 +181,9 @@ def run_sweep(
                             run_is_saved = True
                         file.append(cell)
                         if file.fault is not None and not fault_is_told:
-                            say(f"warning: {unsaved(file)}; it is tried again after every cell")
+                            say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
                             fault_is_told = True
+                    tracking.track(cell, run, time.time() - took_s)
                     if fresh_worker and ranks is None:
                         worker.close()
                     # Ranks that torchrun started cannot be replaced.
@@ -196,18 +201,19 @@ def run_sweep(
             word = "terminated" if interruption == TERMINATED else "interrupted"
             say(f"{word}: {len(cells)} of {len(configurations)} cells measured")
     finally:
+        tracking.close()
         if file is not None:
             file.close()
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
-    return Sweep(tuple(cells), run, interruption, ranks, stopped, unsaved(file))
+    return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
 
 
-def unsaved(file: ResultsFile | None) -> OutputError | None:
-    """Why some of the cells are not in the ``--save`` file; None if all are."""
+def unsaved(file: ResultsFile | None) -> list[OutputError]:
+    """Why some of the cells are not in the ``--save`` file."""
     if file is None or file.fault is None:
-        return None
-    return OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")
+        return []
+    return [OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")]
 
 
 def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:

@@ -162,7 +162,9 @@ def test_what_cannot_be_saved_or_drawn_is_printed_first(capsys):
     def fail():
         raise OutputError("cannot write --plot p.png: No space left on device")
 
-    measured = Sweep(cells("ok"), None, fault=OutputError("cannot write results to r.jsonl: No space left on device"))
+    measured = Sweep(
+        cells("ok"), None, faults=(OutputError("cannot write results to r.jsonl: No space left on device"),)
+    )
     code, out, err = report(measured, capsys, pictures=[fail, lambda: drawn.append("second")])
     assert (code, out) == (1, render([TABLE], "markdown"))
     assert err == (
@@ -240,7 +242,7 @@ def test_a_full_disk_costs_only_what_it_had_no_room_for(fake_worker, tmp_path, m
     monkeypatch.setattr(ResultsFile, "append", fill)
     ended = sweep(("measure", "full", "measure again"), save=path)
     assert truncate
-    assert ended.fault is None
+    assert ended.faults == ()
     assert [cell.configuration["action"] for cell in read_results(path).cells] == ["measure", "full", "measure again"]
     warning = f"warning: cannot write results to {path}: No space left on device; it is tried again after every cell\n"
     assert warning in capsys.readouterr().err
@@ -258,7 +260,7 @@ def test_a_disk_that_stays_full_fails_the_sweep(fake_worker, tmp_path, monkeypat
 
     monkeypatch.setattr(ResultsFile, "__init__", open_on_full_disk)
     ended = sweep(("measure again",), save=path)
-    assert str(ended.fault) == f"cannot write results to {path}: No space left on device"
+    assert [str(fault) for fault in ended.faults] == [f"cannot write results to {path}: No space left on device"]
     assert path.read_bytes() == before
 
 

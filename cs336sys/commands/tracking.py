@@ -1,0 +1,234 @@
+"""``--track``: every measured cell is a run of an experiment tracker, with its parameters, figures and files."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from cs336sys.commands.faults import say
+from cs336sys.errors import CapabilityError, OutputError
+from cs336sys.results import Cell, Run, json_text
+
+# Of MLflow's experiment and W&B's project, where their variables name no other.
+PROJECT = "cs336sys"
+
+# Settings that are folders, in which a cell leaves traces, reports or snapshots.
+_FOLDERS = ("keep", "snapshot", "trace")
+
+# MLflow's limit for a tag; its parameters may have 6000.
+_LONGEST_TEXT = 5000
+
+
+@dataclass(frozen=True)
+class TrackedCell:
+    """A cell as trackers take it.
+
+    Attributes:
+        name: of the run: the command, and what tells the cell from others of its sweep.
+        group: what the cells of a sweep have in common.
+        parameters: its configuration, and the machine.
+        figures: statistics of its samples and every number derived from them, by the names of csv; finite ones.
+        texts: what else was found, and the status.
+        files: all of the cell as JSON, and what it has left in the folder that it was given.
+    """
+
+    name: str
+    group: str
+    parameters: Mapping[str, str]
+    figures: Mapping[str, float]
+    texts: Mapping[str, str]
+    files: Sequence[Path]
+    is_failed: bool
+
+
+class Tracker(Protocol):
+    """Where cells are tracked."""
+
+    def track(self, cell: TrackedCell) -> None:
+        """Make a run of the cell, whole when this returns."""
+
+    def close(self) -> None:
+        """End what the tracker has started."""
+
+
+class _Mlflow:
+    """Runs of MLflow: in its own local store, or where ``MLFLOW_TRACKING_URI`` says."""
+
+    def __init__(self, command: str):
+        from mlflow import MlflowClient
+
+        # A new store is no news.
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        self._experiment = experiment.experiment_id if experiment else self._client.create_experiment(name)
+
+    def track(self, cell: TrackedCell) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        run = self._client.create_run(self._experiment, run_name=cell.name).info.run_id
+        now_ms = int(1000 * time.time())
+        figures = [Metric(name, value, now_ms, 0) for name, value in cell.figures.items()]
+        parameters = [Param(name, value) for name, value in cell.parameters.items()]
+        texts = [RunTag(name, value[:_LONGEST_TEXT]) for name, value in {**cell.texts, "sweep": cell.group}.items()]
+        self._client.log_batch(run, figures, parameters, texts)
+        for path in cell.files:
+            self._client.log_artifact(run, str(path))
+        self._client.set_terminated(run, "FAILED" if cell.is_failed else "FINISHED")
+
+    def close(self) -> None:
+        pass
+
+
+class _WeightsAndBiases:
+    """Runs of W&B: in the folder ``wandb`` for ``wandb sync``, or as ``WANDB_MODE`` says."""
+
+    def __init__(self, command: str):
+        import wandb
+
+        self._wandb = wandb
+        self._command = command
+
+    def track(self, cell: TrackedCell) -> None:
+        run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            group=cell.group,
+            job_type=self._command,
+            name=cell.name,
+            config=dict(cell.parameters),
+            reinit="finish_previous",
+            # Nothing of it on our output, and nothing measured while the next cell is.
+            settings=self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        try:
+            run.log(dict(cell.figures))
+            run.summary.update(dict(cell.texts))
+            for path in cell.files:
+                # A copy: the file may be gone when the run is synchronised.
+                copy = Path(run.dir, path.name)
+                copy.write_bytes(path.read_bytes())
+                run.save(str(copy), base_path=run.dir, policy="end")
+        finally:
+            run.finish(exit_code=1 if cell.is_failed else 0)
+
+    def close(self) -> None:
+        self._wandb.teardown()
+
+
+_TRACKERS: dict[str, Callable[[str], Tracker]] = {"mlflow": _Mlflow, "wandb": _WeightsAndBiases}
+TRACKERS = tuple(_TRACKERS)
+
+
+class Tracking:
+    """The trackers of a sweep. One that fails is left out from then on: what was measured is never lost with it.
+
+    Attributes:
+        faults: why cells are missing in a tracker.
+    """
+
+    def __init__(self, command: str, settings: Sequence[str], trackers: Mapping[str, Tracker]):
+        self.faults: list[OutputError] = []
+        self._command = command
+        self._settings = settings
+        self._trackers = dict(trackers)
+
+    def track(self, cell: Cell, run: Run | None, started_s: float) -> None:
+        """Track a cell that was just measured.
+
+        Args:
+            started_s: when it was begun, of ``time.time()``: files that are older are not its own.
+        """
+        if not self._trackers:
+            return
+        with _as_tracked(self._command, self._settings, cell, run, started_s) as tracked:
+            for name, tracker in list(self._trackers.items()):
+                try:
+                    tracker.track(tracked)
+                except Exception as error:
+                    fault = OutputError(f"--track {name}: {_one_line(error)}")
+                    say(f"warning: {fault}; what is measured from now on is not tracked there")
+                    self.faults.append(fault)
+                    del self._trackers[name]
+                    _close(tracker)
+
+    def close(self) -> None:
+        for tracker in self._trackers.values():
+            _close(tracker)
+
+
+def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) -> Tracking:
+    """Start the trackers of these names (:data:`TRACKERS`).
+
+    Args:
+        settings: those of a configuration that tell the cells of the sweep apart.
+
+    Raises:
+        CapabilityError: a tracker's package is not installed, or its store cannot be opened.
+    """
+    started = {}
+    for name in names:
+        try:
+            import_module(name)
+            started[name] = _TRACKERS[name](command)
+        except ModuleNotFoundError as error:
+            raise CapabilityError(
+                f"--track {name}: {error.name} is not installed: python -m pip install 'cs336sys[track]'"
+            ) from error
+        except Exception as error:
+            raise CapabilityError(f"--track {name}: {_one_line(error)}") from error
+    return Tracking(command, settings, started)
+
+
+@contextlib.contextmanager
+def _as_tracked(
+    command: str, settings: Sequence[str], cell: Cell, run: Run | None, started_s: float
+) -> Iterator[TrackedCell]:
+    configuration = cell.configuration
+    told_apart = [str(configuration.get(name)) for name in settings or list(configuration)[:1]]
+    machine = {} if run is None else {f"machine.{name}": value for name, value in run.machine.items()}
+    found = {name: value for name, value in cell.derived.items() if not isinstance(value, dict | list)}
+    figures = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    for name, samples in cell.samples.items():
+        if samples.measured:
+            column = f"{name}_{samples.unit}"
+            figures |= {f"{column}_{part}": getattr(samples, part) for part in ("mean", "std", "median")}
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
+    folders = [Path(configuration[name]) for name in _FOLDERS if isinstance(configuration.get(name), str)]
+    left = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder, "cell.json")
+        whole.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
+        yield TrackedCell(
+            " ".join([command, *told_apart]),
+            cell.run_id or "a run not recorded",
+            {name: _text(value) for name, value in (configuration | machine).items()},
+            {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)},
+            texts,
+            [whole, *(path for path in left if path.stat().st_mtime >= started_s)],
+            cell.status in ("error", "wrong"),
+        )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _close(tracker: Tracker) -> None:
+    # It has said, or is about to say, what is wrong with it.
+    with contextlib.suppress(Exception):
+        tracker.close()

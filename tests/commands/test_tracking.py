@@ -1,0 +1,230 @@
+"""``--track``: cells become runs of the real trackers; a tracker that fails loses nothing."""
+
+import json
+import math
+import os
+import struct
+import time
+
+import pytest
+import typer
+
+from cs336sys.commands import tracking
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.tracking import start_tracking
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.measure.cells import Outcome
+from cs336sys.results import Cell, Run, Samples
+
+MACHINE = Run("abc123", "now", ("bench",), {"gpu": "NVIDIA H200", "gpus": 2, "torch": None}, {"source_digest": "1"})
+
+
+def cell(size, status="ok", **settings):
+    configuration = {"size": size, "tf32": False} | settings
+    if status != "ok":
+        return Cell("bench", configuration, status, run_id="abc123")
+    derived = {"tokens_per_s": 100.5, "peak_gib": None, "mfu_percent": math.nan, "verdict": "yes", "timeline": {}}
+    samples = {"step": Samples("ms", "cpu clock", (1.0, 2.0, 6.0))}
+    return Cell("bench", configuration, status, samples, derived, run_id="abc123")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("MLFLOW_", "WANDB_")):
+            monkeypatch.delenv(name)
+    return tmp_path
+
+
+def track_two(name, folder):
+    """A cell that is measured and one that breaks; the first leaves a file beside one of another day."""
+    (folder / "traces").mkdir()
+    (folder / "traces" / "old.json").write_text("{}")
+    os.utime(folder / "traces" / "old.json", (1, 1))
+    started_s = time.time() - 1
+    (folder / "traces" / "step.json").write_text("a trace")
+    tracker = start_tracking("bench", ["size"], [name])
+    tracker.track(cell("tiny", trace=str(folder / "traces")), MACHINE, started_s)
+    tracker.track(cell("small", "error"), None, started_s)
+    tracker.close()
+    assert tracker.faults == []
+
+
+def test_cells_are_runs_of_mlflow(folder):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: pip install 'cs336sys[track]'")
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed: pip install 'cs336sys[track]'")
+    pytest.importorskip("alembic", reason="alembic is not installed: pip install 'cs336sys[track]'")
+    track_two("mlflow", folder)
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("cs336sys")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"bench tiny", "bench small"}
+    run = runs["bench tiny"]
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {
+        "size": "tiny",
+        "tf32": "false",
+        "trace": str(folder / "traces"),
+        "machine.gpu": "NVIDIA H200",
+        "machine.gpus": "2",
+        "machine.torch": "null",
+    }
+    assert run.data.metrics == {
+        "step_ms_mean": 3.0,
+        "step_ms_median": 2.0,
+        "step_ms_std": pytest.approx(math.sqrt(7)),
+        "tokens_per_s": 100.5,
+    }
+    tags = {name: value for name, value in run.data.tags.items() if not name.startswith("mlflow.")}
+    assert tags == {"status": "ok", "verdict": "yes", "sweep": "abc123"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"cell.json", "step.json"}
+    saved = json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/cell.json"))
+    assert saved["cell"]["samples"]["step"]["measured"] == [1.0, 2.0, 6.0]
+    assert saved["run"]["machine"]["gpus"] == 2
+    assert runs["bench small"].info.status == "FAILED"
+    assert runs["bench small"].data.tags["status"] == "error"
+    assert sorted(path.name for path in folder.iterdir()) == ["mlflow.db", "mlruns", "traces"], "the local store"
+
+
+def test_cells_are_runs_of_wandb(folder):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'cs336sys[track]'")
+    track_two("wandb", folder)
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2, "nothing is sent"
+    found = {}
+    for path in runs:
+        records = records_of(next(path.glob("*.wandb")))
+        run = next(record.run for record in records if record.HasField("run"))
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        summary = {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for record in records
+            if record.HasField("summary")
+            for item in record.summary.update
+        }
+        history = {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for record in records
+            if record.HasField("history")
+            for item in record.history.item
+        }
+        exits = [record.exit.exit_code for record in records if record.HasField("exit")]
+        files = sorted(file.name for file in (path / "files").iterdir())
+        found[run.display_name] = (run, config, summary, history, exits, files)
+    assert set(found) == {"bench tiny", "bench small"}
+    run, config, summary, history, exits, files = found["bench tiny"]
+    assert (run.project, run.run_group, run.job_type, exits) == ("cs336sys", "abc123", "bench", [0])
+    assert config["size"] == "tiny"
+    assert config["machine.gpu"] == "NVIDIA H200"
+    assert history["step_ms_median"] == 2.0
+    assert history["tokens_per_s"] == 100.5
+    assert "mfu_percent" not in history, "NaN is no figure"
+    assert summary["status"] == "ok"
+    assert {"cell.json", "step.json"} <= set(files)
+    assert "old.json" not in files
+    assert found["bench small"][4] == [1]
+
+
+def records_of(path):
+    """The records of an offline run: a log of LevelDB's format behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, parts, records = path.read_bytes(), 7, [], []
+    while position < len(data):
+        left_in_block = 2**15 - position % 2**15
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            records.append(record)
+            parts = []
+    return records
+
+
+class Recorder:
+    """A tracker that fails at one of its cells."""
+
+    def __init__(self, fails_at=None):
+        self.names, self.closed, self.fails_at = [], False, fails_at
+
+    def track(self, cell):
+        assert not self.closed
+        self.names.append((cell.name, cell.is_failed))
+        assert json.loads(cell.files[0].read_text())["cell"]["status"]
+        if len(self.names) == self.fails_at:
+            raise ConnectionError("the server\nis gone")
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """In the places of mlflow, which fails at its second cell, and of wandb."""
+    started = {"mlflow": Recorder(fails_at=2), "wandb": Recorder()}
+    monkeypatch.setattr(tracking, "_TRACKERS", {name: lambda command, name=name: started[name] for name in started})
+    monkeypatch.setattr(tracking, "import_module", lambda name: None)
+    return started
+
+
+class Worker:
+    """Measures in no time and in this process."""
+
+    run = MACHINE
+
+    def __init__(self, measure, arguments):
+        pass
+
+    def start(self, *, timeout_s):
+        return None
+
+    def measure(self, configuration, *, timeout_s, progress):
+        return Outcome("error" if configuration["action"] == "raise" else "ok")
+
+    def close(self):
+        pass
+
+
+def test_a_sweep_tracks_what_it_measures_and_goes_on_without_a_tracker_that_fails(
+    recorders, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr("cs336sys.measure.cells.Worker", Worker)
+    path = tmp_path / "r.jsonl"
+    configurations = [{"action": "measure"}, {"action": "raise"}, {"action": "measure again"}]
+    run_sweep("bench", "fake:cells", configurations[:1], SweepOptions(save=path))
+    asked = SweepOptions(save=path, resume=True, track=["mlflow,wandb"])
+    run_sweep("bench", "fake:cells", configurations[:1], asked)
+    assert recorders["wandb"].names == [], "a cell of the file was not measured here"
+    recorders["mlflow"].closed = recorders["wandb"].closed = False
+    sweep = run_sweep("bench", "fake:cells", configurations, SweepOptions(track=["mlflow,wandb"]))
+    assert [cell.status for cell in sweep.cells] == ["ok", "error", "ok"]
+    measured = [("bench measure", False), ("bench raise", True), ("bench measure again", False)]
+    assert recorders["wandb"].names == measured
+    assert recorders["mlflow"].names == measured[:2]
+    assert recorders["mlflow"].closed
+    assert recorders["wandb"].closed
+    sentence = "--track mlflow: the server is gone"
+    assert f"warning: {sentence}; what is measured from now on is not tracked there\n" in capsys.readouterr().err
+    with pytest.raises(typer.Exit) as ended:
+        sweep.report(list, OutputOptions())
+    assert ended.value.exit_code == 1
+    assert f"error: {sentence}\n" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_anything_is_measured(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(tracking, "import_module", missing)
+    sentence = "--track wandb: wandb is not installed: python -m pip install 'cs336sys\\[track\\]'"
+    with pytest.raises(CapabilityError, match=sentence):
+        run_sweep("bench", "fake:cells", [{"action": "measure"}], SweepOptions(track=["wandb"]))
+    with pytest.raises(UsageError, match="--track 'comet': choose from mlflow, wandb"):
+        run_sweep("bench", "fake:cells", [{"action": "measure"}], SweepOptions(track=["comet"]))
