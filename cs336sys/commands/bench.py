@@ -28,7 +28,7 @@ def bench(
     interleave: Annotated[
         str | None,
         typer.Option(
-            help=f"Steps in turn: {', '.join(_COMPARED)}.", show_default=False, autocompletion=among(_COMPARED)
+            help="Steps of this setting's values in turn: attention.", show_default=False, autocompletion=among(_COMPARED)
         ),
     ] = None,
     percentiles: Annotated[
