@@ -28,7 +28,9 @@ def bench(
     interleave: Annotated[
         str | None,
         typer.Option(
-            help="Steps of this setting's values in turn: attention.", show_default=False, autocompletion=among(_COMPARED)
+            help="Steps of this setting's values in turn: attention.",
+            show_default=False,
+            autocompletion=among(_COMPARED),
         ),
     ] = None,
     percentiles: Annotated[
