@@ -27,6 +27,7 @@ COMMANDS = (
     "compare",
     "show",
     "report",
+    "slurm",
     "doctor",
 )
 

@@ -59,6 +59,7 @@ class LazyGroup(TyperGroup):
 
     Attributes:
         modules: for each command's name its module, in which it is a function, or a group (a Typer app), of that name.
+            Settings that click needs for it alone are the module's ``CONTEXT_SETTINGS``.
     """
 
     modules: ClassVar[dict[str, str]] = {}
@@ -77,11 +78,13 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in self.modules:
             return None
-        found = getattr(importlib.import_module(self.modules[cmd_name]), cmd_name)
+        module = importlib.import_module(self.modules[cmd_name])
+        found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command(cmd_name, cls=_Command, context_settings=HELP_OPTIONS)(with_read_options(found))
+        settings = HELP_OPTIONS | getattr(module, "CONTEXT_SETTINGS", {})
+        command.command(cmd_name, cls=_Command, context_settings=settings)(with_read_options(found))
         return typer.main.get_command(command)
 
     def format_help(self, ctx, formatter):

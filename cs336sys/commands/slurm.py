@@ -1,0 +1,82 @@
+"""``cs336sys slurm``: a batch script for a command, to be submitted with sbatch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands.faults import say
+from cs336sys.commands.lazy import LazyGroup
+from cs336sys.commands.options import OUTPUT, at_least, split_list
+from cs336sys.errors import UsageError, choose_from
+
+# What stands behind the command's name is its own.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+
+
+def slurm(
+    ctx: typer.Context,
+    arguments: Annotated[list[str], typer.Argument(metavar="COMMAND", help="A command that saves, and its options.")],
+    nodes: Annotated[int, typer.Option(help="Machines.", min=1)] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="GPUs of each. Default: as many as --world-size needs; 1 without ranks.", min=1)
+    ] = None,
+    time: Annotated[str, typer.Option(help="Limit: minutes, h:mm:ss, days-hours:mm:ss.", metavar="<time>")] = "1:00:00",
+    partition: Annotated[str | None, typer.Option(help="Partition.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(help="Account.", show_default=False)] = None,
+    sbatch: Annotated[
+        list[str],
+        typer.Option(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>"),
+    ] = [],
+    setup: Annotated[
+        list[str], typer.Option(help="A line before the command: module load cuda.", metavar="<line>")
+    ] = [],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the script to this file, not to stdout.", rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Write a batch script for Slurm that runs a command and saves what it measures; nothing is submitted.
+
+    cs336sys slurm --nodes 2 --gpus-per-node 8 --partition gpu --time 30 -o ddp.sbatch ddp --size xl --bf16
+
+    cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
+    """
+    from cs336sys.report.outputs import check_writable, write_file, writing_stdout
+    from cs336sys.report.sbatch import Job, batch_script
+
+    asked = _checked(ctx, arguments)
+    on_ranks, needed = "world_size" in asked, 1
+    if on_ranks:
+        sizes = split_list(asked["world_size"], "--world-size", at_least(1)) if asked["world_size"] else [2]
+        needed = -(-max(sizes) // nodes)
+        chosen = gpus_per_node or needed
+        if asked["world_size"] and nodes > 1 and set(sizes) != {nodes * chosen}:
+            raise UsageError(
+                f"--world-size {','.join(map(str, sizes))}: torchrun starts {nodes} x {chosen} ranks; leave it out"
+            )
+        # What starts its ranks itself can start other numbers of them, and end and replace them.
+        on_ranks = nodes > 1 or not (asked["world_size"] or asked["cell_timeout"])
+    elif nodes > 1:
+        raise UsageError(f"--nodes {nodes}: {arguments[0]} runs in one process, on one machine")
+    job = Job(nodes, gpus_per_node or needed, time, partition, account, sbatch, setup)
+    script = batch_script(job, arguments, on_ranks=on_ranks)
+    if output is None:
+        with writing_stdout():
+            print(script, end="")
+        return
+    check_writable(output, "--output")
+    write_file(output, script.encode(), "--output")
+    say(f"wrote {output}: sbatch {output}")
+
+
+def _checked(ctx: typer.Context, arguments: list[str]) -> dict:
+    """The command's options as it will read them: better refused here than in the queue."""
+    assert ctx.parent is not None
+    assert isinstance(ctx.parent.command, LazyGroup)
+    saving = ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard", "precision")
+    name, *options = arguments
+    if name not in saving:
+        raise UsageError(f"'{name}' is no command that measures and saves: {choose_from(name, saving)}")
+    command = ctx.parent.command.get_command(ctx.parent, name)
+    return command.make_context(name, options, parent=ctx.parent).params

@@ -1,0 +1,150 @@
+"""``slurm``: the script is bash, its directives are sbatch's, and what it would run is what was asked."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+# sbatch(1): a time is minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or with seconds.
+TIME = r"(\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+|\d+-\d+:\d+|\d+-\d+:\d+:\d+)"
+OPTIONS = {
+    "job-name": r"\S+",
+    "partition": r"\S+",
+    "account": r"\S+",
+    "nodes": r"[1-9]\d*",
+    "ntasks-per-node": r"[1-9]\d*",
+    "gpus-per-node": r"[1-9]\d*",
+    "time": TIME,
+    "output": r"[^\s$]+",
+    "open-mode": r"append|truncate",
+    "constraint": r"\S+",
+    "exclusive": None,
+}
+TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8"]
+RENDEZVOUS = ["--rdzv-id=54321", "--rdzv-backend=c10d", "--rdzv-endpoint=node-a7:24321"]
+
+
+def slurm(*arguments):
+    return CliRunner().invoke(app, ["slurm", *map(str, arguments)], auto_envvar_prefix="CS336SYS")
+
+
+def directives(script):
+    """The options as sbatch reads them: from the lines above the first one that is no comment, without a shell."""
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:])
+    found = {}
+    for line in (line for line in lines[:first_command] if line.startswith("#SBATCH")):
+        name, _, value = line.removeprefix("#SBATCH --").partition("=")
+        assert "$" not in line, "nothing is expanded here"
+        assert re.fullmatch(OPTIONS[name], value) if OPTIONS[name] else value == ""
+        assert name not in found
+        found[name] = value
+    return found
+
+
+def steps(script, folder):
+    """What each ``srun`` of the script is given, run by bash where srun and scontrol only say so."""
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    programs = {
+        "srun": 'printf "%s\\0" "$@" >> steps\necho -e "\\n" >> steps\n',
+        "scontrol": "seq -f node-a%g 7 4000\n",
+    }
+    for name, text in programs.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{text}")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    variables = {"SLURM_JOB_ID": "54321", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-a[7-4000]"}
+    path = f"{folder}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash"], input=script, text=True, check=True, cwd=folder, env=os.environ | variables | {"PATH": path}
+    )
+    return [step.strip("\n").split("\0")[:-1] for step in (folder / "steps").read_text().split("\n\n") if step.strip()]
+
+
+def test_ranks_of_several_machines_are_torchruns(tmp_path):
+    asked = ("--nodes", 2, "--gpus-per-node", 8, "--partition", "gpu", "--account", "lab", "--time", "1-12")
+    result = slurm(*asked, "--sbatch", "constraint=h200", "--sbatch", "exclusive", "ddp", "--size", "xl", "--bf16")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert directives(result.stdout) == {
+        "job-name": "cs336sys-ddp",
+        "partition": "gpu",
+        "account": "lab",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "8",
+        "time": "1-12",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        "constraint": "h200",
+        "exclusive": "",
+    }
+    command = ["-m", "cs336sys", "ddp", "--size", "xl", "--bf16", "--save", "ddp-54321.jsonl.gz", "--resume"]
+    step = ["--kill-on-bad-exit=1", sys.executable, *TORCHRUN, *RENDEZVOUS, *command]
+    assert steps(result.stdout, tmp_path) == [step]
+
+
+def test_a_command_of_one_process_keeps_its_words_and_its_file(tmp_path):
+    plot = "it's $HOME/a b.png"
+    arguments = ["bench", "--size", "small,medium", "--save", "mine.jsonl", "--plot", plot]
+    script = tmp_path / "new" / "bench.sbatch"
+    result = slurm("--setup", "export SET_UP='by hand'", "-o", script, *arguments)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"wrote {script}: sbatch {script}\n"
+    text = script.read_text()
+    assert directives(text)["gpus-per-node"] == "1"
+    assert "\nexport SET_UP='by hand'\nsrun " in text
+    assert steps(text, tmp_path) == [["--ntasks=1", sys.executable, "-m", "cs336sys", *arguments]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "by_torchrun"),
+    [
+        (["ddp"], "2", True),
+        (["--gpus-per-node", "4", "shard"], "4", True),
+        (["allreduce", "--world-size", "2,4,6"], "6", False),
+        (["ddp", "--cell-timeout", "60"], "2", False),
+        (["--nodes", "2", "allreduce", "--world-size", "16"], "8", True),
+        (["flash"], "1", False),
+    ],
+)
+def test_ranks_that_the_command_can_start_itself_it_starts(arguments, gpus, by_torchrun):
+    script = slurm(*arguments).stdout
+    assert directives(script)["gpus-per-node"] == gpus
+    assert ("torch.distributed.run" in script) == by_torchrun
+
+
+@pytest.mark.parametrize("time", ["30", "30:00", "1:00:00", "2-0", "2-0:30", "2-0:30:00"])
+def test_every_form_of_a_time(time):
+    assert directives(slurm("--time", time, "flash").stdout)["time"] == time
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train"], "'train' is no command that measures and saves: choose from bench, nsys"),
+        (["show", "a.jsonl"], "'show' is no command that measures and saves"),
+        ([], "missing argument 'COMMAND'"),
+        (["bench", "--sise", "xl"], "no such option: --sise"),
+        (["ddp", "--size"], "requires an argument"),
+        (["--nodes", "2", "bench"], "--nodes 2: bench runs in one process, on one machine"),
+        (["--nodes", "0", "ddp"], "--nodes '0': must be at least 1"),
+        (["--nodes", "2", "--gpus-per-node", "8", "ddp", "--world-size", "4"], "torchrun starts 2 x 8 ranks"),
+        (["--time", "1h", "bench"], "--time '1h': must be minutes, minutes:seconds, hours:minutes:seconds"),
+        (["--partition", "a b", "bench"], "--partition 'a b': must be one word"),
+        (["--sbatch", "--mem=0", "bench"], "--sbatch '--mem=0': must be an option of sbatch without its dashes"),
+        (["-o", "/proc/none/j", "bench"], "cannot write --output /proc/none/j"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    result = slurm(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
