@@ -55,13 +55,13 @@ def steps(script, folder):
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     programs = {
         "srun": 'printf "%s\\0" "$@" >> steps\necho -e "\\n" >> steps\n',
-        "scontrol": "seq -f node-a%g 7 4000\n",
+        "scontrol": "seq -f node-a%g 7 40000\n",
     }
     for name, text in programs.items():
         path = folder / name
         path.write_text(f"#!/bin/bash\n{text}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    variables = {"SLURM_JOB_ID": "54321", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-a[7-4000]"}
+    variables = {"SLURM_JOB_ID": "54321", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-a[7-40000]"}
     path = f"{folder}:{os.environ['PATH']}"
     subprocess.run(
         ["bash"], input=script, text=True, check=True, cwd=folder, env=os.environ | variables | {"PATH": path}
