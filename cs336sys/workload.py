@@ -169,6 +169,10 @@ class Workload(Configured):
         return "-".join(parts).replace("/", "x")
 
 
+# Kept by a cell of memprof: every allocation worth a look.
+LARGEST_ALLOCATIONS = 40
+
+
 @dataclass(frozen=True)
 class MemoryWorkload(Configured):
     """A training workload whose memory is recorded.

@@ -59,10 +59,10 @@ def memprof(
 
     cs336sys memprof --size 2.7b --context 2048 --checkpoint block,every=2,nested --dry-run
     """
-    from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
     from cs336sys.report.memory.files import check_directory, write_files
     from cs336sys.report.memory.plan import plan_tables
     from cs336sys.report.memory.tables import memory_tables
+    from cs336sys.workload import LARGEST_ALLOCATIONS
 
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint", str)

@@ -183,7 +183,7 @@ def run_sweep(
                         if file.fault is not None and not fault_is_told:
                             say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
                             fault_is_told = True
-                    tracking.track(cell, run, time.time() - took_s)
+                    tracking.track(cell, run, took_s)
                     if fresh_worker and ranks is None:
                         worker.close()
                     # Ranks that torchrun started cannot be replaced.

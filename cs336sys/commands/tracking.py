@@ -142,15 +142,15 @@ class Tracking:
         self._settings = settings
         self._trackers = dict(trackers)
 
-    def track(self, cell: Cell, run: Run | None, started_s: float) -> None:
+    def track(self, cell: Cell, run: Run | None, took_s: float) -> None:
         """Track a cell that was just measured.
 
         Args:
-            started_s: when it was begun, of ``time.time()``: files that are older are not its own.
+            took_s: how long that took: files that are older are not its own.
         """
         if not self._trackers:
             return
-        with _as_tracked(self._command, self._settings, cell, run, started_s) as tracked:
+        with _as_tracked(self._command, self._settings, cell, run, time.time() - took_s) as tracked:
             for name, tracker in list(self._trackers.items()):
                 try:
                     tracker.track(tracked)

@@ -6,10 +6,9 @@ from typing import Any
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
-from cs336sys.workload import MemoryWorkload
+from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 
-# What a cell keeps of its timeline: enough for every allocation worth a look, and for a picture a page wide.
-LARGEST_ALLOCATIONS = 40
+# What a cell keeps of its timeline: enough for a picture a page wide.
 TIMELINE_POINTS = 400
 
 

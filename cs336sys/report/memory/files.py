@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
 from cs336sys.report.memory.page import memory_page
 from cs336sys.report.memory.plots import plot_timeline
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.outputs import check_writable, write_file
 from cs336sys.report.titles import machine_words
 from cs336sys.results import Cell, Run
-from cs336sys.workload import MemoryWorkload
+from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 
 
 def check_directory(directory: Path | None) -> None:
