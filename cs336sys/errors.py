@@ -7,6 +7,9 @@ INTERRUPTED = 130
 READER_LEFT = 141
 TERMINATED = 143
 
+# Set where the tracebacks of the user's own code are asked for, which a sentence stands for otherwise.
+DEBUG_VARIABLE = "CS336SYS_DEBUG"
+
 
 class UsageError(ValueError):
     """What was asked for makes no sense: the command exits with 2."""
@@ -18,6 +21,12 @@ class CapabilityError(RuntimeError):
     """What was asked for makes sense, but this machine or installation cannot do it: the command exits with 3."""
 
     exit_code = 3
+
+
+class UserCodeError(RuntimeError):
+    """A function of the user (``--model``, ``--loss``, ...) cannot be used as it is; the message names its line."""
+
+    exit_code = 1
 
 
 class CaptureError(CapabilityError):

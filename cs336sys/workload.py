@@ -1,6 +1,7 @@
 """What one benchmark cell trains, and how. Plain data, no torch."""
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -9,12 +10,14 @@ from cs336sys.accounting.activations import ATTENTION
 from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing, recomputed_flops
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.hardware import model_flops_utilization
+from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
+from cs336sys.user_code import is_user_code
 
 PHASES_OF_MODE = {
     "forward": ("forward",),
@@ -67,10 +70,38 @@ class Configured:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class UserCode(Configured):
+    """Functions of the user in the place of ours, as :mod:`cs336sys.user_code` names them; None is ours.
+
+    Attributes:
+        model: a size -> a module.
+        loss: what the module returns, and the targets -> a scalar.
+        batch: a size, a ``torch.Generator`` and a device -> inputs and targets.
+        blocks: patterns of the names of the model's blocks, separated by commas: ``encoder.layers.*``.
+        code_digest: of their files, and of the optimizer's.
+    """
+
+    model: str | None = None
+    loss: str | None = None
+    batch: str | None = None
+    blocks: str | None = None
+    code_digest: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "blocks"):
+            if self.model is None and getattr(self, field) is not None:
+                raise UsageError(f"--{field} {getattr(self, field)}: is about a model of yours; give --model, too")
+
+    def configuration(self) -> dict[str, Any]:
+        """What is given: without any, a cell is the same as before there was any such choice."""
+        return {name: value for name, value in super().configuration().items() if value is not None}
+
+
 def _check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
     for field, names in choices.items():
         value = getattr(workload, field)
-        if value not in names:
+        if value not in names and not (field == "optimizer" and is_user_code(value)):
             raise UsageError(f"unknown {field} '{value}': {choose_from(value, names)}")
 
 
@@ -99,13 +130,15 @@ class Workload(Configured):
             compiles the whole model and the loss.
         attention: which implementation takes the place of the model's ``scaled_dot_product_attention``.
         optimizer: ``course`` is ``cs336_basics.optimizer.AdamW``, ``fused`` torch's fused AdamW, ``adamw`` that of
-            ``cs336sys.kernels.adamw``.
+            ``cs336sys.kernels.adamw``, or a function of
+            the user that makes one of parameters.
         cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
         kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in.
         state_dtype: of ``adamw``: moments in ``fp32`` or ``bf16``; ``split`` keeps the blocks' weights as bf16 and what
             fp32 has beyond it.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
+        user: what of it is the user's.
     """
 
     size: ModelSize
@@ -123,9 +156,14 @@ class Workload(Configured):
     warmup: int = 5
     steps: int = 10
     seed: int = 0
+    user: UserCode = UserCode()
 
     def __post_init__(self) -> None:
         _check_choices(self, _CHOICES)
+        if not self.is_ours and self.kernels == "fused":
+            raise UsageError("--kernels fused takes the place of modules of cs336_basics: leave it out with --model")
+        if not self.is_ours and self.state_dtype == "split":
+            raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")
         if self.state_dtype != "fp32" and self.optimizer != "adamw":
             raise UsageError(f"--state-dtype {self.state_dtype}: optimizer '{self.optimizer}' has none; choose adamw")
         if self.state_dtype == "split" and self.precision != "bf16":
@@ -143,30 +181,59 @@ class Workload(Configured):
         return self.size.batch_size * self.size.context
 
     @property
-    def flops(self) -> int:
-        """Model FLOPs a step, of the mode's phases: the optimizer's are negligible and not counted."""
-        return model_flops(self.size, backward=self.mode != "forward")
+    def is_ours(self) -> bool:
+        """Whether the model is ``BasicsTransformerLM``, of which formulas know everything."""
+        return self.user.model is None
 
-    def rates(self, step: Samples, peak_tflops: float | None) -> dict[str, float | None]:
-        """``tokens_per_s``, ``tflops`` and ``mfu_percent`` of the mean step (ms); no MFU where no peak is known."""
+    @property
+    def parameters(self) -> int | None:
+        """How many the model has, by the formula; None for a model of the user's."""
+        return count_parameters(self.size) if self.is_ours else None
+
+    @property
+    def flops(self) -> int | None:
+        """Model FLOPs a step, of the mode's phases: the optimizer's are negligible and not counted.
+
+        None for a model of the user's, whose operations are counted.
+        """
+        return model_flops(self.size, backward=self.mode != "forward") if self.is_ours else None
+
+    def rates(self, step: Samples, peak_tflops: float | None, flops: int | None = None) -> dict[str, float | None]:
+        """:meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step (ms); no MFU where no peak is known.
+
+        Args:
+            flops: a step's, where they were counted.
+        """
         seconds = step.mean / 1e3
-        utilization = model_flops_utilization(self.flops, seconds, peak_tflops)
+        flops = self.flops if flops is None else flops
+        utilization = None if flops is None else model_flops_utilization(flops, seconds, peak_tflops)
         return {
-            "tokens_per_s": self.tokens / seconds,
-            "tflops": self.flops / seconds / 1e12,
+            **self.throughput(step),
+            "tflops": None if flops is None else flops / seconds / 1e12,
             "mfu_percent": None if utilization is None else 100 * utilization,
         }
+
+    def throughput(self, step: Samples) -> dict[str, float | None]:
+        """``tokens_per_s`` of the mean step (ms).
+
+        A batch of the user's need not consist of tokens: ``examples_per_s`` counts what lies along its first dimension.
+        """
+        seconds = step.mean / 1e3
+        if self.user.batch is None:
+            return {"tokens_per_s": self.tokens / seconds}
+        return {"tokens_per_s": None, "examples_per_s": self.size.batch_size / seconds}
 
     @property
     def name(self) -> str:
         """A file name without its ending, different for workloads that differ in more than device, steps and seed."""
         size = self.size
-        parts = [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
+        parts = [] if self.user.model is None else [self.user.model]
+        parts += [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
         parts += [*(["fused-kernels"] if self.kernels == "fused" else []), self.optimizer]
         parts += [self.state_dtype] if self.state_dtype != "fp32" else []
         parts += [*(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
-        return "-".join(parts).replace("/", "x")
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(parts).replace("/", "x"))
 
 
 # Kept by a cell of memprof: every allocation worth a look.
@@ -351,8 +418,8 @@ class ParallelWorkload(Configured):
             shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
             again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
         if kept_blocks(self.checkpointing) is not None:
-            return training.flops + again + flops_again(self.kept_step)
-        return training.flops + again + recomputed_flops(size, self.checkpointing)
+            return model_flops(size) + again + flops_again(self.kept_step)
+        return model_flops(size) + again + recomputed_flops(size, self.checkpointing)
 
     @property
     def kept_step(self) -> KeptStep:

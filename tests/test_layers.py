@@ -11,7 +11,21 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
-    {"", "errors", "processes", "sizes", "workload", "results", "results_file", "gzip_members", "accounting"},
+    {
+        *(
+            "",
+            "errors",
+            "processes",
+            "sizes",
+            "workload",
+            "user_code",
+            "course_package",
+            "results",
+            "results_file",
+            "gzip_members",
+        ),
+        "accounting",
+    },
     {"kernels", "parallel", "measure", "cuda_graphs"},
     {"experiments"},
     {"report"},
@@ -52,7 +66,10 @@ SHARED_AMONG_SIBLINGS = {
             "training_options",
         )
     },
-    "experiments": {f"experiments.{name}" for name in ("bench", "optimizers", "training", "weight_check")},
+    "experiments": {
+        f"experiments.{name}"
+        for name in ("bench", "optimizers", "step_counts", "training", "user_models", "weight_check")
+    },
 }
 
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:

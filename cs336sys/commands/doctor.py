@@ -1,27 +1,66 @@
 """``cs336sys doctor``: what this machine has and lacks."""
 
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.training_options import (
+    BatchOption,
+    BlocksOption,
+    DebugOption,
+    ImplementationOptions,
+    LossOption,
+    ModelOption,
+    ModelOptions,
+    PrecisionOptions,
+    RunOptions,
+    StepsOptions,
+    expand_workloads,
+)
 from cs336sys.errors import CapabilityError
 
 
-def doctor(output: OutputOptions = OutputOptions()) -> None:
+def doctor(
+    model: ModelOption = None,
+    loss: LossOption = None,
+    batch: BatchOption = None,
+    optimizer: Annotated[str, typer.Option(help="As of bench.")] = "course",
+    blocks: BlocksOption = None,
+    debug: DebugOption = False,
+    output: OutputOptions = OutputOptions(),
+) -> None:
     """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to fix what is wrong.
+
+    With --model it checks a model of yours instead, small and on the CPU: imports, builds, trains, blocks, attention.
 
     Exits with 3 when something is missing that cs336sys cannot do without. A machine without a GPU is no such case.
 
     cs336sys doctor --format json
+
+    cs336sys doctor --model mine.py:build
     """
     from cs336sys.report.tables import Column, Table
 
     output.check()
+    if model is None:
+        from cs336sys.measure.diagnosis import diagnose
 
-    from cs336sys.measure.diagnosis import diagnose
+        checks, subject = diagnose(), "here"
+    else:
+        given = ModelOptions(["tiny"], ["32"], ["2"], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
+        (workload,) = expand_workloads(
+            given,
+            "train",
+            PrecisionOptions(["fp32"]),
+            ImplementationOptions(optimizer=[optimizer]),
+            StepsOptions(["0"], 1),
+            RunOptions(device="cpu"),
+        )
+        from cs336sys.experiments.model_checks import check_model
 
-    checks = diagnose()
+        checks, subject = check_model(workload), f"in {model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
     columns = (
@@ -30,7 +69,7 @@ def doctor(output: OutputOptions = OutputOptions()) -> None:
         Column("found", "found"),
         Column("fix", "fix"),
     )
-    table = Table("doctor", f"What cs336sys finds here: {counts}", columns, [asdict(check) for check in checks])
+    table = Table("doctor", f"What cs336sys finds {subject}: {counts}", columns, [asdict(check) for check in checks])
     output.emit([table])
     if "missing" in verdicts:
         raise typer.Exit(CapabilityError.exit_code)

@@ -90,6 +90,8 @@ def shard(
     from cs336sys.report.parallel.shard import shard_plan, shard_tables
 
     if board:
+        if model.model is not None:
+            raise UsageError(f"--model {model.model}: --board measures the leaderboard's model; leave one of them out")
         implementation, steps = chosen_for_board(ctx, implementation, steps)
         strategy = strategy if is_given(ctx, "strategy") else ["fsdp"]
         checkpoint = checkpoint if is_given(ctx, "checkpoint") else ["auto"]

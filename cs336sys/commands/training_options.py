@@ -4,6 +4,7 @@ A command has whole groups of them: each class below is a group, and a command's
 of its options (see :func:`cs336sys.commands.options.with_read_options`).
 """
 
+import os
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -14,9 +15,11 @@ import typer
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.commands.completion import among
 from cs336sys.commands.options import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
-from cs336sys.errors import UsageError
+from cs336sys.course_package import course_package, set_aside_others
+from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.report.numbers import format_number
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
+from cs336sys.user_code import digest, is_user_code, source_file
 from cs336sys.workload import (
     ATTENTION,
     COMPILE_MODES,
@@ -27,6 +30,7 @@ from cs336sys.workload import (
     OPTIMIZERS,
     STATE_DTYPES,
     SYNCHRONIZE,
+    UserCode,
     Workload,
 )
 
@@ -53,7 +57,9 @@ CompileOption = Annotated[
 ]
 OptimizerOption = Annotated[
     list[str],
-    typer.Option(help="AdamW: course, fused (torch's), adamw (ours).", autocompletion=among(OPTIMIZERS)),
+    typer.Option(
+        help="AdamW: course, fused (torch's), adamw (ours); or FILE.py:NAME.", autocompletion=among(OPTIMIZERS)
+    ),
 ]
 KernelsOption = Annotated[
     list[str],
@@ -81,6 +87,33 @@ SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=
 SynchronizeOption = Annotated[
     str, typer.Option(help="step (each waits for the GPU), none.", autocompletion=among(SYNCHRONIZE))
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="<file:name>",
+        help="Yours: FILE.py:NAME or package.module:NAME, (size) -> module of tokens. See docs/your_model.md.",
+        show_default=False,
+    ),
+]
+LossOption = Annotated[
+    str | None,
+    typer.Option("--loss", metavar="<file:name>", help="Yours: (output, targets) -> scalar.", show_default=False),
+]
+BatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch",
+        metavar="<file:name>",
+        help="Yours: (size, generator, device) -> (inputs, targets), the batch first.",
+        show_default=False,
+    ),
+]
+BlocksOption = Annotated[
+    str | None,
+    typer.Option("--blocks", help="Blocks of your model: 'encoder.layers.*'. Default: found.", show_default=False),
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks of your code, too.")]
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING),
@@ -102,6 +135,11 @@ class ModelOptions:
     d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}", show_default=False)] = None
     num_layers: NumLayersOption = None
     num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}", show_default=False)] = None
+    model: ModelOption = None
+    loss: LossOption = None
+    batch: BatchOption = None
+    blocks: BlocksOption = None
+    debug: DebugOption = False
 
     def sizes(self) -> list[ModelSize]:
         """Every combination of sizes, contexts and batch sizes, in their order.
@@ -190,7 +228,7 @@ class ImplementationOptions:
         Raises:
             UsageError: a value is none of the choices, or dtypes were given that no optimizer has.
         """
-        names = split_list(self.optimizer, "--optimizer", one_of(OPTIMIZERS))
+        names = split_list(self.optimizer, "--optimizer", _optimizer)
         dtypes = split_list(self.state_dtype, "--state-dtype", one_of(STATE_DTYPES))
         if dtypes != ["fp32"] and "adamw" not in names:
             raise UsageError(f"--state-dtype {','.join(dtypes)}: --optimizer {','.join(names)} has none; choose adamw")
@@ -217,6 +255,30 @@ class RunOptions:
     synchronize: SynchronizeOption = "step"
 
 
+def _optimizer(text: str) -> str:
+    if is_user_code(text):
+        source_file(text)
+        return text
+    return one_of(OPTIMIZERS)(text)
+
+
+def _user_code(model: ModelOptions, optimizer: str) -> UserCode:
+    """What is the user's, with the digest of its files.
+
+    Raises:
+        UsageError: a file does not exist, or an option is about a model that is not given.
+    """
+    given = {"model": model.model, "loss": model.loss, "batch": model.batch}
+    for option, reference in given.items():
+        if reference is not None:
+            try:
+                source_file(reference)
+            except UsageError as error:
+                raise UsageError(f"--{option} {error}") from error
+    named = [reference for reference in (*given.values(), optimizer) if reference and is_user_code(reference)]
+    return UserCode(**given, blocks=model.blocks, code_digest=digest(named) if named else None)
+
+
 def _default_size(device: str) -> str:
     """The model where none is asked for: ``small``, or ``tiny`` without a GPU."""
     return "tiny" if device == "cpu" or shutil.which("nvidia-smi") is None else "small"
@@ -235,6 +297,12 @@ def expand_workloads(
     Raises:
         UsageError: a value is none of the choices, or a size cannot be.
     """
+    if model.model is not None:
+        set_aside_others()
+    course_package().require_needed()
+    if model.debug:
+        # Read by the processes that measure.
+        os.environ[DEBUG_VARIABLE] = "1"
     precisions = precision.precisions()
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
     choices = product(
@@ -259,6 +327,7 @@ def expand_workloads(
             state_dtype,
             warmup=warmup,
             steps=steps.steps,
+            user=_user_code(model, optimizer),
             **asdict(run),
         )
         for size, (chosen, compile, attention, kernels, (optimizer, state_dtype), cuda_graph, warmup) in product(

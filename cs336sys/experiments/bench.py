@@ -10,15 +10,16 @@ from torch import Tensor
 
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.cuda_graphs import require_graphs
 from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import (
     TrainStep,
     build_model,
     set_matmul_precision,
     train_for_check,
 )
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import (
     OPTIMIZER_SETTINGS,
     STEPS,
@@ -42,6 +43,11 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     Samples (ms): one series a phase, ``step`` and ``wall``. Derived columns: see ``docs/columns.md``.
     """
     workload = Workload.from_configuration(configuration)
+    with telling_user_errors(workload):
+        return _measure(workload, progress)
+
+
+def _measure(workload: Workload, progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     set_matmul_precision(workload)
     checked, wrong = check_training(workload, device, progress)
@@ -52,6 +58,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
+    counted = counted_columns(step, progress)
     reset_peak_memory(device)
     if workload.cuda_graph == "on":
         progress("capturing")
@@ -75,7 +82,14 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     if resident_before_gib is not None:
         surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
     return training_outcome(
-        step, samples, checked, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms, surroundings=surroundings
+        step,
+        samples,
+        checked,
+        counted,
+        build_s=build_s,
+        peak_gib=peak_gib,
+        busy_ms=busy_ms,
+        surroundings=surroundings,
     )
 
 
@@ -83,6 +97,7 @@ def training_outcome(
     step: TrainStep,
     samples: Mapping[str, Samples],
     checked: Difference | None,
+    counted: Mapping[str, Any],
     *,
     build_s: float,
     peak_gib: float | None,
@@ -92,6 +107,7 @@ def training_outcome(
     """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them.
 
     Args:
+        counted: as of :func:`~cs336sys.experiments.step_counts.counted_columns`.
         surroundings: what was observed beside the steps, of the GPU's clocks and of the process's memory.
     """
     workload, wall = step.workload, samples["wall"]
@@ -99,10 +115,10 @@ def training_outcome(
     if step.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
-        "parameters": count_parameters(workload.size),
+        **counted,
         "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
         "peak_gib": peak_gib,
-        **workload.rates(samples["step"], peak),
+        **workload.rates(samples["step"], peak, counted.get("flops")),
         "gpu_busy_ms": busy_ms,
         **surroundings,
     }

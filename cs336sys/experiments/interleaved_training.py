@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from cs336sys.experiments.bench import check_training, training_outcome
+from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, use_attention
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -48,8 +50,9 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
         setting = configuration["interleave"]
         together = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
         workloads = {value: Workload.from_configuration(one) for value, one in together.items()}
-        for value, outcome in _measure_in_turn(workloads, progress).items():
-            _waiting[configuration_key(together[value])] = outcome
+        with telling_user_errors(next(iter(workloads.values()))):
+            for value, outcome in _measure_in_turn(workloads, progress).items():
+                _waiting[configuration_key(together[value])] = outcome
     return _waiting.pop(key)
 
 
@@ -60,11 +63,12 @@ class _Warm:
     step: TrainStep
     timer: StepTimer
     checked: Difference | None
+    counted: Mapping[str, Any]
     build_s: float
     peak_gib: float | None
 
     def run(self) -> None:
-        use_attention(self.step.workload.attention)
+        use_attention(self.step.workload)
         self.timer.run()
 
 
@@ -99,12 +103,13 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         busy_ms = None
         if device.type == "cuda":
             progress(f"{name}: profiling one step")
-            use_attention(measured.step.workload.attention)
+            use_attention(measured.step.workload)
             busy_ms = gpu_busy_ms(measured.step)
         outcomes[name] = training_outcome(
             measured.step,
             samples,
             measured.checked,
+            measured.counted,
             build_s=measured.build_s,
             peak_gib=measured.peak_gib,
             busy_ms=busy_ms,
@@ -129,6 +134,7 @@ def _warm_up(
     started = time.perf_counter()
     step = TrainStep(workload, device)
     build_s = time.perf_counter() - started
+    counted = counted_columns(step, progress)
     reset_peak_memory(device)
     if workload.cuda_graph == "on":
         progress(f"{stage}: capturing")
@@ -139,4 +145,4 @@ def _warm_up(
         progress(f"{stage}: warm-up {number + 1}/{workload.warmup}")
         timer.run()
     peak_gib = peak_memory_gib(device)
-    return _Warm(step, timer, checked, build_s, None if peak_gib is None else peak_gib - others_gib)
+    return _Warm(step, timer, checked, counted, build_s, None if peak_gib is None else peak_gib - others_gib)

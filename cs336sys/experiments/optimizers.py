@@ -9,6 +9,8 @@ from cs336_basics.optimizer import AdamW
 from torch import nn
 
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments import user_models
+from cs336sys.user_code import is_user_code
 from cs336sys.workload import Workload
 
 # Class and settings by the name of workload.OPTIMIZERS, but for our kernels', which need Triton.
@@ -32,8 +34,10 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can.
 
     Raises:
-        CapabilityError: it is ours, and Triton is not installed.
+        CapabilityError: it is ours, and Triton is not installed; or it is the user's, with groups of parameters.
     """
+    if is_user_code(workload.optimizer):
+        return user_models.optimizer_class(workload.optimizer)
     if workload.optimizer == "adamw":
         require_kernels("--optimizer adamw")
         from cs336sys.kernels import adamw
@@ -47,5 +51,12 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
 
 def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     """The workload's optimizer of a model; ``settings`` beyond those of the workload's choice."""
+    return build_optimizer_of(workload, model.parameters(), **settings)
+
+
+def build_optimizer_of(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """As :func:`build_optimizer`, of some parameters."""
+    if is_user_code(workload.optimizer):
+        return user_models.make_optimizer(workload.optimizer, parameters, settings)
     optimizer_class, own = choose_optimizer(workload)
-    return optimizer_class(model.parameters(), **{**own, **settings})
+    return optimizer_class(parameters, **{**own, **settings})

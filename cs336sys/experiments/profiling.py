@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.training import TrainStep, set_matmul_precision
+from cs336sys.experiments.step_counts import counted_columns
+from cs336sys.experiments.training import TrainStep, blocks_of, set_matmul_precision
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys
@@ -41,9 +42,14 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
     ``profile``, a :class:`Profile` as JSON.
     """
     workload = ProfileWorkload.from_configuration(configuration)
+    with telling_user_errors(workload.training):
+        return _measure(workload, progress)
+
+
+def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
     device = choose_device(workload.training.device)
     nsys, why_not = _choose_nsys(workload.profiler, device)
-    samples = _time_without_profiler(workload.training, device, progress)
+    samples, counted = _time_without_profiler(workload.training, device, progress)
     release_memory()
     with OwnedFolder() as folder:
         profile = None
@@ -59,7 +65,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
         if profile is None:
             profile = _under_torch_profiler(workload, device, folder, progress)
     derived = {
-        "parameters": count_parameters(workload.training.size),
+        **counted,
         "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
         "profiler_reason": why_not,
         "profile": profile.to_json(),
@@ -73,7 +79,8 @@ def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     if device.type != "cuda":
         raise CapabilityError("nsys traces work on a GPU, and there is none here: without nsys, --device cpu runs")
-    _run_annotated(workload, device, NvtxMarks(), torch.cuda.profiler.profile(), progress)
+    with telling_user_errors(workload):
+        _run_annotated(workload, device, NvtxMarks(), torch.cuda.profiler.profile(), progress)
     return Outcome("ok")
 
 
@@ -94,11 +101,18 @@ def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, 
     return (nsys, None) if why_not is None else (None, why_not)
 
 
-def _time_without_profiler(workload: Workload, device: torch.device, progress: Progress) -> dict[str, Samples]:
-    """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see."""
+def _time_without_profiler(
+    workload: Workload, device: torch.device, progress: Progress
+) -> tuple[dict[str, Samples], dict[str, Any]]:
+    """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see.
+
+    Returns:
+        these samples, and what :func:`~cs336sys.experiments.training.counted_columns` counts.
+    """
     set_matmul_precision(workload)
     progress("building the model")
     step = TrainStep(workload, device)
+    counted = counted_columns(step, progress)
     step.capture(with_loss=True)
     samples = time_phases(
         step.phases_with_loss,
@@ -115,7 +129,7 @@ def _time_without_profiler(workload: Workload, device: torch.device, progress: P
             started = time.perf_counter()
             run_step()
             durations.append((time.perf_counter() - started) * 1e3)
-    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}
+    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}, counted
 
 
 @contextmanager
@@ -129,7 +143,8 @@ def _annotated(step: TrainStep, marks: Marks) -> Iterator[Callable[[], None]]:
                     run_phase()
 
     compiled = step.workload.compile
-    with annotated_model(step.model, marks, blocks=compiled != "model", attention=compiled == "off"):
+    blocks = {} if compiled == "model" else blocks_of(step.workload, step.model)
+    with annotated_model(list(blocks.values()), marks, attention=compiled == "off"):
         yield run
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cs336_basics.model
@@ -12,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from cs336_basics.nn_utils import cross_entropy
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer, require_kernels
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.kernels.attention import flash_attention
@@ -58,9 +62,16 @@ def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     return _model_attention(query, key, value, mask)
 
 
-def use_attention(name: str) -> None:
-    """Make all models of the process compute attention this way: they look it up in their module at every call."""
-    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[name]
+def use_attention(workload: Workload) -> None:
+    """Make all models of the process compute attention its way: they look it up in their module at every call.
+
+    A model of the user's may call torch's, or that of ``cs336_basics``.
+    """
+    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
+    if workload.is_ours:
+        user_models.as_written()
+    else:
+        user_models.replace_attention(workload.attention)
 
 
 @contextlib.contextmanager
@@ -83,24 +94,21 @@ def causal_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | 
     return lambda query, key, value: compute(query, key, value, _CAUSAL)
 
 
-def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.BasicsTransformerLM:
-    """The workload's ``BasicsTransformerLM`` on ``device``: initialized from its seed, compiled as it says.
+def build_model(workload: Workload, device: torch.device) -> nn.Module:
+    """The workload's model on ``device``: initialized from its seed, compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
+
+    Raises:
+        UserCodeError: the user's function does not give a model.
     """
-    size = workload.size
-    use_attention(workload.attention)
+    use_attention(workload)
     torch.manual_seed(workload.seed)
     with device:
-        model = cs336_basics.model.BasicsTransformerLM(
-            vocab_size=size.vocab_size,
-            context_length=size.context,
-            d_model=size.d_model,
-            num_layers=size.num_layers,
-            num_heads=size.num_heads,
-            d_ff=size.d_ff,
-            rope_theta=10_000.0,
-        )
+        model = _plain_model(workload)
+    if any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers())):
+        # A user's function may have made parts of it elsewhere.
+        model = model.to(device)
     if workload.kernels == "fused":
         require_kernels("--kernels fused")
         from cs336sys.kernels.fuse import fuse
@@ -109,22 +117,83 @@ def build_model(workload: Workload, device: torch.device) -> cs336_basics.model.
         if workload.state_dtype == "split":
             fused.stack_weights(torch.bfloat16)
     elif workload.state_dtype == "split":
-        for parameter in model.layers.parameters():
+        for parameter in itertools.chain.from_iterable(
+            block.parameters() for block in blocks_of(workload, model).values()
+        ):
             if parameter.dim() > 1:
                 parameter.data = parameter.data.to(torch.bfloat16)
     if workload.compile == "model":
         model.compile(dynamic=False)
     elif workload.compile == "block":
-        for module in model.modules():
-            if isinstance(module, cs336_basics.model.TransformerBlock):
-                module.compile(dynamic=False)
+        blocks = blocks_of(workload, model)
+        if not blocks:
+            raise CapabilityError(
+                f"compile block: {workload.user.model} has no list of blocks; choose model, or name them by --blocks"
+            )
+        for block in blocks.values():
+            block.compile(dynamic=False)
     return model
 
 
-def keeping_input(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for whatever it saved."""
-    # The model draws no random numbers whose state would have to be kept.
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+def _plain_model(workload: Workload) -> nn.Module:
+    size = workload.size
+    if workload.user.model is not None:
+        return user_models.build(workload.user.model, size)
+    return cs336_basics.model.BasicsTransformerLM(
+        vocab_size=size.vocab_size,
+        context_length=size.context,
+        d_model=size.d_model,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        d_ff=size.d_ff,
+        rope_theta=10_000.0,
+    )
+
+
+def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
+    """The Transformer blocks of a workload's model by their names in it; of a user's model there may be none.
+
+    Raises:
+        UserCodeError: ``--blocks`` names none.
+    """
+    if workload.is_ours:
+        layers = model.layers
+        assert isinstance(layers, nn.ModuleList)
+        return {f"layers.{number}": block for number, block in enumerate(layers)}
+    return user_models.find_blocks(model, workload.user.blocks)
+
+
+def build_by_layers(workload: Workload, device: torch.device) -> nn.Module:
+    """The workload's model with the values that it has where no rank ever holds the whole of it; not compiled.
+
+    Ours has the same as from :func:`build_model`. A user's model is initialized one layer at a time on ``device`` where
+    its layers can be, else on the CPU.
+    """
+    workload = replace(workload, compile="off")
+    if workload.is_ours:
+        return build_model(workload, device)
+    initialize = initializer_of(workload)
+    if initialize is None:
+        return build_model(workload, torch.device("cpu")).to(device)
+    model = build_model(workload, torch.device("meta"))
+    torch.manual_seed(workload.seed)
+    return user_models.fill(model, initialize, device)
+
+
+def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
+    """What initializes one layer of a workload's model; None where a model of the user's has no such thing."""
+    if workload.user.model is None:
+        return initialize_layer
+    return user_models.layer_initializer(workload.user.model, workload.size)
+
+
+def keeping_input(run: Callable[..., Any], *inputs: Any, keeps_random: bool = False, **named: Any) -> Any:
+    """``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for whatever it saved.
+
+    Args:
+        keeps_random: draw the same random numbers again; our model draws none.
+    """
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=keeps_random, **named)
 
 
 @torch.no_grad()
@@ -149,13 +218,21 @@ def initialize_layer(layer: nn.Module) -> None:
             weight.copy_(construct(weight.shape).get_parameter("weight"))
 
 
-def random_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids and next-token targets of the workload's seed, each (batch_size, context), int64.
+def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Any, Any]:
+    """Inputs and targets of the workload's seed: token ids and next-token targets, each (batch_size, context), int64.
+
+    Or whatever the user's function returns, whose tensors have the batch first.
 
     Args:
         number: 0 is the batch that is timed; others are different ones.
     """
     size = workload.size
+    if device.type == "meta":
+        # Which has no random numbers.
+        batch = make_batch(workload, torch.device("cpu"), number)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    if workload.user.batch is not None:
+        return user_models.make_batch(workload.user.batch, size, workload.seed + number, device)
     seeded = torch.Generator(device).manual_seed(workload.seed + number)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -213,12 +290,13 @@ class TrainStep:
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self.scaler = scaler
-        self._loss_function = cross_entropy
+        self._loss_function = cross_entropy if workload.user.loss is None else user_models.load(workload.user.loss)
         if workload.compile != "off":
-            self._loss_function = torch.compile(cross_entropy, dynamic=False)
+            self._loss_function = torch.compile(self._loss_function, dynamic=False)
         self.loss: Tensor | None = None
         self.graphs: GraphedStep | None = None
-        self._logits: Tensor | None = None
+        # What the model returned: logits, (batch, context, vocabulary), if it is ours.
+        self._output: Any = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
         self.phases_with_loss = self.phases
@@ -232,7 +310,7 @@ class TrainStep:
             phase()
 
     def use_batch(self, number: int) -> None:
-        """Train on another batch of the workload from now on, see :func:`random_batch`."""
+        """Train on another batch of the workload from now on, see :func:`make_batch`."""
         self._batch = self._share_of_batch(number)
         if self.graphs is None:
             self.inputs, self.targets = self._batch
@@ -252,9 +330,9 @@ class TrainStep:
             {f"the copy of {names[weight]}": off for weight, off in copies if weight in names},
         )
 
-    def _share_of_batch(self, number: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = random_batch(self.workload, self.device, number)
-        return inputs[self._share], targets[self._share]
+    def _share_of_batch(self, number: int) -> tuple[Any, Any]:
+        batch = make_batch(self.workload, self.device, number)
+        return tree_map_only(Tensor, lambda tensor: tensor[self._share], batch)
 
     def capture(
         self,
@@ -285,7 +363,7 @@ class TrainStep:
         self.release_graphs()
         self.graphs = GraphedStep(
             self._launched_with_loss if with_loss else self._launched,
-            (self.inputs, self.targets),
+            _tensors((self.inputs, self.targets)),
             optimizers=[] if self.optimizer is None else [self.optimizer],
             warmup=self.warmup_of_capture,
             around=around,
@@ -293,7 +371,7 @@ class TrainStep:
         )
         assert self.loss is not None, "the forward pass has set it"
         self.loss = self.loss.detach()
-        self._batch = self.inputs.clone(), self.targets.clone()
+        self._batch = tree_map_only(Tensor, Tensor.clone, (self.inputs, self.targets))
         phases = dict(self.graphs.phases)
         first, replay = next(iter(phases.items()))
         phases[first] = functools.partial(self._replay_on_batch, replay)
@@ -308,7 +386,7 @@ class TrainStep:
 
     def _replay_on_batch(self, replay: Callable[[], None]) -> None:
         assert self.graphs is not None
-        self.graphs.load(*self._batch)
+        self.graphs.load(*_tensors(self._batch))
         replay()
 
     def forward(self) -> None:
@@ -320,15 +398,25 @@ class TrainStep:
         with self._precision():
             self.loss = self._fused.loss(self.model, self.inputs, self.targets)
 
-    def compute_logits(self) -> None:
-        with self._precision():
-            self._logits = self.model(self.inputs)
+    def compute_logits(self, watching: AbstractContextManager[None] = contextlib.nullcontext()) -> None:
+        with self._precision(), watching:
+            self._output = user_models.call_model(self.model, self.inputs)
 
     def compute_loss(self) -> None:
-        logits, self._logits = self._logits, None
-        assert logits is not None
+        output, self._output = self._output, None
+        user = self.workload.user
         with self._precision():
-            self.loss = self._loss_function(logits, self.targets)
+            if user.loss is not None:
+                loss = self._loss_function(output, self.targets)
+            else:
+                if user.model is not None:
+                    vocab_size = self.workload.size.vocab_size
+                    output = user_models.token_logits(output, self.targets, user.model, vocab_size)
+                loss = self._loss_function(output, self.targets)
+        if user.loss or user.model:
+            with_gradients = self.workload.mode != "forward"
+            loss = user_models.scalar_loss(loss, str(user.loss or user.model), with_gradients=with_gradients)
+        self.loss = loss
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
@@ -337,6 +425,11 @@ class TrainStep:
         gradients = torch.no_grad() if self.workload.mode == "forward" else contextlib.nullcontext()
         with autocast, gradients:
             yield
+
+    @property
+    def batch(self) -> list[Tensor]:
+        """The tensors that a step reads, and those that it would be given next."""
+        return _tensors((self.inputs, self.targets, self._batch))
 
     def backward(self) -> None:
         assert self.loss is not None
@@ -350,6 +443,10 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _check_fp16_on_cpu() -> None:

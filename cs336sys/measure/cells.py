@@ -8,6 +8,7 @@ after one that could not be captured in a CUDA graph, because parts of torch may
 import contextlib
 import gc
 import multiprocessing.connection
+import os
 import pickle
 import re
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cs336sys.errors import CapabilityError, CaptureError, UsageError
+from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, UsageError, UserCodeError
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results import Run, Samples, Status
@@ -210,16 +211,21 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
         return measure_cell(configuration, progress)
     except (CapabilityError, UsageError) as error:
         return Outcome("unsupported", reason=str(error), spoilt=isinstance(error, CaptureError))
+    except UserCodeError as error:
+        if DEBUG_VARIABLE in os.environ:
+            traceback.print_exc()
+        return Outcome("error", reason=str(error))
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
             return Outcome("unsupported", reason="needs the package triton, which is not installed")
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             return Outcome("oom", reason=f"out of memory at {stage}: {_first_sentences(error)}")
         traceback.print_exc()
         return Outcome("error", reason=f"{type(error).__name__} at {stage}: {_first_sentences(error)}")
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on whichever device, though another error may tell it."""
     import torch
 
     while error is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import cs336sys
+from cs336sys.course_package import course_package
 from cs336sys.measure.system import cpu_cores, cpu_model, installed_version, read_gpus, run_tool
 from cs336sys.results import Run
 
@@ -91,6 +92,9 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
         "tf32_cudnn": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
         "torch_threads": torch.get_num_threads(),
     }
+    package = course_package()
+    if not package.is_ours:
+        description["cs336_basics"] = package.name
     return description | _relevant_variables() | _gpu_states()
 
 

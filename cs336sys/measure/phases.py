@@ -1,8 +1,8 @@
 """Ranges by which a profiler shows the phases of a training step, the model's blocks and the parts of its attention.
 
-They are put on from outside: :func:`phase` goes around a piece of a step, :func:`annotated_model` replaces
-``TransformerBlock.__call__``, ``cs336_basics.model.scaled_dot_product_attention`` and ``cs336_basics.model.softmax``
-and puts everything back when its ``with`` ends. The model's own code stays as it is.
+They are put on from outside: :func:`phase` goes around a piece of a step, :func:`annotated_model` replaces ``__call__``
+of the blocks' classes, ``scaled_dot_product_attention`` of ``cs336_basics.model`` and of ``torch.nn.functional``, and
+``cs336_basics.model.softmax``, and puts everything back when its ``with`` ends. The model's own code stays as it is.
 
 A phase is open for every thread, because the backward pass launches its kernels from autograd's thread, and ends when
 the GPU has done the phase's work. Block and attention ranges lie on the thread that launches their kernels.
@@ -10,14 +10,16 @@ the GPU has done the phase's work. Block and attention ranges lie on the thread 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import cs336_basics.model
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
+from torch.utils._pytree import tree_leaves
 
 from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
 
@@ -77,21 +79,21 @@ def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iter
 
 
 @contextlib.contextmanager
-def annotated_model(model: nn.Module, marks: Marks, *, blocks: bool = True, attention: bool = True) -> Iterator[None]:
+def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: bool = True) -> Iterator[None]:
     """Within this ``with``, calls of the model show its blocks and the parts of its attention.
 
-    Ranges: ``block 3`` around the fourth ``TransformerBlock``, ``block 3 backward`` from the gradient of its output to
+    Ranges: ``block 3`` around the fourth block, ``block 3 backward`` from the gradient of its output to
     that of its input, and on the forward pass those of :mod:`cs336sys.measure.range_names`: ``ATTENTION_RANGE`` and,
     where the attention in use calls ``cs336_basics.model.softmax``, ``ATTENTION_PARTS`` in it.
 
     Args:
-        blocks: not for a model compiled as a whole, which the ranges would cut into pieces; blocks that are each
-            compiled are fine, because their ranges lie outside the compiled code.
-        attention: not for compiled blocks or models, for the same reason.
+        blocks: the model's, in order; none of a model compiled as a whole, which the ranges would cut into pieces.
+            Blocks that are each compiled are fine, because their ranges lie outside the compiled code.
+        attention: that of ``cs336_basics`` and torch's; not for compiled blocks or models, for the same reason.
     """
     with contextlib.ExitStack() as annotations:
         if blocks:
-            annotations.enter_context(_annotated_blocks(model, marks))
+            annotations.enter_context(_annotated_blocks(blocks, marks))
         if attention:
             annotations.enter_context(_annotated_attention(marks))
         yield
@@ -111,31 +113,39 @@ def _replaced(owner: object, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _annotated_blocks(model: nn.Module, marks: Marks) -> AbstractContextManager:
-    """Replaces the class's ``__call__``: module hooks would become part of a block that is compiled."""
-    block_class = cs336_basics.model.TransformerBlock
-    blocks = [module for module in model.modules() if isinstance(module, block_class)]
+@contextlib.contextmanager
+def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
+    """Replaces ``__call__`` of their classes: module hooks would become part of a block that is compiled."""
     names = {block: f"block {number}" for number, block in enumerate(blocks)}
-    call_block = block_class.__call__
     backward = _OneRangeAtATime(marks)
 
-    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(call_block: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if block not in names:
             return call_block(block, *args, **kwargs)
         with marks.range(names[block]):
             output = call_block(block, *args, **kwargs)
         if block is blocks[0]:
-            _on_gradient(args[0] if args else None, backward.end)
+            _on_gradient((args, kwargs), backward.end)
         _on_gradient(output, functools.partial(backward.start, f"{names[block]} backward"))
         return output
 
-    return _replaced(block_class, "__call__", call)
+    with contextlib.ExitStack() as replacements:
+        for block_class in dict.fromkeys(type(block) for block in blocks):
+            replacements.enter_context(_replaced(block_class, "__call__", _method(call, block_class.__call__)))
+        yield
 
 
-def _on_gradient(tensor: Any, action: Callable[[], None]) -> None:
-    """Run ``action`` on autograd's thread once the gradient of ``tensor`` is complete."""
-    if isinstance(tensor, Tensor) and tensor.requires_grad:
-        tensor.register_hook(lambda gradient: action())
+def _method(call: Callable[..., Any], of_class: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, which unlike a partial one becomes a method of the class that it is put into."""
+    return lambda block, *args, **kwargs: call(of_class, block, *args, **kwargs)
+
+
+def _on_gradient(value: Any, action: Callable[[], None]) -> None:
+    """Run ``action`` on autograd's thread once the gradient is complete of the first tensor in a value that has one."""
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: action())
+            return
 
 
 class _OneRangeAtATime:
@@ -163,6 +173,8 @@ def _annotated_attention(marks: Marks) -> Iterator[None]:
         if ranges.show_parts:
             replacements.enter_context(_replaced(module, "softmax", ranges.softmax))
         replacements.enter_context(_replaced(module, "scaled_dot_product_attention", ranges.attention))
+        torchs = _AttentionRanges(marks, F.scaled_dot_product_attention, None, inside=ranges)
+        replacements.enter_context(_replaced(F, "scaled_dot_product_attention", torchs.attention))
         yield
 
 
@@ -170,9 +182,20 @@ class _AttentionRanges:
     """Stands in for the model's attention and for the softmax that it calls: what lies before, in and after it.
 
     Nothing of the attention is written down a second time, so what is profiled is what ``bench`` times.
+
+    Args:
+        inside: another attention, which may call this one: then the range is that one's.
     """
 
-    def __init__(self, marks: Marks, attention: Callable[..., Tensor], softmax: Callable[..., Tensor] | None):
+    def __init__(
+        self,
+        marks: Marks,
+        attention: Callable[..., Tensor],
+        softmax: Callable[..., Tensor] | None,
+        inside: "_AttentionRanges | None" = None,
+    ):
+        self._inside = inside
+        self._is_open = False
         self._marks = marks
         self._attention = attention
         self._softmax = softmax
@@ -180,6 +203,15 @@ class _AttentionRanges:
         self.show_parts = softmax is not None and _calls_softmax(attention)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._inside is not None and self._inside._is_open:
+            return self._attention(*args, **kwargs)
+        self._is_open = True
+        try:
+            return self._annotated(*args, **kwargs)
+        finally:
+            self._is_open = False
+
+    def _annotated(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._marks.range(ATTENTION_RANGE):
             if not self.show_parts:
                 return self._attention(*args, **kwargs)

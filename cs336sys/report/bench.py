@@ -6,7 +6,6 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import PeakMemory
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.system import Capacity
 from cs336sys.report.gpu_readings import CLOCK_COLUMN, clock_notes, joined_readings, median_clock
 from cs336sys.report.noise import Interval, ratio_of_pairs
@@ -18,9 +17,12 @@ from cs336sys.report.titles import (
     SIZE_COLUMNS,
     graph_columns,
     method_notes,
+    plan_settings,
+    rate_columns,
     setting_of,
     shown_settings,
     title,
+    unknown_memory,
     wall_columns,
 )
 from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples, configuration_key
@@ -60,7 +62,7 @@ def _derived_of_rounds(
     busy_ms = known_values(rounds, "gpu_busy_ms")
     return (
         first
-        | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops)
+        | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops, first.get("flops"))
         | {
             "peak_gib": largest_known(rounds, "peak_gib"),
             "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
@@ -114,10 +116,12 @@ def bench_plan(
     """What ``--dry-run`` prints: each cell with its predicted memory, whether it fits, and ``notes`` below."""
     rows = []
     for workload in workloads:
-        peak = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
-        row = workload.configuration() | {"parameters": count_parameters(workload.size)} | peak_row(peak)
-        rows.append(row | _fitting(peak.total_gib, capacity))
-    columns = (*SIZE_COLUMNS, *SETTING_COLUMNS.values(), *PEAK_COLUMNS, *_FITTING_COLUMNS)
+        row = workload.configuration() | {"parameters": workload.parameters}
+        if workload.is_ours:
+            peak = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
+            row |= peak_row(peak) | _fitting(peak.total_gib, capacity)
+        rows.append(row)
+    columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
     words = "Predicted for eager mode: what is alive at the moment when most is."
     if capacity is None:
         fit = "Whether it fits is not known: no memory of such a device was found."
@@ -130,7 +134,7 @@ def bench_plan(
         f"{command}: cells and predicted memory (nothing was run)",
         columns,
         rows,
-        notes=(words, fit, *notes),
+        notes=(words, fit, *unknown_memory(workloads), *notes),
     )
 
 
@@ -158,7 +162,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
         Column("gpu_busy_ms", "GPU busy", "ms"),
         Column("launch_bound", "launch-bound"),
         Column("first_step_s", "first step ready", "s"),
-        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+        *rate_columns(cells),
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("peak_gib", "peak", "gib"),
@@ -185,7 +189,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     workload = Workload.from_configuration(cell.configuration)
-    row = LATER_SETTINGS | cell.configuration | {"parameters": count_parameters(workload.size), "status": cell.status}
+    row = LATER_SETTINGS | cell.configuration | {"parameters": workload.parameters, "status": cell.status}
     if cell.status != "ok":
         return row | cell.derived
     step = cell.samples["step"]

@@ -41,6 +41,7 @@ UNITS = {
     "mhz": Unit("MHz", most_decimals=0),
     "tflops": Unit("TFLOP/s"),
     "tokens_per_s": Unit("tokens/s", most_decimals=1),
+    "examples_per_s": Unit("examples/s", most_decimals=1),
     "percent": Unit("%", digits=3, most_decimals=2),
     "ratio": Unit(most_decimals=3, scales=((1, "x"),)),
     "p_value": Unit(digits=2),

@@ -1,15 +1,22 @@
 """How tables say what was measured: the machine, and the columns for which model was trained and how."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from cs336sys.report.tables import Column
 from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples
+from cs336sys.workload import UserCode, Workload
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
 # Settings that get a column only where the sweep varies them; the others stand in the title.
 SETTING_COLUMNS = {
+    "model": Column("model", "model"),
+    "loss": Column("loss", "loss"),
+    "batch": Column("batch", "batch by"),
+    "blocks": Column("blocks", "blocks"),
+    "code_digest": Column("code_digest", "code"),
     "mode": Column("mode", "mode"),
     "batch_size": Column("batch_size", "batch"),
     "vocab_size": Column("vocab_size", "vocabulary"),
@@ -37,12 +44,36 @@ def graph_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
     return _GRAPH_COLUMNS if any(cell.derived.get("capture_s") is not None for cell in cells) else ()
 
 
+def rate_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
+    """Tokens per second, and of batches that need not be tokens, examples."""
+    examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
+    tokens = () if examples and all(examples) else (Column("tokens_per_s", "tokens/s", "tokens_per_s"),)
+    return (*tokens, Column("examples_per_s", "examples/s", "examples_per_s")) if any(examples) else tokens
+
+
+# Settings that only a model of the user's has.
+_USER_SETTINGS = tuple(field.name for field in fields(UserCode))
+
+
+def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
+    """The columns of cells that are planned: all settings, those of the user's code where there is any."""
+    given = {name for workload in workloads for name in workload.user.configuration()}
+    return [column for name, column in settings.items() if name not in _USER_SETTINGS or name in given]
+
+
+def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
+    """What a plan says of models of the user's, of which no formula knows."""
+    names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
+    return tuple(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names)
+
+
 def machine_words(run: Run | None) -> list[str]:
     """The GPU or CPU and the versions that a title names."""
     if run is None:
         return []
     device = run.machine["gpu"] or run.machine["cpu"] or "unknown CPU"
-    return [device, f"torch {run.machine['torch']}"]
+    theirs = run.environment.get("cs336_basics")
+    return [device, f"torch {run.machine['torch']}", *([] if theirs is None else [f"cs336_basics of {theirs}"])]
 
 
 def setting_of(cell: Cell, name: str) -> Any:
@@ -95,7 +126,12 @@ def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     counts = {(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells}
     steps = ", ".join(f"{steps} steps after {warmup} warm-up" for warmup, steps in sorted(counts))
     method = (f"mean ± standard deviation of {steps}, by {' and '.join(sorted(methods))}",) if methods else ()
-    return (*method, *reasons(cells))
+    return (*method, *found_in_models(cells), *reasons(cells))
+
+
+def found_in_models(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """What was found in models of the user's, each sentence once."""
+    return tuple(dict.fromkeys(note for cell in cells for note in cell.derived.get("notes", ())))
 
 
 def reasons(cells: Sequence[Cell]) -> tuple[str, ...]:

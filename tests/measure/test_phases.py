@@ -53,7 +53,7 @@ ATTENTION_EVENTS = [
 
 def test_blocks_and_attention_forward_and_backward(model):
     marks = WrittenMarks()
-    with annotated_model(model, marks):
+    with annotated_model(model.layers, marks):
         loss = loss_of(model)
         forward, marks.events = marks.events, []
         loss.backward()
@@ -69,7 +69,7 @@ def test_annotation_changes_no_number_and_is_taken_off(model):
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     marks = WrittenMarks()
-    with annotated_model(model, marks):
+    with annotated_model(model.layers, marks):
         annotated = loss_of(model)
         annotated.backward()
     assert torch.equal(plain, annotated)
@@ -88,7 +88,7 @@ def test_an_error_ends_all_ranges_and_takes_the_annotation_off(model, monkeypatc
 
     marks = WrittenMarks()
     monkeypatch.setattr(cs336_basics.model.SwiGLU, "forward", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError), annotated_model(model, marks), phase("forward", marks, CPU):
+    with pytest.raises(torch.OutOfMemoryError), annotated_model(model.layers, marks), phase("forward", marks, CPU):
         loss_of(model)
     opened = [event[1:] for event in marks.events if event[0] == "+"]
     ended = [event[1:] for event in marks.events if event[0] == "-"]
@@ -103,14 +103,14 @@ def test_attention_that_calls_no_softmax_of_the_models_has_no_parts(model, monke
 
     monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", fused)
     marks = WrittenMarks()
-    with annotated_model(model, marks, blocks=False):
+    with annotated_model([], marks):
         loss_of(model)
     assert marks.events == [f"+{ATTENTION_RANGE}", f"-{ATTENTION_RANGE}"] * 2
 
 
 def test_softmax_outside_of_attention_is_no_part_of_it(model):
     marks = WrittenMarks()
-    with annotated_model(model, marks):
+    with annotated_model(model.layers, marks):
         cs336_basics.model.softmax(torch.zeros(3))
     assert marks.events == []
 
@@ -118,14 +118,14 @@ def test_softmax_outside_of_attention_is_no_part_of_it(model):
 def test_blocks_of_another_model_are_left_alone(model):
     other = cs336_basics.model.TransformerBlock(16, 2, 32, None)
     marks = WrittenMarks()
-    with annotated_model(model, marks, attention=False):
+    with annotated_model(model.layers, marks, attention=False):
         other(torch.zeros(1, 4, 16))
     assert marks.events == []
 
 
 def test_no_gradients_no_backward_ranges(model):
     marks = WrittenMarks()
-    with annotated_model(model, marks, attention=False), torch.no_grad():
+    with annotated_model(model.layers, marks, attention=False), torch.no_grad():
         loss_of(model)
     assert marks.events == ["+block 0", "-block 0", "+block 1", "-block 1"]
 
@@ -143,7 +143,7 @@ def test_compiled_blocks_are_neither_cut_nor_compiled_again(model):
     loss_of(model).backward()
     count = len(compilations)
     marks = WrittenMarks()
-    with annotated_model(model, marks, attention=False):
+    with annotated_model(model.layers, marks, attention=False):
         loss_of(model).backward()
     assert len(compilations) == count
     assert marks.events[:2] == ["+block 0", "-block 0"]
@@ -154,7 +154,7 @@ def test_compiled_blocks_are_neither_cut_nor_compiled_again(model):
 def test_torch_profiler_sees_the_ranges(model):
     marks = RecordFunctionMarks()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with annotated_model(model, marks), phase("forward", marks, CPU):
+        with annotated_model(model.layers, marks), phase("forward", marks, CPU):
             loss = loss_of(model)
         with phase("backward", marks, CPU):
             loss.backward()

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
+from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import set_matmul_precision
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
@@ -30,15 +32,29 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
     Samples (ms): those of ``bench``. Derived columns: see ``docs/columns.md``.
     """
     workload = MemoryWorkload.from_configuration(configuration)
+    with telling_user_errors(workload.training):
+        return _measure(workload, progress)
+
+
+def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     training = workload.training
     device = choose_device(training.device)
     set_matmul_precision(training)
-    derived: dict[str, Any] = {"parameters": count_parameters(training.size)}
+    derived: dict[str, Any] = {}
+    failure = ""
     if workload.trace:
         progress("tracing fake tensors")
-        derived["traced"] = [asdict(peak) for peak in timeline_peaks(traced_timeline(workload))]
+        try:
+            derived["traced"] = [asdict(peak) for peak in timeline_peaks(traced_timeline(workload).timeline)]
+        except Exception as error:
+            if training.is_ours or isinstance(error, UsageError | CapabilityError | UserCodeError):
+                raise
+            failure = f"{training.user.model}: no traced peak, its step does not run on fake tensors ({error!r:.200})"
     progress("building the model")
     step = MemoryStep(workload, device)
+    derived |= counted_columns(step, progress)
+    if failure:
+        derived["notes"] = [*derived["notes"], failure]
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
@@ -49,7 +65,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
     progress("recording a step")
     timeline, history = record(step, follow_operations=training.compile == "off")
     peaks = counted or timeline_peaks(timeline)
-    derived |= summary(workload, timeline, peaks)
+    derived |= summary(workload, timeline, peaks, step.block_names)
     if workload.snapshot is not None:
         progress("writing the snapshot")
         snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)

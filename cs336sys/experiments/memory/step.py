@@ -1,19 +1,23 @@
 """A training step with checkpoints around its blocks, put on from outside: the model's files stay as they are."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from cs336sys.accounting.checkpointing import group_sizes
-from cs336sys.experiments.training import TrainStep, build_model, keeping_input
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.training import TrainStep, blocks_of, build_model, keeping_input
+from cs336sys.experiments.user_models import first_part
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
 from cs336sys.measure.saved_tensors import SavedTensor, saved_tensors
-from cs336sys.workload import MemoryWorkload
+from cs336sys.workload import MemoryWorkload, Workload
 
 
 class MemoryStep(TrainStep):
@@ -26,12 +30,21 @@ class MemoryStep(TrainStep):
     """
 
     def __init__(self, workload: MemoryWorkload, device: torch.device):
-        model = build_model(workload.training, device)
+        training = workload.training
+        model = build_model(training, device)
         self.names = unique_names(model)
-        self.blocks = list(model.layers)
+        self.block_names, self.blocks = named_blocks(training, model)
         self.recorder: StepRecorder | None = None
-        model.layers = checkpointed(self.blocks, workload.checkpointing, self.region)
-        super().__init__(workload.training, device, model=model)
+        if training.is_ours:
+            model.layers = checkpointed(self.blocks, workload.checkpointing, self.region)
+        elif workload.checkpointing == "block":
+            checkpoint_calls(self.blocks, self.region)
+        elif workload.checkpointing != "none":
+            raise CapabilityError(
+                f"--checkpoint {workload.checkpointing}: {training.user.model} calls its blocks itself, one by one; "
+                "choose none or block"
+            )
+        super().__init__(training, device, model=model)
 
     def region(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.region(name)
@@ -86,18 +99,68 @@ class MemoryStep(TrainStep):
         return {
             "parameters": list(self.model.parameters()),
             "optimizer state": self.optimizer_state(),
-            "other": [self.inputs, self.targets, *self._batch, *self.model.buffers()],
+            "other": [*self.batch, *self.model.buffers()],
         }
 
     def block_saved_tensors(self) -> list[SavedTensor]:
-        """What the block in the middle saves for its backward pass, on a random input of the workload's shape."""
+        """What the block in the middle saves for its backward pass, on a random input of the workload's shape.
+
+        A block of a user's model gets what the model gives it. Of a model without blocks nothing is known.
+        """
+        if not self.blocks:
+            return []
         size = self.workload.size
-        block = self.blocks[size.num_layers // 2]
-        with self.device:
-            x = torch.randn(size.batch_size, size.context, size.d_model, requires_grad=True)
+        block = self.blocks[len(self.blocks) // 2]
         names = unique_names(block) if self.workload.compile == "off" else None
+        if self.workload.is_ours:
+            with self.device:
+                inputs: tuple[Any, dict[str, Any]] = (
+                    (torch.randn(size.batch_size, size.context, size.d_model, requires_grad=True),),
+                    {},
+                )
+        else:
+            inputs = self._inputs_of(block)
         with self._precision():
-            return saved_tensors(lambda: block(x), [*block.parameters(), *block.buffers()], names)
+            run = functools.partial(block, *inputs[0], **inputs[1])
+            return saved_tensors(lambda: first_part(run()), [*block.parameters(), *block.buffers()], names)
+
+    def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
+        given: list[tuple[Any, dict[str, Any]]] = []
+        hook = block.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+        with torch.no_grad():
+            self.compute_logits()
+        hook.remove()
+        if not given:
+            raise CapabilityError(f"block {type(block).__name__} is never called in a forward pass")
+        hidden = first_part(given[0])
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(tensor is hidden and tensor.is_floating_point())
+
+        return tree_map_only(Tensor, own, given[0])
+
+
+def named_blocks(training: Workload, model: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """The names and the modules of :func:`~cs336sys.experiments.training.blocks_of`."""
+    blocks = blocks_of(training, model)
+    return list(blocks), list(blocks.values())
+
+
+def checkpoint_calls(blocks: Sequence[nn.Module], region: "Region") -> None:
+    """Let each call of a block keep its inputs alone, whoever calls it and with whatever.
+
+    Args:
+        region: entered around every recomputation.
+    """
+
+    def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        in_backward = torch._C._current_graph_task_id() != -1
+        with region(RECOMPUTATION) if in_backward else contextlib.nullcontext():
+            return call(*args, **kwargs)
+
+    for block in blocks:
+        call = block._compiled_call_impl or block._call_impl
+        block._compiled_call_impl = functools.partial(keeping_input, functools.partial(run, call), keeps_random=True)
 
 
 def unique_names(model: nn.Module) -> dict[nn.Module, str]:

@@ -1,5 +1,6 @@
 """What a cell of ``memprof`` keeps of a timeline: plain numbers, from which tables and pictures are made."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,9 +32,14 @@ def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
     return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
 
 
-def summary(workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak]) -> dict[str, Any]:
-    """What a cell keeps of its timeline."""
-    size = workload.training.size
+def summary(
+    workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block_names: Sequence[str]
+) -> dict[str, Any]:
+    """What a cell keeps of its timeline.
+
+    Args:
+        block_names: of the model's blocks, in order.
+    """
     totals, categories = timeline.totals(), timeline.bytes_by_category()
     phases = []
     for phase, peak in zip(timeline.phases(), peaks, strict=True):
@@ -41,25 +47,28 @@ def summary(workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[
         phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
     reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
-    predicted = predicted_peak(
-        size, workload.training.precision, workload.training.mode, workload.training.attention, workload.checkpointing
-    )
+    predicted = None
+    if workload.training.is_ours:
+        training = workload.training
+        predicted = predicted_peak(
+            training.size, training.precision, training.mode, training.attention, workload.checkpointing
+        )
     return {
         "phases": phases,
         "peak_gib": highest.allocated / GIB,
         "peak_phase": highest.phase,
         "reserved_gib": max(reserved) / GIB if reserved else None,
-        "predicted_gib": predicted.total_gib,
-        "predicted_moment": predicted.moment,
+        "predicted_gib": predicted and predicted.total_gib,
+        "predicted_moment": predicted and predicted.moment,
         "lost_events": timeline.lost_events,
         "largest": [asdict(group) for group in largest_allocations(timeline, LARGEST_ALLOCATIONS)],
-        "block": block_changes(timeline, size.num_layers) if workload.checkpointing == "none" else None,
+        "block": block_changes(timeline, block_names) if workload.checkpointing == "none" else None,
         "timeline": thinned(timeline, TIMELINE_POINTS),
         "regions": [asdict(region) for region in timeline.phases()],
     }
 
 
-def block_changes(timeline: AllocationTimeline, num_layers: int) -> dict[str, int | None] | None:
+def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> dict[str, int | None] | None:
     """How memory changes over one block, in the middle of the model, in bytes.
 
     Returns:
@@ -67,10 +76,12 @@ def block_changes(timeline: AllocationTimeline, num_layers: int) -> dict[str, in
         compiled code, whose modules are not seen; ``gradients``, those of the block's parameters. None without a
         backward pass or a second block.
     """
-    block = num_layers // 2
-    prefix = f"layers.{block}."
+    block = len(block_names) // 2
+    if block == 0:
+        return None
+    prefix = f"{block_names[block]}."
     gradients = sum(allocation.size for allocation in timeline.allocations if allocation.parameter.startswith(prefix))
-    if not gradients or block == 0:
+    if not gradients:
         return None
     totals = timeline.totals()
 
@@ -78,7 +89,7 @@ def block_changes(timeline: AllocationTimeline, num_layers: int) -> dict[str, in
         starts = (
             allocation.start
             for allocation in timeline.allocations
-            if allocation.phase == phase and allocation.origin.module.startswith(f"layers.{index}.")
+            if allocation.phase == phase and allocation.origin.module.startswith(f"{block_names[index]}.")
         )
         first = min(starts, default=None)
         return None if first is None else totals[first - 1]

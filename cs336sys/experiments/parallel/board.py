@@ -115,6 +115,7 @@ def _loss(step: ParallelStep) -> float:
 
 def _derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:
     training, first = workload.training, measured[0]
+    assert training.flops is not None, "the board's model is ours"
     peak = peak_tflops(first.device, training.precision)
     of_all = None if peak is None else peak * workload.world_size
     return {

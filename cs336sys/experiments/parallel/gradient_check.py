@@ -19,7 +19,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.training import attention_replaced, build_model, keeping_input, random_batch
+from cs336sys.experiments.training import attention_replaced, build_model, keeping_input, make_batch
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers, sum_over_ranks
 from cs336sys.parallel.ranks.launch import Ranks
@@ -156,12 +156,12 @@ def _alone(
         kernels="reference",
         attention="reference",
     )
-    model = build_model(plain, device)
+    model: Any = build_model(plain, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     weights.clear()
-    inputs, targets = random_batch(plain, device)
+    inputs, targets = make_batch(plain, device)
     total = 0.0
     with _in_full_precision(), attention_replaced(_attention_in_chunks):
         # One sequence after the other, so that one's activations exist at a time.

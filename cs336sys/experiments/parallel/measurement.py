@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.rank import (
@@ -21,12 +20,14 @@ from cs336sys.experiments.parallel.rank import (
     verify_on_rank,
 )
 from cs336sys.experiments.parallel.verification import tolerance
+from cs336sys.experiments.step_counts import count_step
+from cs336sys.experiments.training import initializer_of
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples, configuration_key
-from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES, ParallelWorkload, bucket_name
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them.
 _unsynchronized: dict[str, list[RankMeasurement]] = {}
@@ -75,7 +76,7 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived: dict[str, Any] = {
-        "parameters": count_parameters(workload.training.size),
+        **_of_the_model(workload),
         "largest_difference": max(difference.largest for difference in differences),
         "relative_difference_percent": 100 * worst.relative,
         "checked_layers": worst.num_layers,
@@ -85,7 +86,8 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
             "wrong",
             derived=derived,
             reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is off by {100 * worst.relative:.3g} % "
-            f"of how far one process moves it, more than rounding explains ({100 * tolerance(workload):g} %)",
+            f"of how far one process moves it, more than rounding explains ({100 * tolerance(workload):g} %)"
+            + ("" if workload.training.is_ours else "; the loss of a batch must be the mean of its parts' losses"),
         )
     return derived, None
 
@@ -117,7 +119,7 @@ def _derived(
         "peak_gib": max(peaks_gib, default=None),
         "capture_s": max((rank.capture_s for rank in measured if rank.capture_s is not None), default=None),
         "graph_pool_gib": max((rank.graph_pool_gib for rank in measured if rank.graph_pool_gib), default=None),
-        "tokens_per_s": workload.training.tokens / samples["step"].mean * 1e3,
+        **workload.training.throughput(samples["step"]),
         "timeline": None if first.timeline is None else asdict(first.timeline),
     }
     if "unsynchronized" in samples:
@@ -131,6 +133,23 @@ def _derived(
     if workload.strategy in SHARDING_STRATEGIES:
         derived |= _sharding(measured)
     return derived
+
+
+def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
+    """How many parameters it has, and what is done otherwise because it is a user's."""
+    training = workload.training
+    if training.is_ours:
+        return {"parameters": training.parameters}
+    count = count_step(training)
+    notes = []
+    if count.drops:
+        notes.append(f"{training.user.model}: trained without dropout, so that weights can be checked")
+    if workload.strategy in FULLY_SHARDED and initializer_of(training) is None:
+        notes.append(
+            f"{training.user.model}: its layers cannot be initialized one by one, so each rank holds the whole "
+            "model in the host's memory at first"
+        )
+    return {"parameters": count.parameters, "notes": notes}
 
 
 def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:

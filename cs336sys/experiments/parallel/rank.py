@@ -20,6 +20,8 @@ from cs336sys.experiments.parallel.memory import build_recorded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import verify
+from cs336sys.experiments.step_counts import count_step
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
@@ -80,6 +82,10 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     if device.type == "cpu":
         return True
     training = workload.training
+    if not training.is_ours:
+        # Weights, gradients and two states in fp32, and as much again for activations.
+        needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
+        return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
     share = replace(training.size, batch_size=workload.share)
     peak = predicted_peak(share, training.precision, "train", training.attention, workload.checkpointing)
     return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
@@ -88,7 +94,8 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 def verify_on_rank(workload: ParallelWorkload) -> Difference:
     """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
     release_memory(workload)
-    difference = verify(workload)
+    with telling_user_errors(workload.training):
+        difference = verify(workload)
     release_memory(workload)
     return difference
 
@@ -100,7 +107,8 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
         trace: where rank 0 writes a Chrome trace.
     """
     release_memory(workload)
-    measurement = _measure(workload, trace)
+    with telling_user_errors(workload.training):
+        measurement = _measure(workload, trace)
     release_memory(workload)
     return measurement
 

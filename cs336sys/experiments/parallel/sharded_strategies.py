@@ -6,8 +6,9 @@ the ranks of all others are spared.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
-from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, initialize_layer, keeping_input
+from cs336sys.experiments.training import (
+    AUTOCAST_DTYPES,
+    blocks_of,
+    build_by_layers,
+    build_model,
+    initialize_layer,
+    initializer_of,
+    keeping_input,
+)
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
@@ -25,7 +34,7 @@ from cs336sys.workload import ParallelWorkload
 # Strategies that average gradients differ in nothing else.
 BUCKETS = "block"
 
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
@@ -71,28 +80,37 @@ def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, ch
 
 
 def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """Weights, gradients and optimizer state in slices; no rank ever holds the whole model."""
+    """Weights, gradients and optimizer state in slices; no rank ever holds the whole model.
+
+    Unless it is a user's whose layers nothing initializes alone: each rank builds that on the CPU first.
+    """
     _require_blocks(workload)
     assert workload.prefetch is not None
     from cs336sys.parallel.fsdp import FSDP
 
+    training = workload.training
+    initialize = initializer_of(training)
     # All weights alike, not those of the blocks alone.
-    in_fp32 = replace(workload.training, state_dtype="fp32")
-    plain = build_plain_model(replace(workload, training=in_fp32), _META)
+    in_fp32 = replace(training, state_dtype="fp32")
+    plain = build_plain_model(replace(workload, training=in_fp32), _CPU if initialize is None else _META)
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
-    blocks = kept_blocks(workload.checkpointing)
-    if blocks is not None:
+    kept = kept_blocks(workload.checkpointing)
+    if kept is not None:
         from cs336sys.kernels.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        choose_kept(plain, blocks, sdpa if workload.training.attention == "sdpa" else None)
-    torch.manual_seed(workload.training.seed)
+        choose_kept(plain, kept, sdpa if training.attention == "sdpa" else None)
+    torch.manual_seed(training.seed)
+    blocks = None if training.is_ours else list(blocks_of(training, plain).values()) or None
+    if blocks is not None and (half := AUTOCAST_DTYPES.get(training.precision)) is not None:
+        return_dtype_of_sharded(plain, blocks, half)
     model = FSDP(
         plain,
         AUTOCAST_DTYPES.get(workload.training.precision),
         prefetch=workload.prefetch,
-        initialize=initialize_layer,
+        unit_modules=blocks,
+        initialize=initialize,
         device=device,
     )
     return Replica(
@@ -103,6 +121,20 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
         scaler_class=ShardedGradScaler,
         watched_gathers=model.watched_gathers,
     )
+
+
+def return_dtype_of_sharded(model: nn.Module, blocks: Collection[nn.Module], dtype: torch.dtype) -> None:
+    """Let layers whose weights stay in fp32, which ranks hold whole, return ``dtype``, as matrices beside them expect.
+
+    torch's own layers are made to do so by FSDP; those of ``cs336_basics`` return what they are given.
+    """
+    from cs336sys.parallel.fsdp.calls import cast_floating
+    from cs336sys.parallel.fsdp.plan import plan_sharding
+
+    replicated = (owner for entry in plan_sharding(model, blocks).replicated for owner, _ in entry.owners)
+    for owner in dict.fromkeys(replicated):
+        if not type(owner).__module__.startswith("torch.nn."):
+            owner.register_forward_hook(lambda _, args, output: cast_floating(output, dtype))
 
 
 def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -125,9 +157,13 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
     mesh = init_device_mesh(device.type, (workload.world_size,))
     half = AUTOCAST_DTYPES.get(training.precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=None if half is None else torch.float32)
+    if not training.is_ours:
+        return _torch_fsdp_of_users(
+            workload, device, optimizer, functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+        )
     model = build_model(replace(training, compile="off"), _META)
     torch.manual_seed(training.seed)
-    blocks = set(model.layers)
+    blocks = set(blocks_of(training, model).values())
     for child in model.children():
         for part in child if isinstance(child, nn.ModuleList) else [child]:
             for layer in part.modules():
@@ -141,6 +177,22 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
                     part.forward = functools.partial(keeping_input, part.forward)
                 fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Replica(model, optimizer(model.parameters()), None, lambda: _full_tensors(model))
+
+
+def _torch_fsdp_of_users(
+    workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice, shard: Callable[[nn.Module], Any]
+) -> Replica:
+    """As :func:`_torch_fsdp`, of a user's model, which is whole at first."""
+    training = workload.training
+    model = build_by_layers(training, device)
+    for block in blocks_of(training, model).values():
+        if training.compile == "block":
+            block.forward = torch.compile(block.forward, dynamic=False)
+        if workload.checkpointing == "block":
+            block.forward = functools.partial(keeping_input, block.forward, keeps_random=True)
+        shard(block)
+    shard(model)
     return Replica(model, optimizer(model.parameters()), None, lambda: _full_tensors(model))
 
 

@@ -19,7 +19,7 @@ from cs336sys.cuda_graphs import (
     require_graphs,
 )
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.optimizers import choose_optimizer
+from cs336sys.experiments import user_models
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
@@ -52,8 +52,9 @@ class ParallelStep(TrainStep):
             raise CapabilityError(
                 f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype"
             )
-        optimizer_class, settings = choose_optimizer(workload.training)
-        choice = OptimizerChoice(optimizer_class, {**settings, **optimizer_settings})
+        if not workload.training.is_ours:
+            user_models.without_dropout()
+        choice = OptimizerChoice(workload.training, optimizer_settings)
         prepare = (PREPARE | PREPARE_SHARDED)[workload.strategy]
         self.warmup_of_capture = warmup_of_capture(workload)
         in_graphs = workload.training.cuda_graph == "on"

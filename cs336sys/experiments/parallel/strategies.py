@@ -16,10 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.training import AUTOCAST_DTYPES, build_model, keeping_input
+from cs336sys.experiments import user_models
+from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
+from cs336sys.experiments.training import (
+    AUTOCAST_DTYPES,
+    blocks_of,
+    build_model,
+    keeping_input,
+)
 from cs336sys.parallel.bucket_optimizer import BucketOptimizer
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336sys.workload import ParallelWorkload
+from cs336sys.user_code import is_user_code
+from cs336sys.workload import ParallelWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_timing import GatherWatch
@@ -63,13 +71,29 @@ class Replica:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer's class and the settings to construct it with."""
+    """An optimizer: its class and the settings to construct it with.
 
-    optimizer_class: type[torch.optim.Optimizer]
-    settings: Mapping[str, Any]
+    Attributes:
+        training: the workload that chooses it.
+        changed: settings in the place of those of the workload's choice.
+    """
+
+    training: Workload
+    changed: Mapping[str, Any]
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        return self.optimizer_class(parameters, **self.settings)
+        return build_optimizer_of(self.training, parameters, **self.changed)
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        return choose_optimizer(self.training)[0]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        own = choose_optimizer(self.training)[1]
+        if not is_user_code(self.training.optimizer):
+            return {**own, **self.changed}
+        return own | user_models.changeable(own, self.changed)
 
 
 # Called on every rank, in a process group, with the device of the rank.
@@ -84,9 +108,10 @@ def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Mo
     """
     model = build_model(workload.training, device)
     if workload.checkpointing == "block":
-        for block in model.layers:
+        for block in blocks_of(workload.training, model).values():
             run = block._compiled_call_impl or block._call_impl
-            block._compiled_call_impl = functools.partial(keeping_input, run)
+            keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
+            block._compiled_call_impl = keeping
     return model
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
 from cs336sys.processes import RankIdentity
 from cs336sys.processes.child import run_spawned
@@ -187,7 +187,7 @@ class SpawnedRanks:
         cause, *consequences = sorted(failures, key=_cause_before_consequence)
 
         raised = _exception_chain(cause)
-        if isinstance(raised, UsageError | CapabilityError):
+        if isinstance(raised, UsageError | CapabilityError | UserCodeError):
             raised.add_note(f"on rank {cause.rank} of {len(self._ranks)}")
             return raised
         heading = f"rank {cause.rank} of {len(self._ranks)}: {cause.reason}"

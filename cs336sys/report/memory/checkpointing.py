@@ -39,7 +39,8 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
             row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
             row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
         rows.append(row)
-        notes[best_strategy(workload.training)] = None
+        if workload.training.is_ours:
+            notes[best_strategy(workload.training)] = None
     columns = (
         *identity,
         Column("peak_gib", "peak", "gib"),
@@ -60,7 +61,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
     rows = []
     notes: dict[str, None] = {}
     for training in asked:
-        if training.mode == "forward":
+        if training.mode == "forward" or not training.is_ours:
             continue
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
@@ -97,6 +98,8 @@ def workload_peak(workload: MemoryWorkload) -> PeakMemory:
 
 def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
     training = workload.training
+    if not training.is_ours:
+        return {}
     moments, peak = workload_moments(workload), workload_peak(workload)
     flops = model_flops(training.size, causal=training.attention != "reference")
     recomputed = recomputed_flops(training.size, workload.checkpointing, causal=training.attention != "reference")

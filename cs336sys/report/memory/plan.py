@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.bench import PEAK_COLUMNS, peak_row
 from cs336sys.report.memory.checkpointing import predicted_strategies_table, workload_peak
 from cs336sys.report.memory.tables import MEMORY_SETTINGS, allocations_table, identity_columns, phases_table
 from cs336sys.report.tables import Column, Table, with_rows
-from cs336sys.report.titles import SIZE_COLUMNS, reasons
+from cs336sys.report.titles import SIZE_COLUMNS, plan_settings, reasons
 from cs336sys.results import Cell
 from cs336sys.workload import MemoryWorkload
 
@@ -25,20 +24,23 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
 
 
 def _plan(cells: Sequence[Cell]) -> Table:
+    workloads = [MemoryWorkload.from_configuration(cell.configuration) for cell in cells]
     columns = (
         *SIZE_COLUMNS,
-        *MEMORY_SETTINGS.values(),
+        *plan_settings([workload.training for workload in workloads], MEMORY_SETTINGS),
         *PEAK_COLUMNS,
         Column("traced_peak_gib", "traced peak", "gib"),
         Column("traced_phase", "phase of the traced peak"),
         Column("status", "status"),
     )
     rows = []
-    for cell in cells:
-        workload = MemoryWorkload.from_configuration(cell.configuration)
-        row = cell.configuration | {"parameters": count_parameters(workload.training.size)}
-        row |= peak_row(workload_peak(workload)) | {"status": None if cell.status == "ok" else cell.status}
+    for cell, workload in zip(cells, workloads, strict=True):
+        row = cell.configuration | {"parameters": workload.training.parameters}
+        row["status"] = None if cell.status == "ok" else cell.status
+        if workload.training.is_ours:
+            row |= peak_row(workload_peak(workload))
         if cell.derived:
+            row |= {"parameters": cell.derived.get("parameters", row["parameters"])}
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
     notes = [

@@ -64,12 +64,14 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     rows = []
     for cell in cells:
         workload = _workload(cell)
-        row = cell.configuration | {"parameters": count_parameters(workload.training.size), "status": cell.status}
-        row["predicted_gib"] = workload_peak(workload).total_gib
+        row = cell.configuration | {"parameters": workload.training.parameters, "status": cell.status}
+        if workload.training.is_ours:
+            row["predicted_gib"] = workload_peak(workload).total_gib
         if cell.status == "ok":
             row |= cell.derived | {"step_ms": cell.samples["step"]}
             row |= {f"{phase['phase']}_gib": phase["allocated"] / GIB for phase in cell.derived["phases"]}
-            row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
+            if row["predicted_gib"] is not None:
+                row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
             traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]
             row["traced_gib"] = max(traced) / GIB if traced else None
         rows.append(row)
@@ -166,18 +168,19 @@ def _block(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         training = _workload(cell).training
         size = training.size
         stream = 4 * size.batch_size * size.context * size.d_model
-        row = cell.configuration | {
-            "stream_bytes": stream,
-            "stream_derivation": f"{size.batch_size} x {size.context} x {size.d_model} x 4",
-        }
+        row = dict(cell.configuration)
+        if training.is_ours:
+            row["stream_bytes"] = stream
+            row["stream_derivation"] = f"{size.batch_size} x {size.context} x {size.d_model} x 4"
         if training.mode != "forward":
             row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
-            if training.compile == "off":
+            if training.compile == "off" and training.is_ours:
                 row["saved_predicted_bytes"] = block_activations(size, training.precision, training.attention).total
         changes = cell.derived["block"]
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}
-            row["gradients_expected_bytes"] = 4 * _block_parameters(training.size)
+            if training.is_ours:
+                row["gradients_expected_bytes"] = 4 * _block_parameters(training.size)
             if changes["backward_change"] is not None:
                 row["gradients_by_difference_bytes"] = changes["backward_change"] + changes["forward_growth"]
         rows.append(row)

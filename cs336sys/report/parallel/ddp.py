@@ -7,7 +7,6 @@ from typing import Any
 from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_on_link_bytes, overhead_on_link_s
 from cs336sys.accounting.collectives import AlphaBeta
 from cs336sys.accounting.memory import GIB, training_state
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.noise import Interval, difference, ratio
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.tables import Column, Table
@@ -16,8 +15,11 @@ from cs336sys.report.titles import (
     SIZE_COLUMNS,
     graph_columns,
     method_notes,
+    plan_settings,
+    rate_columns,
     shown_settings,
     title,
+    unknown_memory,
     wall_columns,
 )
 from cs336sys.results import Cell, Run, configuration_key
@@ -48,7 +50,15 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table(
             "ddp",
             title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
+            (
+                *SIZE_COLUMNS,
+                *own,
+                *_STEP_COLUMNS,
+                *rate_columns(cells),
+                *OFF_COLUMNS,
+                *graph_columns(cells),
+                Column("status", "status"),
+            ),
             rows,
             notes=(*_step_notes(cells), *method_notes(cells)),
             steadier=STEADIER,
@@ -74,7 +84,9 @@ _STEP_COLUMNS = (
     Column("calls", "calls", "count"),
     Column("communicated_bytes", "communicated", "decimal_bytes"),
     Column("peak_gib", "peak", "gib"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+)
+
+OFF_COLUMNS = (
     Column("largest_difference", "largest difference"),
     Column("relative_difference_percent", "relative", "percent"),
 )
@@ -94,7 +106,7 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
     rows = []
     for cell in cells:
         workload = ParallelWorkload.from_configuration(cell.configuration)
-        row = cell.configuration | {"parameters": count_parameters(workload.training.size)}
+        row = cell.configuration | {"parameters": workload.training.parameters}
         row |= cell.derived | {"status": cell.status}
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
         if cell.status == "ok" and comparison(cell) in baselines:
@@ -235,23 +247,19 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """What ``--dry-run`` prints: each cell with the memory of a rank's training state."""
     rows = []
     for workload in workloads:
-        state = training_state(workload.training.size, workload.training.precision)
-        rows.append(
-            workload.configuration()
-            | {
-                "parameters": count_parameters(workload.training.size),
-                "share": workload.share,
-                "state_gib": state.total / GIB,
-                "gradients_gib": state.gradients / GIB,
-            }
-        )
+        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
+        if workload.training.is_ours:
+            state = training_state(workload.training.size, workload.training.precision)
+            row |= {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
+        rows.append(row)
     columns = (
         *SIZE_COLUMNS,
-        *PARALLEL_SETTING_COLUMNS.values(),
+        *plan_settings([workload.training for workload in workloads], PARALLEL_SETTING_COLUMNS),
         Column("strategy", "mode"),
         Column("bucket_mb", "bucket, MB"),
         Column("share", "sequences a rank"),
         Column("state_gib", "parameters, gradients and optimizer of a rank", "gib"),
         Column("gradients_gib", "gradients to average", "gib"),
     )
-    return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows)
+    notes = unknown_memory([workload.training for workload in workloads])
+    return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows, notes)

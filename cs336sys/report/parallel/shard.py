@@ -5,7 +5,6 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.kept_parts import kept_memory
 from cs336sys.accounting.sharding.step import (
     MOMENTS,
@@ -15,9 +14,19 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.ddp import STEADIER, check_notes, parallel_phase_table, step_rows
+from cs336sys.report.parallel.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    plan_settings,
+    rate_columns,
+    shown_settings,
+    title,
+    unknown_memory,
+)
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
@@ -71,7 +80,15 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table(
             "shard",
             title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *own, *_STEP_COLUMNS, *graph_columns(cells), Column("status", "status")),
+            (
+                *SIZE_COLUMNS,
+                *own,
+                *_STEP_COLUMNS,
+                *rate_columns(cells),
+                *OFF_COLUMNS,
+                *graph_columns(cells),
+                Column("status", "status"),
+            ),
             rows,
             notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells)),
             steadier=STEADIER,
@@ -97,16 +114,13 @@ _STEP_COLUMNS = (
     Column("sent_bytes", "sent", "decimal_bytes"),
     Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
     Column("peak_gib", "peak", "gib"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("largest_difference", "largest difference"),
-    Column("relative_difference_percent", "relative", "percent"),
 )
 
 
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     rows = step_rows(cells, "none", _COMPARED)
     for row, cell in zip(rows, cells, strict=True):
-        if cell.status == "ok":
+        if cell.status == "ok" and "model" not in cell.configuration:
             workload = ParallelWorkload.from_configuration(cell.configuration)
             row["predicted_sent_bytes"] = predicted_sent_bytes(sharded_step(workload))
     return rows
@@ -127,7 +141,7 @@ def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
         "measured": [RankMemory(**held) for held in cell.derived["memory"]],
-        "predicted": _predicted(workload),
+        "predicted": _predicted(workload) if workload.training.is_ours else [],
     }
 
 
@@ -185,19 +199,22 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """What ``--dry-run`` prints: each cell with what a rank is predicted to hold and to send."""
     rows = []
     for workload in workloads:
-        step = sharded_step(workload)
-        row = workload.configuration() | {"parameters": count_parameters(workload.training.size)}
-        row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
-        rows.append(row | {"share": workload.share, "predicted_sent_bytes": predicted_sent_bytes(step)})
+        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
+        if workload.training.is_ours:
+            step = sharded_step(workload)
+            row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
+            row["predicted_sent_bytes"] = predicted_sent_bytes(step)
+        rows.append(row)
     columns = (
         *SIZE_COLUMNS,
-        *SHARDING_SETTING_COLUMNS.values(),
+        *plan_settings([workload.training for workload in workloads], SHARDING_SETTING_COLUMNS),
         *_STRATEGY_COLUMNS,
         Column("share", "sequences a rank"),
         *(Column(f"{_column_name(moment)}_gib", moment, "gib") for moment in MOMENTS),
         Column("predicted_sent_bytes", "sent", "decimal_bytes"),
     )
-    return Table("plan", "shard: cells and the memory of a rank (nothing was run)", columns, rows)
+    notes = unknown_memory([workload.training for workload in workloads])
+    return Table("plan", "shard: cells and the memory of a rank (nothing was run)", columns, rows, notes)
 
 
 def _column_name(moment: str) -> str:

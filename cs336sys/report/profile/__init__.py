@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.profile.summary import Profile
 from cs336sys.report.profile.attention import attention_table
 from cs336sys.report.profile.kernels import kernel_table, share_table, top_kernel_table
@@ -73,7 +72,7 @@ def _of_report(profile: Profile) -> tuple[list[Measured], tuple[Column, ...]]:
     labels: tuple[Column, ...] = ()
     if profile.configuration:
         workload = Workload.from_configuration(profile.configuration)
-        values = profile.configuration | {"parameters": count_parameters(workload.size)}
+        values = profile.configuration | {"parameters": workload.parameters}
         labels = (SIZE_COLUMNS[0], *(SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")))
     return [Measured(values, profile)], labels
 
@@ -88,7 +87,7 @@ def _measured(cells: Sequence[Cell]) -> list[Measured]:
 
 def _labels(cell: Cell) -> dict[str, Any]:
     training = ProfileWorkload.from_configuration(cell.configuration).training
-    return cell.configuration | {"parameters": count_parameters(training.size)}
+    return cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
 
 
 def _profilers(cells: Sequence[Cell]) -> list[str]:

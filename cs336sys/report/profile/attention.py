@@ -56,6 +56,8 @@ def _row(measured: Measured) -> dict[str, Any]:
     row["time_ratio"] = softmax_ms / matmul_ms
     if measured.profile.configuration:
         workload = Workload.from_configuration(measured.profile.configuration)
+        if not workload.is_ours:
+            return row
         matmuls = attention_matmuls(workload.size, workload.precision)
         softmax = attention_softmax(workload.size, workload.precision)
         row |= {

@@ -1,0 +1,124 @@
+"""Whose ``cs336_basics`` Python would import, and whether it has what this program calls; it is not imported."""
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336sys.errors import UsageError
+
+PACKAGE = "cs336_basics"
+
+# What is called of the package, by module.
+NEEDED = {
+    "model": (*("BasicsTransformerLM", "Embedding", "Linear", "RMSNorm", "scaled_dot_product_attention"),),
+    "nn_utils": ("cross_entropy",),
+    "optimizer": ("AdamW",),
+}
+
+# The name by which ours says that it is made for this program.
+_MARK = "MADE_FOR_CS336SYS"
+
+
+@dataclass(frozen=True)
+class CoursePackage:
+    """A package ``cs336_basics``.
+
+    Attributes:
+        folder: of its modules.
+        is_ours: whether it is the one that comes with this program.
+    """
+
+    folder: Path
+    is_ours: bool
+
+    @property
+    def name(self) -> str:
+        """``ours``, or the folder that holds it and the digest of its modules."""
+        if self.is_ours:
+            return "ours"
+        total = hashlib.sha256()
+        for file in sorted(self.folder.rglob("*.py")):
+            total.update(f"{file.relative_to(self.folder).as_posix()}\0".encode() + file.read_bytes())
+        return f"{self.folder.parent.name}/{self.folder.name} {total.hexdigest()[:12]}"
+
+    def require_needed(self) -> None:
+        """Raise a UsageError that names what it lacks.
+
+        What a module lacks is not looked for elsewhere: where an editable install of ours would add it, two packages
+        would be mixed.
+        """
+        lacking = []
+        for module, names in NEEDED.items():
+            file = self.folder / f"{module}.py"
+            if not file.is_file():
+                lacking.append(f"module {module}")
+                continue
+            defined = _defined(file)
+            if defined is not None:
+                lacking += [f"{module}.{name}" for name in names if name not in defined]
+        if lacking:
+            raise UsageError(
+                f"the cs336_basics in {self.folder.parent} is not of the shape that this program trains, it has no "
+                f"{', '.join(lacking)}: take it off PYTHONPATH and give its model by --model, see docs/your_model.md"
+            )
+
+
+def first_folder() -> Path | None:
+    """The first folder on ``sys.path`` with such a package, also one without ``__init__.py``; None if it is elsewhere.
+
+    Python itself takes a package with that file before one without, wherever they are.
+    """
+    folders = (Path(entry) / PACKAGE for entry in sys.path)
+    return next((folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/*.py"))), None)
+
+
+def course_package() -> CoursePackage:
+    """The package that an import would find.
+
+    Raises:
+        UsageError: there is none, or it is no folder of modules.
+    """
+    folder = first_folder()
+    if folder is None:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.origin is None:
+            raise UsageError(f"there is no package {PACKAGE}: install the one beside cs336sys, in folder cs336-basics")
+        folder = Path(spec.origin).parent
+    return CoursePackage(folder, _MARK in (_defined(folder / "__init__.py") or ()))
+
+
+def set_aside_others() -> None:
+    """Take folders off ``sys.path`` whose package this program cannot train, until ours comes first.
+
+    For a model of the user's, which may lie beside a package of the user's, as of ``python -m`` in its folder. What
+    is loaded for it finds that package again.
+    """
+    while (folder := first_folder()) is not None:
+        package = CoursePackage(folder, is_ours=False)
+        try:
+            package.require_needed()
+        except UsageError:
+            others = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
+            sys.path[:] = [entry for entry in sys.path if entry not in others]
+        else:
+            return
+
+
+def _defined(file: Path) -> set[str] | None:
+    """The names that a module has when it is imported; None where that cannot be read off it."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return None if "*" in names else names

@@ -1,0 +1,59 @@
+"""Models that are not ours, with their losses, batches and optimizers: what takes the place of what we know of ours.
+
+- ``loading.py``: how is the user's code found and called, and how are its errors told?
+- ``blocks.py``: which of its modules are the blocks?
+- ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
+- ``optimizers.py``: how does a function make an optimizer of some of the parameters?
+- ``course_package.py``: how does code import a ``cs336_basics`` that is not ours?
+- ``initialization.py``: how does a model get its first values one layer at a time?
+- ``counting.py``: how many FLOPs does a step have, and how often does it call attention?
+"""
+
+from cs336sys.experiments.user_models.attention import (
+    as_written,
+    replace_attention,
+    torch_attention,
+    without_dropout,
+)
+from cs336sys.experiments.user_models.blocks import find_blocks
+from cs336sys.experiments.user_models.counting import AttentionCalls, StepCount, count_step
+from cs336sys.experiments.user_models.initialization import fill, layer_initializer
+from cs336sys.experiments.user_models.loading import (
+    build,
+    call_model,
+    copied_code,
+    first_part,
+    load,
+    make_batch,
+    references_of,
+    scalar_loss,
+    telling_user_errors,
+    token_logits,
+)
+from cs336sys.experiments.user_models.optimizers import changeable, make_optimizer, optimizer_class
+
+__all__ = [
+    "AttentionCalls",
+    "StepCount",
+    "as_written",
+    "build",
+    "call_model",
+    "changeable",
+    "copied_code",
+    "count_step",
+    "fill",
+    "find_blocks",
+    "first_part",
+    "layer_initializer",
+    "load",
+    "make_batch",
+    "make_optimizer",
+    "optimizer_class",
+    "references_of",
+    "replace_attention",
+    "scalar_loss",
+    "telling_user_errors",
+    "token_logits",
+    "torch_attention",
+    "without_dropout",
+]

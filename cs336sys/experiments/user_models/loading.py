@@ -1,0 +1,247 @@
+"""The user's functions: imported, called, and what they raise told in a sentence that names their line."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.experiments.user_models.course_package import their_course_package, their_course_package_apart
+from cs336sys.measure.cells import is_out_of_memory
+from cs336sys.sizes import ModelSize
+from cs336sys.user_code import is_file, is_user_code, source_file, split_reference
+from cs336sys.workload import Workload
+
+# What has been loaded, and the modules that came with it, packages that are installed aside.
+_loaded: dict[str, Callable[..., Any]] = {}
+_modules: set[str] = set()
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """The function, or class, that ``FILE.py:NAME`` or ``package.module:NAME`` names.
+
+    Raises:
+        UsageError: there is no such file or module.
+        UserCodeError: it raises when it is imported, has no such name, or that is nothing to call.
+    """
+    if reference in _loaded:
+        return _loaded[reference]
+    file = source_file(reference)
+    where, name = split_reference(reference)
+    before = set(sys.modules)
+    with _telling([reference], f"{where} cannot be imported"), their_course_package():
+        module = _import_file(file) if is_file(where) else importlib.import_module(where)
+    _modules.update(name for name in set(sys.modules) - before if _is_users(sys.modules[name]))
+    if not hasattr(module, name):
+        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise UserCodeError(f"{where}: {name} is a {type(found).__name__}, and should be a function")
+    _loaded[reference] = found
+    return found
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    installed = sysconfig.get_paths()
+    return (
+        bool(file)
+        and not any(file.startswith(installed[kind] + os.sep) for kind in ("stdlib", "purelib", "platlib"))
+        and f"{os.sep}site-packages{os.sep}" not in file
+    )
+
+
+@contextlib.contextmanager
+def copied_code() -> Iterator[None]:
+    """Within this, the user's code is loaded anew, and forgotten afterwards.
+
+    For models on the meta device, or of fake tensors: a module that keeps a table of rotations for all models, for one,
+    would go on with a table that holds nothing.
+    """
+    modules = {name: sys.modules.pop(name) for name in _modules if name in sys.modules}
+    loaded = dict(_loaded)
+    _loaded.clear()
+    with their_course_package_apart():
+        try:
+            yield
+        finally:
+            for name in _modules:
+                sys.modules.pop(name, None)
+            sys.modules.update(modules)
+            _loaded.clear()
+            _loaded.update(loaded)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """As Python runs a program: what lies beside it can be imported."""
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # Under a name that no module of anybody's has; classes and pickles look their module up.
+    name = f"user_code_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(reference: str, size: ModelSize) -> nn.Module:
+    """The user's model of a size, on the present default device, ready to be trained.
+
+    Raises:
+        UserCodeError: the function raises or returns no module, or there is nothing to train.
+    """
+    function = load(reference)
+    with _telling([reference], f"{reference} failed"), their_course_package():
+        model = function(size)
+    if not isinstance(model, nn.Module):
+        raise UserCodeError(f"{reference} returned a {type(model).__name__}: it should return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserCodeError(f"{reference} returned a {type(model).__name__} without parameters to train")
+    return model.train()
+
+
+def make_batch(reference: str, size: ModelSize, seed: int, device: torch.device) -> tuple[Any, Any]:
+    """Inputs and targets of the user's, of a seed.
+
+    Raises:
+        UserCodeError: the function raises, or returns something else.
+    """
+    function = load(reference)
+    with _telling([reference], f"{reference} failed"):
+        batch = function(size, torch.Generator(device).manual_seed(seed), device)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserCodeError(f"{reference} returned a {type(batch).__name__}: it should return (inputs, targets)")
+    for tensor in torch.utils._pytree.tree_leaves(tuple(batch)):
+        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or len(tensor) != size.batch_size):
+            raise UserCodeError(
+                f"{reference} returned a tensor of shape {tuple(tensor.shape)}: the batch should come first, "
+                f"{size.batch_size} long"
+            )
+    return batch[0], batch[1]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """What the model returns: of a dictionary its entries are arguments by name, of a tuple or list by position."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def first_part(value: Any) -> Any:
+    """The first tensor in what a module takes or returns; None if there is none."""
+    return next((leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)), None)
+
+
+def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) -> Tensor:
+    """The logits in what a model of tokens returned.
+
+    Raises:
+        UserCodeError: they are not (batch, context, vocabulary).
+    """
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise UserCodeError(
+            f"{reference}: its model returned a {type(output).__name__}: it should return logits, or something with "
+            ".logits; or give --loss"
+        )
+    # Some pad the vocabulary.
+    if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocab_size:
+        raise UserCodeError(
+            f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and "
+            f"{(*targets.shape, vocab_size)} (batch, context, vocabulary) was expected; or give --loss"
+        )
+    return logits
+
+
+def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
+    """The loss, if it is one.
+
+    Raises:
+        UserCodeError: it is no scalar, or depends on no parameter.
+    """
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UserCodeError(f"{reference} returned {shape}: a loss is one number, the mean over the batch")
+    if with_gradients and not loss.requires_grad:
+        raise UserCodeError(f"{reference}: the loss depends on no parameter, so there is no backward pass")
+    return loss
+
+
+def references_of(workload: Workload) -> list[str]:
+    """What a workload has of the user's."""
+    user = workload.user
+    named = [user.model, user.loss, user.batch, workload.optimizer if is_user_code(workload.optimizer) else None]
+    return [reference for reference in named if reference is not None]
+
+
+@contextlib.contextmanager
+def telling_user_errors(workload: Workload) -> Iterator[None]:
+    """Within this, what a workload's own code raises is told in one sentence with its line.
+
+    What this program says itself, and that memory has run out, goes through.
+
+    Raises:
+        UserCodeError: in place of any other error.
+    """
+    references = references_of(workload)
+    if not references:
+        yield
+        return
+    with _telling(references, f"{references[0]} failed"):
+        yield
+
+
+def telling_errors_of(reference: str) -> AbstractContextManager[None]:
+    """As :func:`telling_user_errors`, for one function."""
+    return _telling([reference], f"{reference} failed")
+
+
+@contextlib.contextmanager
+def _telling(references: list[str], failed: str) -> Iterator[None]:
+    try:
+        yield
+    except (UsageError, CapabilityError, UserCodeError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        where = line_of(error, [source_file(reference) for reference in references]) or failed
+        raise UserCodeError(f"{where}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def line_of(error: BaseException, files: list[Path]) -> str:
+    """``mine.py, line 12``, where an error came from: the innermost line in these files or beside them, or nothing."""
+    folders = tuple(str(file.resolve().parent) + os.sep for file in files)
+    if isinstance(error, SyntaxError) and error.filename is not None and error.filename.startswith(folders):
+        return f"{Path(error.filename).name}, line {error.lineno}"
+    installed = f"{os.sep}site-packages{os.sep}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        own = os.path.abspath(frame.filename)
+        # A file in the folder of an environment has all packages below it.
+        if own.startswith(folders) and installed not in own[len(os.path.commonpath([own, *folders])) :]:
+            return f"{Path(frame.filename).name}, line {frame.lineno}"
+    cause = error.__cause__ or error.__context__
+    return "" if cause is None else line_of(cause, files)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return error.msg
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

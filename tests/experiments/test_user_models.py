@@ -1,0 +1,225 @@
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cs336sys.errors import CapabilityError, UserCodeError
+from cs336sys.experiments import user_models
+from cs336sys.experiments.bench import measure_training
+from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.step_counts import count_step, counted_columns
+from cs336sys.experiments.training import TrainStep, blocks_of
+from cs336sys.measure.cells import guarded
+from cs336sys.sizes import choose_size
+from cs336sys.workload import UserCode, Workload
+
+SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
+CPU = torch.device("cpu")
+FILE = Path(__file__).parents[1] / "user_models.py"
+IMAGES = {"batch": f"{FILE}:images", "loss": f"{FILE}:classes"}
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the package transformers"
+)
+LANGUAGE_MODELS = [
+    "ours",
+    "Encoder",
+    pytest.param("llama", marks=needs_transformers),
+    pytest.param("gpt2", marks=needs_transformers),
+]
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_functions():
+    yield
+    user_models.as_written()
+
+
+def workload(model, *, blocks=None, batch=None, loss=None, **settings):
+    user = UserCode(f"{FILE}:{model}", loss=loss, batch=batch, blocks=blocks)
+    return Workload(SIZE, **{"device": "cpu", "warmup": 1, "steps": 1, **settings}, user=user)
+
+
+def outcome_of(one):
+    return guarded(measure_training, one.configuration(), lambda stage: None)
+
+
+@pytest.mark.parametrize("model", LANGUAGE_MODELS)
+def test_a_language_model_of_the_users_is_trained(model):
+    step = TrainStep(workload(model), CPU)
+    losses = []
+    for _ in range(6):
+        step()
+        losses.append(step.loss.item())
+    assert losses[-1] < losses[0]
+    assert len(blocks_of(step.workload, step.model)) == SIZE.num_layers
+
+
+def test_a_model_without_tokens_is_measured():
+    one = replace(workload("Classifier", **IMAGES), optimizer=f"{FILE}:sgd")
+    outcome = outcome_of(one)
+    assert outcome.status == "ok", outcome.reason
+    step = outcome.samples["step"]
+    assert outcome.derived["tokens_per_s"] is None
+    assert outcome.derived["examples_per_s"] == pytest.approx(SIZE.batch_size / step.mean * 1e3)
+    # Stem: 8 x 8 positions, blocks: 8 x 8 and 4 x 4; the images' gradient is not computed.
+    stem, pixels = 2 * 64 * 8 * 3 * 9, 2 * 8 * 8 * 9
+    forward = stem + SIZE.num_layers * pixels * (64 + 16) + 2 * 8 * 10
+    assert outcome.derived["flops"] == SIZE.batch_size * (3 * forward - stem)
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+@pytest.mark.parametrize("attention", ["reference", "flash"])
+def test_what_is_counted_of_our_model_is_what_the_formulas_say(attention, mode):
+    of_formula = Workload(SIZE, mode=mode)
+    one = workload("ours", attention=attention, mode=mode)
+    counted = counted_columns(TrainStep(one, CPU), lambda stage: None)
+    assert (counted["parameters"], counted["flops"]) == (of_formula.parameters, of_formula.flops)
+
+
+@needs_transformers
+def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_loss():
+    losses = {}
+    for attention in ("reference", "flash"):
+        step = TrainStep(workload("llama", attention=attention), CPU)
+        step()
+        losses[attention] = step.loss.item()
+        notes = counted_columns(step, lambda stage: None)["notes"]
+    assert losses["flash"] == pytest.approx(losses["reference"], rel=1e-5)
+    assert any("2 calls of torch's scaled_dot_product_attention are computed by flash" in note for note in notes)
+    assert any("masking_utils.py" in note and "waits for the GPU" in note for note in notes)
+
+
+def test_attention_that_our_kernels_lack_goes_to_torchs_with_a_note():
+    step = TrainStep(workload("Encoder", attention="flash"), CPU)
+    assert "2 of its 2 calls of attention go to torch's, with dropout 0.1" in str(counted_columns(step, print)["notes"])
+    step = TrainStep(workload("Classifier", attention="flash", **IMAGES), CPU)
+    assert "never calls" in str(counted_columns(step, print)["notes"])
+
+
+@pytest.mark.parametrize("settings", [{"scale": 0.3}, {"is_causal": True}, {"enable_gqa": True}])
+def test_our_attention_is_torchs(settings):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 8, 16, generator=generator)
+    key, value = torch.randn(2, 2, 2 if settings.get("enable_gqa") else 4, 8, 16, generator=generator)
+    expected = user_models.torch_attention(query, key, value, **settings)
+    assert user_models.attention.why_not_ours(query, key, value, None, 0.0, "enable_gqa" in settings) is None
+    torch.testing.assert_close(user_models.attention.our_attention(query, key, value, **settings), expected)
+
+
+def test_a_models_own_cell_leaves_torchs_attention_alone():
+    TrainStep(workload("Encoder", attention="flash"), CPU)
+    assert F.scaled_dot_product_attention is not user_models.torch_attention
+    TrainStep(Workload(SIZE, attention="sdpa", device="cpu"), CPU)
+    assert F.scaled_dot_product_attention is user_models.torch_attention
+
+
+def test_blocks_are_the_most_modules_of_one_class_in_lists():
+    classifier = user_models.build(f"{FILE}:Classifier", SIZE)
+    names = [f"stages.{stage}.{layer}" for stage in range(2) for layer in range(SIZE.num_layers)]
+    assert list(user_models.find_blocks(classifier, None)) == names
+    assert list(user_models.find_blocks(classifier, "stages.1.*,stem")) == ["stem", *names[SIZE.num_layers :]]
+    with pytest.raises(UserCodeError, match=r"no module has such a name; its lists are 'stages\.\*', 'stages\.0\.\*'"):
+        user_models.find_blocks(classifier, "layers.*")
+
+
+def test_without_blocks_compiling_them_is_refused():
+    with pytest.raises(CapabilityError, match="has no list of blocks; choose model, or name them by --blocks"):
+        TrainStep(workload("without_blocks", compile="block"), CPU)
+
+
+def test_an_optimizer_of_the_users_keeps_its_groups():
+    one = replace(workload("Encoder"), optimizer=f"{FILE}:with_groups")
+    optimizer = build_optimizer(one, TrainStep(one, CPU).model, lr=1.0, eps=1.0)
+    assert [(group["weight_decay"], group["lr"], group["eps"]) for group in optimizer.param_groups] == [
+        (0.1, 1.0, 1.0),
+        (0.0, 1.0, 1.0),
+    ]
+    with pytest.raises(CapabilityError, match="gives matrices and vectors settings of their own"):
+        user_models.optimizer_class(one.optimizer)
+    assert user_models.optimizer_class(f"{FILE}:sgd")[1]["momentum"] == 0.9
+
+
+LINES = FILE.read_text().splitlines()
+
+
+def line_with(text):
+    return next(number for number, line in enumerate(LINES, 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "sentence"),
+    [
+        ("missing", {}, f"{FILE} has no missing; it has "),
+        ("NOT_CALLABLE", {}, "NOT_CALLABLE is a int, and should be a function"),
+        ("other_arguments", {}, f"{FILE}:other_arguments failed: TypeError: other_arguments() missing 1 required"),
+        ("no_module", {}, "returned a list: it should return a torch.nn.Module"),
+        ("no_parameters", {}, "returned a Identity without parameters to train"),
+        ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
+        ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
+        ("InPlace", {}, "RuntimeError: one of the variables needed for gradient computation has been modified"),
+        ("Encoder", {"loss": f"{FILE}:of_each"}, "of_each returned a tensor of shape (32,): a loss is one number"),
+        ("Encoder", {"loss": f"{FILE}:without_gradients"}, "the loss depends on no parameter"),
+        ("Classifier", {**IMAGES, "batch": f"{FILE}:half_a_batch"}, "(1, 3, 16, 16): the batch should come first, 2"),
+        ("Classifier", {}, "user_models.py, line "),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_sentence(model, settings, sentence, capfd):
+    outcome = outcome_of(workload(model, **settings))
+    assert outcome.status == "error"
+    assert sentence in outcome.reason
+    assert "\n" not in outcome.reason
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import torch\nx = 1 / 0\n", "broken.py, line 2: ZeroDivisionError: division by zero"),
+        ("def build(size:\n    pass\n", "broken.py, line 1: SyntaxError: '(' was never closed"),
+        ("import no_such_package\n", "broken.py, line 1: ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_a_file_that_raises_on_import_is_one_sentence(text, sentence, tmp_path):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(UserCodeError) as raised:
+        user_models.load(f"{tmp_path}/broken.py:build")
+    assert str(raised.value) == sentence
+
+
+def test_a_traceback_is_shown_to_who_asks_for_it(monkeypatch, capfd):
+    monkeypatch.setenv("CS336SYS_DEBUG", "1")
+    outcome_of(workload("raises"))
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_line_that_reads_a_number_is_named():
+    reads = count_step(workload("Synchronizing")).reads
+    assert list(reads) == [f"tests/user_models.py:{line_with('.item() < 0')} forward"]
+
+
+def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):
+    package = tmp_path / "cs336_basics"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "mine.py").write_text("from torch.nn import Linear as Model\n")
+    (tmp_path / "adapter.py").write_text(
+        "from cs336_basics.mine import Model\n\n"
+        "def build(size):\n    import cs336_basics.mine\n    return Model(2, 2)\n"
+        "\ndef mixed(size):\n    import cs336_basics.model\n"
+    )
+    try:
+        assert isinstance(user_models.build(f"{tmp_path}/adapter.py:build", SIZE), torch.nn.Linear)
+        with pytest.raises(UserCodeError, match=r"line 8: ModuleNotFoundError: No module named 'cs336_basics.model'"):
+            user_models.build(f"{tmp_path}/adapter.py:mixed", SIZE)
+    finally:
+        import sys
+
+        sys.path.remove(str(tmp_path))
+    import cs336_basics.model
+
+    assert "BasicsTransformerLM" in vars(cs336_basics.model)
+    assert user_models.load(f"{FILE}:BasicsTransformerLM") is cs336_basics.model.BasicsTransformerLM

@@ -1,0 +1,175 @@
+"""Models, losses, batches and optimizers as users write them; named on command lines by this file's path."""
+
+import torch
+import torch.nn.functional as F
+from cs336_basics.model import BasicsTransformerLM
+from torch import nn
+
+
+def ours(size):
+    return BasicsTransformerLM(
+        vocab_size=size.vocab_size,
+        context_length=size.context,
+        d_model=size.d_model,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        d_ff=size.d_ff,
+        rope_theta=10_000.0,
+    )
+
+
+def llama(size):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size.vocab_size,
+            hidden_size=size.d_model,
+            intermediate_size=size.d_ff,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_heads // 2,
+            max_position_embeddings=size.context,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2(size):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=size.vocab_size,
+            n_embd=size.d_model,
+            n_inner=size.d_ff,
+            n_layer=size.num_layers,
+            n_head=size.num_heads,
+            n_positions=size.context,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+class Encoder(nn.Module):
+    """torch's own blocks, with dropout, in an attribute that is no list."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        layer = nn.TransformerEncoderLayer(size.d_model, size.num_heads, size.d_ff, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, size.num_layers)
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        return self.head(self.encoder(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+def without_blocks(size):
+    return nn.Sequential(nn.Embedding(size.vocab_size, size.d_model), nn.Linear(size.d_model, size.vocab_size))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.norm(self.convolution(x)))
+
+
+class Classifier(nn.Module):
+    """A residual network of two stages, whose blocks are in two lists."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(8) for _ in range(size.num_layers))) for _ in range(2)
+        )
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images):
+        x = self.stem(images)
+        for stage in self.stages:
+            x = self.pool(stage(x))
+        return self.head(x.mean((2, 3)))
+
+
+def images(size, generator, device):
+    pixels = torch.randn(size.batch_size, 3, 16, 16, generator=generator, device=device)
+    return pixels, torch.randint(10, (size.batch_size,), generator=generator, device=device)
+
+
+def classes(output, targets):
+    return F.cross_entropy(output, targets)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def with_groups(parameters):
+    parameters = list(parameters)
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+
+# What can be wrong with them.
+
+NOT_CALLABLE = 3
+
+
+def other_arguments(vocab_size, context):
+    raise AssertionError("never called")
+
+
+def no_module(size):
+    return [size]
+
+
+def no_parameters(size):
+    return nn.Identity()
+
+
+def raises(size):
+    raise KeyError("no such size")
+
+
+class OfTheLastToken(Encoder):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, -1:]
+
+
+class InPlace(Encoder):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        weights = torch.sigmoid(x)
+        weights.add_(1)
+        return self.head(x * weights)
+
+
+class Synchronizing(Encoder):
+    def forward(self, tokens):
+        if tokens.sum().item() < 0:
+            raise ValueError("negative")
+        return super().forward(tokens)
+
+
+def of_each(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def without_gradients(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten()).detach()
+
+
+def half_a_batch(size, generator, device):
+    inputs, targets = images(size, generator, device)
+    return inputs[:1], targets
