@@ -25,6 +25,10 @@ def pytest_addoption(parser):
     group.addoption("--random-models", type=int, default=210, help="How many random models to train on ranks.")
     group.addoption("--random-seed", type=int, default=0, help="The seed of the first.")
     group.addoption("--every-wrapper", action="store_true", help="Train each by every wrapper, not by two.")
+    group = parser.getgroup("random attention")
+    group.addoption(
+        "--attention-stress-seconds", type=float, default=20.0, help="How long to compute random attention on a GPU."
+    )
     group = parser.getgroup("simulated comparisons")
     group.addoption(
         "--simulated-comparisons", type=int, default=300, help="How many verdicts of each kind to simulate."

@@ -61,17 +61,31 @@ def linear_flops(tokens: int, d_in: int, d_out: int, *, backward: bool) -> int:
 
 
 def attention_flops(
-    batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool, backward: bool
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    backward: bool,
+    window: int | None = None,
 ) -> int:
     """FLOPs of attention as the FlashAttention papers count them (FlashAttention-2, section 4.1).
 
-    The forward pass is ``Q K^T`` and ``P V``: ``4 * batch * heads * queries * keys * head_dim``, half if causal.
+    The forward pass is ``Q K^T`` and ``P V``: ``4 * batch * heads * queries * keys * head_dim``, half if causal. With a
+    window, that without the half square of ``queries - window`` by ``keys - window`` that it hides.
 
     Args:
+        heads: of queries; how many of keys and values there are changes nothing.
+        window: of causal attention, how many keys a query sees at most, its own among them.
         backward: add the backward pass, 2.5 times the forward: 3.5 times in all. The backward pass alone is the
             difference of both counts.
     """
     forward = _attention_forward_flops(batch, heads, queries, keys, head_dim, causal=causal)
+    if window is not None:
+        hidden = max(0, queries - window), max(0, keys - window)
+        forward -= _attention_forward_flops(batch, heads, *hidden, head_dim, causal=True)
     return forward * 7 // 2 if backward else forward
 
 

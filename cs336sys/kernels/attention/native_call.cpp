@@ -264,7 +264,8 @@ std::optional<Tensors> run_backward(const Tensors& tensors, int64_t options) {
   return plan->run(tensors);
 }
 
-// What decides, beside the tensors, how attention is computed; a plan's signature holds its number among all there are.
+// What decides, beside the tensors, how attention is computed; a plan's signature holds its number among all there are,
+// and for each key of a window their count on top.
 struct Options {
   bool is_causal;
   std::string float32_precision;
@@ -273,11 +274,15 @@ struct Options {
 };
 std::vector<Options> all_options;
 
-int64_t number_of(bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels) {
+using Window = std::optional<int64_t>;
+
+int64_t number_of(
+    bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels, Window window) {
+  if (window && *window < 1) return -1;
   for (size_t number = 0; number < all_options.size(); ++number) {
     const auto& one = all_options[number];
     const bool same = one.is_causal == is_causal && one.deterministic == deterministic && one.kernels == kernels;
-    if (same && one.float32_precision == float32_precision) return number;
+    if (same && one.float32_precision == float32_precision) return number + window.value_or(0) * all_options.size();
   }
   return -1;
 }
@@ -289,7 +294,7 @@ PyObject* python_node_backward = nullptr;
 
 Tensors call_python(
     PyObject* function, const Tensors& tensors, bool is_causal, std::string_view float32_precision, bool deterministic,
-    std::string_view kernels) {
+    std::string_view kernels, Window window) {
   const py::gil_scoped_acquire gil;
   py::list arguments;
   for (const auto& tensor : tensors) arguments.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
@@ -297,6 +302,7 @@ Tensors call_python(
   arguments.append(float32_precision);
   arguments.append(deterministic);
   arguments.append(kernels);
+  arguments.append(window);
   const auto results = py::reinterpret_steal<py::object>(PyObject_CallObject(function, py::tuple(arguments).ptr()));
   if (!results) {
     python_error error;
@@ -325,10 +331,12 @@ struct FlashAttentionTriton : torch::autograd::Function<FlashAttentionTriton> {
     const int64_t number = context->saved_data["options"].toInt();
     auto gradients = run_backward(tensors, number);
     if (!gradients) {
-      const auto& options = all_options.at(number);
+      const int64_t count = all_options.size();
+      const auto& options = all_options.at(number % count);
+      const Window window = number < count ? Window() : Window(number / count);
       gradients = call_python(
           python_node_backward, tensors, options.is_causal, options.float32_precision, options.deterministic,
-          options.kernels);
+          options.kernels, window);
     }
     gradients->resize(5);  // none for the options and the plan
     return std::move(*gradients);
@@ -360,11 +368,11 @@ std::optional<Tensors> run_forward(const Tensors& inputs, int64_t options) {
 // The operators as torch.compile's code calls them.
 std::tuple<Tensor, Tensor> forward_operator(
     const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, std::string_view float32_precision,
-    bool deterministic, std::string_view kernels) {
+    bool deterministic, std::string_view kernels, Window window) {
   const Tensors inputs{query, key, value};
-  auto results = run_forward(inputs, number_of(is_causal, float32_precision, deterministic, kernels));
+  auto results = run_forward(inputs, number_of(is_causal, float32_precision, deterministic, kernels, window));
   if (!results) {
-    results = call_python(python_forward, inputs, is_causal, float32_precision, deterministic, kernels);
+    results = call_python(python_forward, inputs, is_causal, float32_precision, deterministic, kernels, window);
   }
   return {results->at(0), results->at(1)};
 }
@@ -372,11 +380,11 @@ std::tuple<Tensor, Tensor> forward_operator(
 std::tuple<Tensor, Tensor, Tensor> backward_operator(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
     const Tensor& grad_out, bool is_causal, std::string_view float32_precision, bool deterministic,
-    std::string_view kernels) {
+    std::string_view kernels, Window window) {
   const Tensors tensors{query, key, value, out, logsumexp, grad_out};
-  auto results = run_backward(tensors, number_of(is_causal, float32_precision, deterministic, kernels));
+  auto results = run_backward(tensors, number_of(is_causal, float32_precision, deterministic, kernels, window));
   if (!results) {
-    results = call_python(python_backward, tensors, is_causal, float32_precision, deterministic, kernels);
+    results = call_python(python_backward, tensors, is_causal, float32_precision, deterministic, kernels, window);
   }
   return {results->at(0), results->at(1), results->at(2)};
 }

@@ -1,11 +1,10 @@
-"""The C++ of native_call.cpp: compiled once for a machine and a torch, and given what the plans say.
+"""The C++ of native_call.cpp: compiled once for a machine and a torch, while calls go on, and given what the plans say.
 
 An ``autograd.Function`` in Python costs about what torch's own attention costs the CPU altogether. With a plan known to
 the C++ a call runs no Python between its arguments and its launches, forward or backward.
 """
 
 import ctypes
-import functools
 import hashlib
 import importlib.util
 import os
@@ -16,7 +15,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +24,13 @@ from typing import Any
 import torch
 import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-from triton.runtime.cache import CacheManager, get_cache_manager
 
 from cs336sys.kernels.attention.plan import Launch, Plan, Scratch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+BUILDER = Path(__file__).with_name("native_build.py")
+# Read once: torch.compile's inductor sends Triton's cache elsewhere while a process runs.
+CACHE = Path(triton.knobs.cache.dir)
 _LIBRARY_NAME = f"{SOURCE.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 # The versions of Triton whose launcher was read (backends/nvidia/driver.py and driver.c); another may launch otherwise.
@@ -65,78 +65,137 @@ def why_off() -> str | None:
     return None
 
 
-@functools.cache
-def load(
-    forward: Callable, backward: Callable, node_backward: Callable, options: tuple[tuple, ...]
-) -> ModuleType | None:
-    """The compiled module, ready to launch on CUDA; None where it cannot be had, after a warning if that can be fixed.
+class Library:
+    """The compiled module, as soon as it is there; until then, and where it cannot be had, calls go through Python."""
 
-    Its operators take the place of those in Python for CUDA tensors. Compiling takes some 20 seconds on a slow CPU,
-    once: Triton's cache keeps the result.
+    def __init__(self) -> None:
+        self._module: ModuleType | None = None
+        self._build: subprocess.Popen | None = None
+        self._builder = 0  # the process that started it: one that was forked has no such child
+        self._is_off = False
 
-    Args:
-        forward: what the operator calls where no plan is known, with query, key, value and options; returns output and
-            logsumexp.
-        backward: likewise, with query, key, value, output, logsumexp, the output's gradient and options; returns the
-            gradients of query, key and value.
-        node_backward: what autograd's node calls instead, outside of the operators.
-        options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of them,
-            named by its index.
-    """
-    reason = why_off()
-    if reason is not None:
-        if KNOWN_TRITON:
-            _warn(reason)
-        return None
-    try:
-        module = import_from(built_library())
-        driver = ctypes.CDLL("libcuda.so.1")
-    except subprocess.CalledProcessError as error:
-        _warn(f"the C++ compiler failed: {(error.stderr.strip().splitlines() or ['it said nothing'])[0]}")
-    except (OSError, ImportError) as error:
-        _warn(str(error))
-    else:
+    def start(self) -> None:
+        """Has the C++ compiled in a process beside this one, unless it is or cannot be; says so once a machine.
+
+        Compiling takes 12 to 22 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
+        The other process goes on when this one ends, so that the next finds the library; of several that compile at
+        once, ranks for instance, all but one wait for that one.
+        """
+        if self._is_off or self._module is not None or self._builder == os.getpid():
+            return
+        self._is_off = why_off() is not None
+        if self._is_off:
+            if not KNOWN_TRITON:
+                return
+            _warn(str(why_off()))
+            return
+        path = library_path()
+        if path.exists():
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_first = _make_lock(Path(f"{path}.lock"))
+            command = [sys.executable, str(BUILDER), str(path), *_build_command()]
+            nothing = subprocess.DEVNULL
+            self._build = subprocess.Popen(
+                command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+            )
+        except OSError as error:
+            self._is_off = True
+            _warn(str(error))
+            return
+        self._builder = os.getpid()
+        if is_first:
+            print(
+                f"cs336sys: first attention on this machine: its kernels are compiled now, and beside them, once, the "
+                f"C++ that shortens later calls ({compiler()}, up to half a minute)",
+                file=sys.stderr,
+            )
+
+    def load(
+        self, forward: Callable, backward: Callable, node_backward: Callable, options: tuple[tuple, ...]
+    ) -> ModuleType | None:
+        """The module, ready to launch on CUDA; None while it is compiled, or after a warning where it cannot be had.
+
+        Its operators take the place of those in Python for CUDA tensors.
+
+        Args:
+            forward: what the operator calls where no plan is known, with query, key, value and options; returns output
+                and logsumexp.
+            backward: likewise, with query, key, value, output, logsumexp, the output's gradient and options; returns
+                the gradients of query, key and value.
+            node_backward: what autograd's node calls instead, outside of the operators.
+            options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of
+                them, named by its index, to which a window adds their number times its keys. A window is the last
+                argument of all three functions.
+        """
+        if self._module is not None or self._is_off:
+            return self._module
+        self.start()
+        path = library_path()
+        if self._is_off or (self._builder == os.getpid() and self._is_building()):
+            return None
+        try:
+            if not path.exists():
+                raise ImportError(f"the C++ compiler failed: {_first_line(Path(f'{path}.log'))}")
+            module = import_from(str(path))
+            driver = ctypes.CDLL("libcuda.so.1")
+        except (OSError, ImportError) as error:
+            self._is_off = True
+            _warn(str(error))
+            return None
         functions = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled
         module.use_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
         module.use_python(forward, backward, node_backward)
         module.use_options(options)
         module.register_operators("cs336sys", "cuda")
+        self._module = module
         return module
-    return None
+
+    def wait(self) -> None:
+        """Until the library is compiled, or could not be."""
+        self.start()
+        if self._build is not None:
+            self._build.wait()
+
+    def _is_building(self) -> bool:
+        return self._build is not None and self._build.poll() is None
+
+
+library = Library()
+
+
+def _make_lock(lock: Path) -> bool:
+    """Whether nobody else on this machine has made it before."""
+    try:
+        lock.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _first_line(log: Path) -> str:
+    lines = log.read_text().strip().splitlines() if log.exists() else []
+    return lines[0] if lines else "it said nothing"
 
 
 def _warn(reason: str) -> None:
     warnings.warn(f"calls of the attention kernels take the longer way through Python: {reason}", stacklevel=3)
 
 
-def built_library() -> str:
-    """The path of the shared library, compiled if Triton's cache does not have it."""
-    path = cached_library()
-    if path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder, _LIBRARY_NAME)
-            subprocess.run(_build_command(library), check=True, capture_output=True, text=True)
-            path = _library_cache().put(library.read_bytes(), _LIBRARY_NAME, binary=True)
-    return path
-
-
-def cached_library() -> str | None:
-    """The path of the shared library, if it is compiled."""
-    return _library_cache().get_file(_LIBRARY_NAME)
-
-
-def _library_cache() -> CacheManager:
+def library_path() -> Path:
+    """Where the shared library is, or will be, in Triton's cache."""
     described = SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())
-    return get_cache_manager(hashlib.sha256("\n".join(described).encode()).hexdigest())
+    return Path(CACHE, hashlib.sha256("\n".join(described).encode()).hexdigest(), _LIBRARY_NAME)
 
 
-def _build_command(library: Path) -> list[str]:
+def _build_command() -> list[str]:
     folder = Path(torch.__file__).parent
     headers = folder / "include", folder / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))
     flags = ["-shared", "-fPIC", "-O2", "-std=c++20", f"-DTORCH_EXTENSION_NAME={SOURCE.stem}"]
     libraries = [f"-L{folder / 'lib'}", *(f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python"))]
     includes = [f"-isystem{header}" for header in headers]
-    return [str(compiler()), *flags, *includes, str(SOURCE), "-o", str(library), *libraries]
+    return [str(compiler()), *flags, *includes, str(SOURCE), *libraries]
 
 
 def import_from(path: str) -> ModuleType:

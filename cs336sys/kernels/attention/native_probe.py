@@ -16,11 +16,11 @@ def found_and_fix() -> tuple[str, str | None]:
         if not native_call.KNOWN_TRITON:
             fix = f'`python -m pip install "triton=={native_call.KNOWN_LAUNCHERS[-1]}.*"`, if this torch allows it.'
         return f"through Python: {reason}", fix
-    path = native_call.cached_library()
-    if path is None:
-        return f"in C++, which {native_call.compiler()} compiles at the first call", None
+    path = native_call.library_path()
+    if not path.exists():
+        return f"in C++, which {native_call.compiler()} compiles at the first call, beside it", None
     try:
-        native_call.import_from(path)
+        native_call.import_from(str(path))
     except ImportError as error:
         return f"through Python: {error}", f"Have it compiled again: `rm {path}`."
     return f"in C++, compiled by {native_call.compiler()}", None

@@ -10,15 +10,16 @@ import torch
 import triton
 from torch.utils.flop_counter import register_flop_formula
 
+from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import native_call
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
+from cs336sys.kernels.attention.problem import Operand, Problem, group_size, make_problem
 from cs336sys.kernels.attention.triton.forward import forward_kernel
 from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
-from cs336sys.kernels.attention.validation import check_attention_inputs
+from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import needs_operators
 
@@ -34,30 +35,52 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
-# What decides, besides the tensors, how attention is computed; the C++ knows each combination by its number.
-Options = tuple[bool, str, bool, str]
+# What decides, besides the tensors, how attention is computed: is_causal, float32_precision, deterministic, kernels and
+# window. The C++ knows each combination of the first four by its number, and adds their count for each key of a window.
+Options = tuple[bool, str, bool, str, int | None]
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 # Query, key, value, output, logsumexp, the output's gradient, and the options.
 BackwardArguments = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, str, bool, str
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, str, bool, str, int | None
 ]
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
 # The compiled module of native_call, loaded for the first plan that it can be given.
 _native: ModuleType | None = None
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, float32_precision: str, kernels: str) -> None:
+def _number_of(options: Options) -> int:
+    number, window = _option_numbers.get(options[:4], UNKNOWN_OPTIONS), options[4]
+    # What no plan can be for must not look like other options.
+    if window is None or number < 0:
+        return number
+    return number + window * len(OPTIONS) if window > 0 else UNKNOWN_OPTIONS
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options) -> None:
+    is_causal, float32_precision, _, kernels, window = options
     check_attention_inputs(query, key, value)
+    check_window(window, is_causal)
     if kernels not in KERNELS:
         raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
     if float32_precision not in FLOAT32_PRECISIONS:
         raise UsageError(
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
-    reason = availability.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
+    reason = _why_no_hopper(query, key, window) if kernels == "hopper" else _why_unavailable(query)
     if reason is not None:
         raise CapabilityError(reason)
+
+
+def _why_no_hopper(query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+    if window is not None and window < query.shape[-2]:
+        return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
+    if group_size(query, key) != 1:
+        return (
+            f"implementation 'hopper' takes as many heads of keys as of queries, got {key.shape[-3]} and "
+            f"{query.shape[-3]}: choose 'triton' or 'auto'"
+        )
+    return availability.why_unavailable(query)
 
 
 def _why_unavailable(query: torch.Tensor) -> str | None:
@@ -90,17 +113,31 @@ def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
     return tensor
 
 
+def _statistic(tensor: torch.Tensor) -> torch.Tensor:
+    """One number for each query as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
+    if problem.window is not None or problem.group_size != 1:
+        return False
     return availability.why_unavailable(query) is None and is_faster(problem)
 
 
-def _forward_plan(tensors: Sequence[torch.Tensor], is_causal: bool, float32_precision: str, kernels: str) -> Plan:
+def _forward_plan(
+    tensors: Sequence[torch.Tensor],
+    is_causal: bool,
+    float32_precision: str,
+    kernels: str,
+    window: int | None = None,
+) -> Plan:
     """``tensors``: query, key, value and output."""
     query, key = tensors[:2]
     operands = [Operand(tensor) for tensor in tensors]
-    problem = make_problem(query, key, operands, is_causal, float32_precision)
+    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
     if _takes_hopper(kernels, query, problem, hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
 
@@ -115,19 +152,23 @@ def _backward_plan(
     float32_precision: str,
     deterministic: bool,
     kernels: str,
+    window: int | None = None,
 ) -> BackwardPlan:
-    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value."""
-    query, key = tensors[:2]
-    *operands, out, grad_out = (Operand(tensor) for tensor in tensors)
-    operands.append(grad_out)
+    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
+
+    In the place of the output may stand D = rowsum(dO * O), which has one dimension less.
+    """
+    query, key, value, output, gradient = tensors
+    operands = [Operand(tensor) for tensor in (query, key, value, gradient)]
+    out = Operand(output) if output.dim() == query.dim() else None
     results = [Operand(grad) for grad in grads]
-    problem = make_problem(query, key, operands, is_causal, float32_precision)
+    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
     plan_class = BackwardPlan
     # The Hopper kernels add up dQ in no fixed order, exist for some head dimensions only, and write by TMA.
     may_take_hopper = (
         not deterministic
         and problem.head_dim in availability.BACKWARD_HEAD_DIMS
-        and all(operand.fits_tma for operand in (out, *results))
+        and all(operand.fits_tma for operand in (*results, *(() if out is None else (out,))))
     )
     if may_take_hopper and _takes_hopper(kernels, query, problem, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
@@ -159,14 +200,21 @@ def forget_plans() -> None:
         _native.forget_plans()
 
 
-def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: tuple) -> None:
-    """Gives the C++ a direct plan that has run, for tensors such as these; ``add``: its function that takes it."""
+def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: Options) -> None:
+    """Gives the C++, once it is compiled, a direct plan that has run, for tensors such as these.
+
+    ``add``: its function that takes it.
+    """
     global _native
     if _native is None:
-        _native = native_call.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
-    native_plan = native_call.translate(_native, plan) if _native is not None else None
+        _native = native_call.library.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
+    number = _number_of(options)
+    if _native is None or number in plan.told_native:
+        return
+    plan.told_native.add(number)
+    native_plan = native_call.translate(_native, plan)
     if native_plan is not None:
-        getattr(_native, add)(tensors, _option_numbers[options], native_plan)
+        getattr(_native, add)(tensors, number, native_plan)
 
 
 def _backward_of_node(*arguments: *BackwardArguments) -> Sequence[torch.Tensor]:
@@ -186,22 +234,23 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
     if _native is not None:
-        results = _native.forward([query, key, value], _option_numbers.get(options, UNKNOWN_OPTIONS))
+        results = _native.forward([query, key, value], _number_of(options))
         if results is not None:
             return results
-    is_causal, float32_precision, _, kernels = options
+    is_causal, float32_precision, _, kernels, window = options
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
         value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16,
-        is_causal, float32_precision, kernels,
+        is_causal, float32_precision, kernels, window,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         out, logsumexp = _empty_results(plan)
         plan(query, key, value, out, logsumexp)
+        _tell_native("add_forward", plan, [query, key, value], options)
         return out, logsumexp
-    _check(query, key, value, float32_precision, kernels)
+    _check(query, key, value, *options)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
         out, logsumexp = _forward(query.float(), key.float(), value.float(), *options)
@@ -214,7 +263,9 @@ def _forward(
     if out.dim() > 4:
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
     if plan is None:
-        plan = _forward_plan(tensors, is_causal, float32_precision, kernels)
+        if query.is_cuda:
+            native_call.library.start()
+        plan = _forward_plan(tensors, is_causal, float32_precision, kernels, window)
         _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
@@ -232,25 +283,30 @@ def _backward(
     grad_out: torch.Tensor,
     *options: *Options,
 ) -> Sequence[torch.Tensor]:
-    """Gradients of query, key and value, in their dtype and, where possible, their strides."""
+    """Gradients of query, key and value, in their dtype and, where possible, their strides.
+
+    ``out`` may be D = rowsum(dO * O) instead, contiguous in float32, which has one dimension less.
+    """
     given = [query, key, value, out, logsumexp, grad_out]
     if _native is not None:
-        grads = _native.backward(given, _option_numbers[options])
+        grads = _native.backward(given, _number_of(options))
         if grads is not None:
             return grads
-    is_causal, float32_precision, deterministic, kernels = options
+    is_causal, float32_precision, deterministic, kernels, window = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
     # others: whatever keeps tensors for backward may give copies back.
     signature = (
-        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels,
+        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels, window,
         query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
         out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16, deterministic,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
         grads = _empty_results(plan)
-        plan(query, key, value, out, logsumexp.contiguous(), grad_out, *grads)
+        plan(query, key, value, out, _statistic(logsumexp), grad_out, *grads)
+        if logsumexp.is_contiguous():
+            _tell_native("add_backward", plan, given, options)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
         query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in given)
@@ -260,13 +316,15 @@ def _backward(
     if query.numel() == 0:
         return [grad.zero_() for grad in grads]
     tensors = [_kernel_view(tensor, kernels) for tensor in (query, key, value, out, grad_out)]
+    if out.dim() < query.dim():
+        tensors[3] = _statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
-        plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels)
+        plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels, window)
         all_given = query, key, value, out, grad_out, *grads
         _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
-        plan(*tensors[:4], logsumexp.contiguous(), tensors[4], *kernel_grads)
+        plan(*tensors[:4], _statistic(logsumexp), tensors[4], *kernel_grads)
         if plan.is_direct and logsumexp.is_contiguous():
             _tell_native("add_backward", plan, given, options)
     return grads
@@ -274,7 +332,7 @@ def _backward(
 
 # torch.library.custom_op would do the same and take 7.5 us a call in place of 2.1.
 _operators = torch.library.Library("cs336sys", "DEF")
-_OPTIONS = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+_OPTIONS = "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None"
 
 
 def _define(name: str, arguments: str, results: str, function: Callable, fake: Callable) -> Callable:
@@ -293,17 +351,32 @@ def _compute_forward(
     float32_precision: str,
     deterministic: bool,
     kernels: str,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, logsumexp = _forward(query, key, value, is_causal, float32_precision, deterministic, kernels)
+    out, logsumexp = _forward(query, key, value, is_causal, float32_precision, deterministic, kernels, window)
     return out, logsumexp
 
 
-def _compute_backward(*arguments: *BackwardArguments) -> tuple[torch.Tensor, ...]:
-    return tuple(_backward(*arguments))
+def _compute_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    is_causal: bool,
+    float32_precision: str,
+    deterministic: bool,
+    kernels: str,
+    window: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    options = is_causal, float32_precision, deterministic, kernels, window
+    return tuple(_backward(query, key, value, out, logsumexp, grad_out, *options))
 
 
-def _fake_forward(query, key, value, *options):
+def _fake_forward(query, key, value, is_causal, float32_precision, deterministic, kernels, window=None):
     check_attention_inputs(query, key, value)
+    check_window(window, is_causal)
     return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
 
@@ -333,7 +406,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torc
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
-    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None
+    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -343,10 +416,20 @@ torch.library.register_autograd(
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_forward)
 def forward_flops(
-    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, is_causal: bool, *args, **kwargs
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    is_causal: bool,
+    float32_precision: str = FLOAT32_PRECISIONS[0],
+    deterministic: bool = False,
+    kernels: str = "triton",
+    window: int | None = None,
+    **kwargs,
 ) -> int:
-    """FLOPs of attention forward, 4 B H S_q S_k D; half of them if causal."""
-    return 4 * math.prod(query_shape) * key_shape[-2] // (2 if is_causal else 1)
+    """FLOPs of attention forward, as :func:`cs336sys.accounting.flops.attention_flops` counts them."""
+    num_sequences, (num_queries, head_dim) = math.prod(query_shape[:-2]), query_shape[-2:]
+    shape = num_sequences, 1, num_queries, key_shape[-2], head_dim
+    return attention_flops(*shape, causal=is_causal, window=window, backward=False)
 
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_backward)
@@ -357,12 +440,11 @@ def backward_flops(
     result_shape: torch.Size,
     logsumexp_shape: torch.Size,
     grad_out_shape: torch.Size,
-    is_causal: bool,
-    *args,
+    *options,
     **kwargs,
 ) -> int:
     """FLOPs of attention backward, 2.5 times the forward: five matrix products against two."""
-    return forward_flops(query_shape, key_shape, value_shape, is_causal) * 5 // 2
+    return forward_flops(query_shape, key_shape, value_shape, *options) * 5 // 2
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -372,9 +454,9 @@ class FlashAttentionTriton(torch.autograd.Function):
     does not change it; :func:`cs336sys.kernels.attention.flash_attention` casts first.
 
     Args:
-        query: (..., S_q, D), D <= 256, float32, float16 or bfloat16, of any strides.
-        key: (..., S_k, D).
-        value: (..., S_k, D).
+        query: (..., H, S_q, D), or without heads (..., S_q, D), D <= 256, float32, float16 or bfloat16, of any strides.
+        key: (..., H_kv, S_k, D), H_kv a divisor of H: heads of queries side by side share one of keys.
+        value: (..., H_kv, S_k, D).
         is_causal: query i sees the keys j <= i, counted from the first of each as in
             ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
         float32_precision: of matrix products of float32 inputs: "tf32x3" (three TF32 products, about float32), "ieee"
@@ -382,14 +464,18 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
         kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
-            D 16, 32, 64, 128 or 256; a deterministic backward, and that of D 256, is plain Triton's) or "auto" (for
-            either pass what was measured to be faster).
+            D 16, 32, 64, 128 or 256, with H_kv = H and without window; a deterministic backward, and that of D 256, is
+            plain Triton's) or "auto" (for either pass what was measured to be faster).
+        window: if causal, query i sees only the last so many keys, i - window < j <= i.
+        return_logsumexp: return the logsumexp as well.
 
     Returns:
-        (..., S_q, D), in the inputs' dtype. A query whose scores are all -inf gives zeros.
+        (..., S_q, D), in the inputs' dtype. A query that sees no key, or whose scores are all -inf, gives zeros. With
+        ``return_logsumexp`` also the natural logsumexp of the scores (..., S_q), float32, not differentiable.
 
     Raises:
-        ValueError: shapes or devices do not fit together, D > 256, or a precision that does not exist.
+        ValueError: shapes or devices do not fit together, D > 256, a precision that does not exist, or a window
+            without causal mask.
         TypeError: dtypes differ or are not supported.
         CapabilityError: the device cannot run the kernels.
         RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
@@ -405,20 +491,25 @@ class FlashAttentionTriton(torch.autograd.Function):
         float32_precision: str = "tf32x3",
         deterministic: bool = False,
         kernels: str = "triton",
-    ) -> torch.Tensor:
-        ctx.options = is_causal, float32_precision, deterministic, kernels
+        window: int | None = None,
+        return_logsumexp: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.options = is_causal, float32_precision, deterministic, kernels, window
         forward = _forward_operator if needs_operators(query) else _forward
         out, logsumexp = forward(query, key, value, *ctx.options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        return out
+        if not return_logsumexp:
+            return out
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _backward_operator if needs_operators(grad_out) else _backward
         query, key, value, out, logsumexp = ctx.saved_tensors
         grads = backward(query, key, value, out, logsumexp, grad_out, *ctx.options)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def triton_attention(
@@ -429,22 +520,47 @@ def triton_attention(
     float32_precision: str | None = None,
     deterministic: bool = False,
     kernels: str = "triton",
-) -> torch.Tensor:
+    window: int | None = None,
+    return_logsumexp: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
-    float32_precision = float32_precision or FLOAT32_PRECISIONS[0]
+    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, kernels, window
     if torch.compiler.is_compiling():
-        return _forward_operator(query, key, value, is_causal, float32_precision, deterministic, kernels)[0]
+        out, logsumexp = _forward_operator(query, key, value, *options)
+        return (out, logsumexp.detach()) if return_logsumexp else out
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
             "take implementation 'reference' there"
         )
-    options = is_causal, float32_precision, deterministic, kernels
-    if _native is not None:
-        out = _native.attend(query, key, value, _option_numbers.get(options, UNKNOWN_OPTIONS))
+    # The C++ makes no node with two results; the launches behind FlashAttentionTriton are its own all the same.
+    if _native is not None and not return_logsumexp:
+        out = _native.attend(query, key, value, _number_of(options))
         if out is not None:
             return out
-    return _apply(query, key, value, *options)
+    return _apply(query, key, value, *options, return_logsumexp)
+
+
+def triton_attention_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    is_causal: bool = False,
+    float32_precision: str | None = None,
+    deterministic: bool = False,
+    kernels: str = "triton",
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`cs336sys.kernels.attention.flash_attention_backward`, whose checks it expects to be done."""
+    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, kernels, window
+    if torch.compiler.is_compiling() or needs_operators(query):
+        return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
+    _check(query, key, value, *options)
+    grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, *options)
+    return grad_query, grad_key, grad_value
 
 
 # Function.apply without its share for torch.func, which takes 2 us and has nothing to do behind the refusal.

@@ -123,6 +123,7 @@ class Plan:
         steps: every launch with the numbers of its tensors.
         is_direct: tensors of this signature are on a GPU and go to the kernels as they are.
         result_layouts: shape, strides and dtype of each result.
+        told_native: the numbers of the options under which the C++ was given the plan.
     """
 
     given: Sequence[str]
@@ -134,6 +135,7 @@ class Plan:
         self._numbers = {name: number for number, name in enumerate(self.given)}
         self.own: list[Scratch | torch.Tensor] = []
         self.steps: list[tuple[Launch, tuple[int, ...]]] = []
+        self.told_native: set[int] = set()
 
     def _own(self, name: str, one: Scratch | torch.Tensor) -> str:
         self._numbers[name] = len(self._numbers)

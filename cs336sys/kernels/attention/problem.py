@@ -11,8 +11,10 @@ import torch
 class Problem:
     """What the choice depends on.
 
-    ``capability`` is the GPU's compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the
-    shared memory for its tiles, and strides and alignment let TMA descriptors address the tensors.
+    ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
+    ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is the GPU's
+    compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the shared memory for its tiles,
+    and strides and alignment let TMA descriptors address the tensors.
     """
 
     head_dim: int
@@ -25,6 +27,21 @@ class Problem:
     capability: tuple[int, int] | None
     num_multiprocessors: int
     tma_allowed: bool
+    group_size: int = 1
+    window: int | None = None
+
+    @property
+    def num_key_sequences(self) -> int:
+        return self.num_sequences // self.group_size
+
+    def keys_of_tile(self, query_rows: int) -> int:
+        """The most keys that a tile of ``query_rows`` queries sees."""
+        return self.num_keys if self.window is None else min(self.num_keys, self.window + query_rows - 1)
+
+
+def group_size(query: torch.Tensor, key: torch.Tensor) -> int:
+    """How many heads of queries share one of keys and values: all tensors without (batch, heads) have one each."""
+    return query.shape[-3] // key.shape[-3] if len(query.shape) >= 4 and key.shape[-3] else 1
 
 
 class Operand:
@@ -44,7 +61,12 @@ class Operand:
 
 
 def make_problem(
-    query: torch.Tensor, key: torch.Tensor, operands: Sequence[Operand], is_causal: bool, float32_precision: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    operands: Sequence[Operand],
+    is_causal: bool,
+    float32_precision: str,
+    window: int | None = None,
 ) -> Problem:
     """The problem of these tensors; ``operands``: what the kernels would read or write by TMA if it is allowed."""
     num_sequences = math.prod(query.shape[:-2])
@@ -67,6 +89,9 @@ def make_problem(
         num_multiprocessors=num_multiprocessors,
         # 12.x has TMA, but not the shared memory.
         tma_allowed=fits_tma and has_hopper_shared_memory(capability),
+        group_size=group_size(query, key),
+        # A window of all keys masks nothing.
+        window=window if window is not None and window < num_queries else None,
     )
 
 

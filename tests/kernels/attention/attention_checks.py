@@ -30,24 +30,33 @@ def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=
     )
 
 
-def assert_matches_float64(inputs, is_causal, grad_out=None, float32_precision="tf32x3", kernels="triton"):
-    out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision, False, kernels)
+def assert_matches_float64(
+    inputs, is_causal, grad_out=None, float32_precision="tf32x3", kernels="triton", window=None, deterministic=False
+):
+    out = FlashAttentionTriton.apply(*inputs, is_causal, float32_precision, deterministic, kernels, window)
     if grad_out is None:
         grad_out = torch.randn(out.shape, dtype=out.dtype, device=out.device)
     logsumexp = out.grad_fn.saved_tensors[-1]
     gradients = torch.autograd.grad(out, inputs, grad_out)
+    assert_close_to_float64((out, logsumexp, *gradients), inputs, is_causal, window, grad_out)
+
+
+def assert_close_to_float64(actual, inputs, is_causal, window, grad_out):
+    """``actual``: output, logsumexp, and the gradients of query, key and value."""
     expected_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal)
+    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal, window=window)
     expected_gradients = torch.autograd.grad(expected_out, expected_inputs, grad_out.double())
 
     names = ("out", "logsumexp", "dq", "dk", "dv")
-    actual = (out, logsumexp, *gradients)
     expected = (expected_out, expected_logsumexp, *expected_gradients)
     for name, tensor, expected_tensor in zip(names, actual, expected, strict=True):
         assert tensor.shape == expected_tensor.shape, name
         assert tensor.dtype == (torch.float32 if name == "logsumexp" else inputs[0].dtype), name
-        error = (tensor.double() - expected_tensor).abs().max().item()
-        scale = expected_tensor.abs().max().clamp(min=1.0).item()
+        # Queries that see no key have logsumexp -inf in both.
+        seen = expected_tensor.isfinite()
+        assert torch.equal(tensor.isfinite(), seen), name
+        error = (tensor.double() - expected_tensor)[seen].abs().max().item() if seen.any() else 0.0
+        scale = expected_tensor[seen].abs().max().clamp(min=1.0).item() if seen.any() else 1.0
         tolerance = TOLERANCES[torch.float32 if name == "logsumexp" else inputs[0].dtype]
         assert error <= tolerance * scale, f"{name}: {error / scale:.1e} of the largest element, {tolerance} allowed"
 

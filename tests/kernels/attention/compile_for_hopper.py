@@ -28,7 +28,7 @@ CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 MAX_SHARED_BYTES = 232448
 
-# (shape, dtype, is_causal)
+# (shape, dtype, is_causal), and where they are not as usual, the heads of keys and the window
 TRITON_CONFIGURATIONS = {
     "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
@@ -40,6 +40,18 @@ TRITON_CONFIGURATIONS = {
     "one short head, head dim 128": ((1, 1, 1024, 128), torch.bfloat16, True),
     "float32": ((1, 16, 8192, 64), torch.float32, True),
     "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
+    "grouped, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True, 4),
+    "grouped, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True, 4),
+    "grouped, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 4),
+    "grouped, head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True, 4),
+    "window, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True, 16, 1024),
+    "window, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True, 16, 1024),
+    "window, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 16, 1024),
+    "window, head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True, 16, 1024),
+    "grouped window, short": ((1, 4, 512, 64), torch.bfloat16, True, 1, 128),
+    "grouped window, short, head dim 128": ((1, 4, 512, 128), torch.bfloat16, True, 1, 128),
+    "grouped window, 4096, head dim 64": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
+    "grouped window, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 4, 1024),
 }
 HOPPER_CONFIGURATIONS = {
     "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
@@ -154,18 +166,26 @@ def compile_steps(plan: Plan, names: list[str | None], report: dict, *tensors: t
             refused_by_native_call.append(f"{launch._kernel.__name__}: {error}")
 
 
-def compile_configuration(kernels: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> dict[str, dict]:
-    query, key, value, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(4))
+def compile_configuration(
+    kernels: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_causal: bool,
+    key_heads: int | None = None,
+    window: int | None = None,
+) -> dict[str, dict]:
+    query, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(2))
+    key, value = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(2))
     out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
     grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels)
+    forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels, window)
     report = {}
 
     forward_names = ["forward", "combine"][: len(forward.steps)]
     compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
     if kernels == "hopper" and query.shape[-1] not in availability.BACKWARD_HEAD_DIMS:
         return report
-    backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels)
+    backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels, window)
     passes = [launch._kernel for launch, _ in backward.steps]
     others = prepare_kernel, convert_grad_query_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])

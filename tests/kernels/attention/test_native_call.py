@@ -4,9 +4,10 @@ import ctypes
 import gc
 import inspect
 import itertools
+import os
 import shutil
+import signal
 import struct
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,8 @@ def native(tmp_path_factory):
     """A copy, so that what these tests set is not set for attention on a GPU."""
     if native_call.compiler() is None:
         pytest.skip("no C++ compiler")
-    return native_call.import_from(shutil.copy(native_call.built_library(), tmp_path_factory.mktemp("native")))
+    native_call.Library().wait()
+    return native_call.import_from(shutil.copy(native_call.library_path(), tmp_path_factory.mktemp("native")))
 
 
 @pytest.fixture
@@ -257,12 +259,28 @@ def test_python_computes_an_unknown_backward(known, driver):
     grad_out = torch.randn(SHAPE).mT.contiguous().mT  # strides that no plan is for
     grads = torch.autograd.grad(out, tensors, grad_out)
     assert [grad.mean().item() for grad in grads] == [1, 2, 3]
-    ((*given, logsumexp, given_grad, is_causal, float32_precision, deterministic, kernels),) = calls
+    ((*given, logsumexp, given_grad, is_causal, float32_precision, deterministic, kernels, window),) = calls
     for one, other in zip(given, (*tensors, out), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
     assert given_grad is grad_out
     assert (is_causal, float32_precision, deterministic, kernels) == ALL_OPTIONS[OPTIONS]
+    assert window is None
+
+
+def test_a_window_has_plans_of_its_own_and_reaches_python(known):
+    """Its number is that of the other options with their count added for each key."""
+    tensors, number = inputs(), OPTIONS + 7 * len(ALL_OPTIONS)
+    assert known.attend(*tensors, number) is None
+    results = [layout(known, tensors[0]), layout(known, torch.empty(SHAPE[:-1]))]
+    plan = known.Plan(results, [], [known.Launch(1, 7, 128, 0, list(range(5)))])
+    known.add_forward([tensor.detach() for tensor in tensors], number, plan)
+    seen = []
+    known.use_python(
+        unexpected, unexpected, lambda *arguments: (seen.append(arguments[6:]), [torch.zeros(SHAPE)] * 3)[1]
+    )
+    torch.autograd.grad(known.attend(*tensors, number).sum(), tensors)
+    assert seen == [(*ALL_OPTIONS[OPTIONS], 7)]
 
 
 def unexpected(*arguments):
@@ -345,7 +363,7 @@ def test_saved_tensor_hooks_and_checkpointing(known, driver):
 @pytest.fixture(scope="module")
 def operators(native):
     """Operators as the attention kernels', of a library of their own, that the C++ computes on the CPU."""
-    options = "bool is_causal, str float32_precision, bool deterministic, str kernels"
+    options = "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None"
     inputs = "Tensor query, Tensor key, Tensor value"
     library = torch.library.Library("cs336sys_test", "DEF")
     library.define(f"flash_attention_forward({inputs}, {options}) -> (Tensor, Tensor)")
@@ -377,7 +395,8 @@ def test_operators_compute_by_plans_and_else_in_python(known, operators, driver)
         return lambda *arguments: (calls.append((number, arguments)), [torch.full((1,), number)] * number)[1]
 
     known.use_python(python(2), python(3), unexpected)
-    for options in ALL_OPTIONS[OPTIONS + 1], (True, "tf16", False, "auto"):
+    unknown = [(*ALL_OPTIONS[OPTIONS + 1], None), (True, "tf16", False, "auto", None)]
+    for options in (*unknown, (*ALL_OPTIONS[OPTIONS], 9), (*ALL_OPTIONS[OPTIONS], 0)):
         assert [one.item() for one in operators.flash_attention_forward(*tensors, *options)] == [2, 2]
         arguments = *tensors, out, logsumexp, grad_out, *options
         assert [one.item() for one in operators.flash_attention_backward(*arguments)] == [3, 3, 3]
@@ -592,48 +611,97 @@ def test_translation_of_a_plan():
 
 
 @pytest.fixture
-def loading(monkeypatch):
+def library(monkeypatch, tmp_path):
+    """One whose "compiler" copies a text, after a while if CXX says so, into a cache that is empty."""
     monkeypatch.setattr(native_call, "KNOWN_TRITON", True)
-    native_call.load.cache_clear()
-    yield
-    native_call.load.cache_clear()
+    monkeypatch.setattr(native_call, "compiler", lambda: "sh")
+    monkeypatch.setattr(native_call, "library_path", lambda: tmp_path / "cache" / "native.so")
+    return native_call.Library()
 
 
-def failing_compiler() -> str:
-    raise subprocess.CalledProcessError(1, "c++", stderr="native_call.cpp:1: error: unknown\nmore")
+def compile_by(monkeypatch, script: str) -> None:
+    """By a script that is given ``-o FILE``."""
+    monkeypatch.setattr(native_call, "_build_command", lambda: ["sh", "-c", script, "compiler"])
 
 
-def unloadable_library() -> str:
+def load(library):
+    return library.load(print, print, print, ())
+
+
+def test_calls_go_on_while_it_is_compiled(library, monkeypatch, tmp_path, capsys, recwarn):
+    compile_by(monkeypatch, f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo library > $2")
+    assert load(library) is None
+    assert load(library) is None
+    assert os.getsid(library._build.pid) != os.getsid(0)  # it does not end with this process
+    other = native_call.Library()
+    other.start()  # as another rank
+    assert not native_call.library_path().exists()
+    (tmp_path / "go").touch()
+    library.wait()
+    other.wait()
+    assert native_call.library_path().read_text() == "library\n"
+    assert capsys.readouterr().err.count("cs336sys: first attention on this machine: its kernels are compiled now") == 1
+    assert not list(tmp_path.glob("cache/*.part"))
+    imported = []
+    monkeypatch.setattr(native_call, "import_from", lambda path: imported.append(path) or failing_import())
+    assert load(library) is None
+    assert imported == [str(native_call.library_path())]
+    assert len(recwarn) == 1
+
+
+def failing_import():
     raise ImportError("undefined symbol: x")
 
 
-@pytest.mark.usefixtures("loading")
-@pytest.mark.parametrize(
-    ("name", "replacement", "reason"),
-    [
-        ("compiler", lambda: None, "there is no C++ compiler: install g++ or set CXX"),
-        ("built_library", failing_compiler, "the C++ compiler failed: native_call.cpp:1: error: unknown"),
-        ("built_library", unloadable_library, "undefined symbol: x"),
-    ],
-)
-def test_without_it_calls_go_through_python_after_a_warning(monkeypatch, recwarn, name, replacement, reason):
-    monkeypatch.setattr(native_call, "compiler", lambda: "g++")
-    monkeypatch.setattr(native_call, name, replacement)
-    assert native_call.load(print, print, print, ()) is None
-    assert native_call.load(print, print, print, ()) is None
+def test_a_killed_compilation_leaves_nothing_in_the_way(library, monkeypatch, tmp_path):
+    compile_by(monkeypatch, f"echo half > $2; touch {tmp_path}/begun; sleep 60")
+    library.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    os.killpg(library._build.pid, signal.SIGKILL)
+    library.wait()
+    assert not native_call.library_path().exists()
+    compile_by(monkeypatch, "echo whole > $2")
+    another = native_call.Library()
+    another.wait()
+    assert native_call.library_path().read_text() == "whole\n"
+    assert not list(tmp_path.glob("cache/*.part"))
+
+
+def test_the_library_stays_where_it_is(monkeypatch, tmp_path):
+    """torch.compile's inductor sets this variable to a folder of its own."""
+    before = native_call.library_path()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert native_call.library_path() == before
+
+
+def test_a_failing_compiler_is_named_once(library, monkeypatch, recwarn):
+    compile_by(monkeypatch, "echo 'native_call.cpp:1: error: unknown' >&2; echo more >&2; exit 1")
+    library.wait()
+    assert load(library) is None
+    assert load(library) is None
     (warning,) = recwarn
-    assert str(warning.message).endswith(f"take the longer way through Python: {reason}")
+    assert str(warning.message).endswith(
+        "take the longer way through Python: the C++ compiler failed: native_call.cpp:1: error: unknown"
+    )
 
 
-@pytest.mark.usefixtures("loading")
-def test_other_versions_of_triton_are_left_alone(monkeypatch, recwarn):
+def test_without_a_compiler_calls_go_through_python_after_a_warning(library, monkeypatch, recwarn):
+    monkeypatch.setattr(native_call, "compiler", lambda: None)
+    assert load(library) is None
+    assert load(library) is None
+    (warning,) = recwarn
+    assert str(warning.message).endswith("through Python: there is no C++ compiler: install g++ or set CXX")
+
+
+def test_other_versions_of_triton_are_left_alone(library, monkeypatch, recwarn):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
-    assert native_call.load(print, print, print, ()) is None
+    assert load(library) is None
     assert not recwarn
 
 
-@pytest.mark.usefixtures("loading")
 def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_call, "KNOWN_TRITON", True)
     monkeypatch.setattr(native_call, "compiler", lambda: None)
     found, fix = native_probe.found_and_fix()
     assert (found, fix) == (
@@ -641,11 +709,10 @@ def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
         "`apt-get install g++`, or set CXX.",
     )
     monkeypatch.setattr(native_call, "compiler", lambda: "g++")
-    monkeypatch.setattr(native_call, "cached_library", lambda: None)
-    assert native_probe.found_and_fix() == ("in C++, which g++ compiles at the first call", None)
     broken = tmp_path / "native_call.so"
+    monkeypatch.setattr(native_call, "library_path", lambda: broken)
+    assert native_probe.found_and_fix() == ("in C++, which g++ compiles at the first call, beside it", None)
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(native_call, "cached_library", lambda: str(broken))
     found, fix = native_probe.found_and_fix()
     assert found.startswith("through Python: ")
     assert fix == f"Have it compiled again: `rm {broken}`."
@@ -696,6 +763,13 @@ def test_gpu_later_calls_equal_the_first(shape, implementation):
         for one, other in zip(actual, expected, strict=True):
             assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
     assert all("CppNode" in name for name in names[1:])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_before_the_gpu_tests():
+    """What is checked there is the C++, not the way around it."""
+    if torch.cuda.is_available():
+        native_call.library.wait()
 
 
 @pytest.mark.gpu

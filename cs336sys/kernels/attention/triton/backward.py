@@ -16,7 +16,7 @@ dK, which the tensor cores take from registers.
 import triton
 import triton.language as tl
 
-from cs336sys.kernels.attention.triton.tiles import load_rows, store_rows, tile_of_program, visible_keys
+from cs336sys.kernels.attention.triton.tiles import is_visible, load_rows, store_rows, tile_of_program, visible_keys
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -75,7 +75,13 @@ def _clear_sums(sums, sequence, rows, padded_rows, BLOCK_DIM: tl.constexpr):
     tl.store(pointers, tl.zeros(pointers.shape, tl.float32), mask=(rows < padded_rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries"])
+@triton.jit
+def _is_key_sequence(sequence, num_tiles, group_size):
+    """Of the sequences that programs are numbered by, queries' sequences, the first stand for the keys' as well."""
+    return sequence < tl.num_programs(0) // num_tiles // group_size
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_heads", "group_size", "num_queries"])
 def prepare_kernel(
     out,
     grad_out,
@@ -88,6 +94,7 @@ def prepare_kernel(
     grad_out_strides,
     num_tiles,
     num_heads,
+    group_size,
     num_queries,
     padded_queries,
     padded_keys,
@@ -96,106 +103,104 @@ def prepare_kernel(
     ROWS: tl.constexpr,
     FUSED: tl.constexpr,
     KEY_SUMS: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
     """What the passes read for each query: in row_statistics two rows a sequence, logsumexp * log2(e) and D.
 
-    Fused: also clears the sum of dQ; with KEY_SUMS those of dK and dV. A sequence has num_tiles programs, enough for
-    its queries and for the keys to be cleared.
+    GIVEN: ``out`` is D itself (sequences, num_queries), and ``grad_out`` is not touched. Fused: also clears the sum of
+    dQ; with KEY_SUMS those of dK and dV. A sequence has num_tiles programs, enough for its queries and for the keys to
+    be cleared.
     """
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * ROWS
     batch = sequence // num_heads
     head = sequence % num_heads
-    grad_out_tile = load_rows(
-        grad_out, grad_out_strides, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False
-    )
-    delta = _output_products(
-        out, out_strides, grad_out_tile, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM
-    )
     rows = first_row + tl.arange(0, ROWS)
+    if GIVEN:
+        delta = tl.load(out + sequence.to(tl.int64) * num_queries + rows, mask=rows < num_queries, other=0.0)
+    else:
+        grad_out_tile = load_rows(
+            grad_out, grad_out_strides, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM, False
+        )
+        delta = _output_products(
+            out, out_strides, grad_out_tile, batch, head, first_row, num_queries, ROWS, HEAD_DIM, BLOCK_DIM
+        )
     logsumexps = _base2_logsumexps(logsumexp, sequence, rows, num_queries)
     statistics = row_statistics + sequence.to(tl.int64) * 2 * padded_queries + rows
     tl.store(statistics, logsumexps, mask=rows < padded_queries)
     tl.store(statistics + padded_queries, delta, mask=rows < padded_queries)
     if FUSED:
         _clear_sums(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM)
-    if KEY_SUMS:
+    if KEY_SUMS and _is_key_sequence(sequence, num_tiles, group_size):
         _clear_sums(grad_key_sum, sequence, rows, padded_keys, BLOCK_DIM)
         _clear_sums(grad_value_sum, sequence, rows, padded_keys, BLOCK_DIM)
 
 
 @triton.jit
-def _grad_key_value(
-    program,
+def _add_queries(
+    grad_key_tile,
+    grad_value_tile,
+    key_tile,
+    value_tile,
+    first_key,
+    split,
+    query_step,
     query,
-    key,
-    value,
     grad_out,
     row_statistics,
     grad_query_sum,
-    grad_key,
-    grad_value,
     out,
     query_strides,
-    key_strides,
-    value_strides,
     grad_out_strides,
-    grad_key_strides,
-    grad_value_strides,
     out_strides,
+    sequence,
     num_heads,
-    num_sequences,
     num_queries,
     padded_queries,
     num_keys,
-    sequences_per_group,
-    num_splits,
-    scale,
+    window,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PREPARED: tl.constexpr,
     FUSED: tl.constexpr,
-    KEY_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of KEY_ROWS keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum.
-
-    KEY_SUMS: num_splits programs share a tile of keys; each takes every num_splits-th tile of the queries, and adds
-    its shares of dK / scale and dV to grad_key and grad_value, which are then float32 sums like that of dQ.
-    """
-    split = 0
-    query_step = QUERY_ROWS
-    if KEY_SUMS:
-        split = program % num_splits
-        program //= num_splits
-        query_step = num_splits * QUERY_ROWS
-    tile, sequence = tile_of_program(program, tl.cdiv(num_keys, KEY_ROWS), num_sequences, sequences_per_group, False)
+    """dK / scale and dV of a tile of keys, with what the queries of one sequence add to them."""
     batch = sequence // num_heads
     head = sequence % num_heads
-    first_key = tile * KEY_ROWS
-    key_tile = load_rows(key, key_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
-    value_tile = load_rows(value, value_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
-    grad_key_tile = tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32)
-    grad_value_tile = tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32)
-
-    # Query tiles in front of the keys see none of them; those on the diagonal need a mask; all later ones see all.
+    # Query tiles in front of the keys see none of them; those on the diagonal need a mask; all later ones see all, up
+    # to those that a window ends in, behind which none sees any.
     first_query = 0
     unmasked_query = 0
     if CAUSAL:
         first_query = first_key // QUERY_ROWS * QUERY_ROWS
         unmasked_query = tl.cdiv(first_key + KEY_ROWS - 1, QUERY_ROWS) * QUERY_ROWS
+    end_query = num_queries
+    if WINDOWED:
+        end_query = tl.minimum(num_queries, first_key + KEY_ROWS - 1 + window)
     if FUSED and first_key + KEY_ROWS > num_keys:
         # Rows behind the last key end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-        unmasked_query = num_queries
-    for MASKED in tl.static_range(1, -1, -1):
-        begin = (first_query if MASKED else unmasked_query) + split * QUERY_ROWS
-        end = tl.minimum(unmasked_query, num_queries) if MASKED else num_queries
-        for start in tl.range(begin, end, query_step):
+        unmasked_query = end_query
+    last_whole = end_query
+    if WINDOWED:
+        # Of tiles that end here every query sees the first key.
+        last_whole = tl.maximum(unmasked_query, (first_key + window) // QUERY_ROWS * QUERY_ROWS)
+    for STRETCH in tl.static_range(3 if WINDOWED else 2):
+        begin = first_query
+        end = tl.minimum(unmasked_query, end_query)
+        if STRETCH == 1:
+            begin = unmasked_query
+            end = tl.minimum(last_whole, end_query)
+        if STRETCH == 2:
+            begin = last_whole
+            end = end_query
+        for start in tl.range(begin + split * QUERY_ROWS, end, query_step):
             query_tile = load_rows(
                 query, query_strides, batch, head, start, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
             )
@@ -206,11 +211,10 @@ def _grad_key_value(
                 queries = start + tl.arange(0, QUERY_ROWS)
                 logsumexps = _base2_logsumexps(row_statistics, sequence, queries, num_queries)
             weights = tl.math.exp2(scores * scale_log2 - logsumexps[None, :])  # P^T
-            if MASKED:
+            if STRETCH != 1:
                 keys = first_key + tl.arange(0, KEY_ROWS)
-                visible = (keys < num_keys)[:, None]
-                if CAUSAL:
-                    visible = visible & (keys[:, None] <= start + tl.arange(0, QUERY_ROWS)[None, :])
+                queries = start + tl.arange(0, QUERY_ROWS)
+                visible = is_visible(keys[:, None], queries[None, :], num_keys, window, CAUSAL, WINDOWED)
                 weights = tl.where(visible, weights, 0.0)
             grad_out_tile = load_rows(
                 grad_out, grad_out_strides, batch, head, start, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
@@ -235,6 +239,149 @@ def _grad_key_value(
                     queries = start + tl.arange(0, QUERY_ROWS)
                     sums = _sum_pointers(grad_query_sum, sequence, queries, padded_queries, BLOCK_DIM)
                     tl.atomic_add(sums, grad_query_tile, sem="relaxed")
+    return grad_key_tile, grad_value_tile
+
+
+@triton.jit
+def _grad_key_value(
+    program,
+    query,
+    key,
+    value,
+    grad_out,
+    row_statistics,
+    grad_query_sum,
+    grad_key,
+    grad_value,
+    out,
+    query_strides,
+    key_strides,
+    value_strides,
+    grad_out_strides,
+    grad_key_strides,
+    grad_value_strides,
+    out_strides,
+    num_heads,
+    group_size,
+    num_sequences,
+    num_queries,
+    padded_queries,
+    num_keys,
+    window,
+    sequences_per_group,
+    num_splits,
+    scale,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PREPARED: tl.constexpr,
+    FUSED: tl.constexpr,
+    KEY_SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """dK and dV of KEY_ROWS keys of one sequence; fused: also adds their share of dQ / scale to grad_query_sum.
+
+    KEY_SUMS: num_splits programs share a tile of keys; each takes every num_splits-th tile of the queries, and adds
+    its shares of dK / scale and dV to grad_key and grad_value, which are then float32 sums like that of dQ. GROUPED:
+    the group_size sequences of queries that share the keys add to dK and dV one after the other.
+    """
+    split = 0
+    query_step = QUERY_ROWS
+    if KEY_SUMS:
+        split = program % num_splits
+        program //= num_splits
+        query_step = num_splits * QUERY_ROWS
+    key_sequences = num_sequences
+    key_heads = num_heads
+    if GROUPED:
+        key_sequences = num_sequences // group_size
+        key_heads = num_heads // group_size
+    tile, sequence = tile_of_program(program, tl.cdiv(num_keys, KEY_ROWS), key_sequences, sequences_per_group, False)
+    batch = sequence // key_heads
+    head = sequence % key_heads
+    first_key = tile * KEY_ROWS
+    key_tile = load_rows(key, key_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
+    value_tile = load_rows(value, value_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
+    grad_key_tile = tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32)
+    grad_value_tile = tl.zeros([KEY_ROWS, BLOCK_DIM], tl.float32)
+    if GROUPED:
+        for member in tl.range(group_size):
+            grad_key_tile, grad_value_tile = _add_queries(
+                grad_key_tile,
+                grad_value_tile,
+                key_tile,
+                value_tile,
+                first_key,
+                split,
+                query_step,
+                query,
+                grad_out,
+                row_statistics,
+                grad_query_sum,
+                out,
+                query_strides,
+                grad_out_strides,
+                out_strides,
+                sequence * group_size + member,
+                num_heads,
+                num_queries,
+                padded_queries,
+                num_keys,
+                window,
+                scale_log2,
+                HEAD_DIM,
+                BLOCK_DIM,
+                QUERY_ROWS,
+                KEY_ROWS,
+                CAUSAL,
+                WINDOWED,
+                PREPARED,
+                FUSED,
+                PRECISION,
+                TMA,
+            )
+    else:
+        # No loop of one turn: the loop over the queries is pipelined best by itself.
+        grad_key_tile, grad_value_tile = _add_queries(
+            grad_key_tile,
+            grad_value_tile,
+            key_tile,
+            value_tile,
+            first_key,
+            split,
+            query_step,
+            query,
+            grad_out,
+            row_statistics,
+            grad_query_sum,
+            out,
+            query_strides,
+            grad_out_strides,
+            out_strides,
+            sequence,
+            num_heads,
+            num_queries,
+            padded_queries,
+            num_keys,
+            window,
+            scale_log2,
+            HEAD_DIM,
+            BLOCK_DIM,
+            QUERY_ROWS,
+            KEY_ROWS,
+            CAUSAL,
+            WINDOWED,
+            PREPARED,
+            FUSED,
+            PRECISION,
+            TMA,
+        )
 
     if KEY_SUMS:
         keys = first_key + tl.arange(0, KEY_ROWS)
@@ -279,10 +426,12 @@ def _grad_query(
     grad_query_strides,
     out_strides,
     num_heads,
+    group_size,
     num_sequences,
     num_queries,
     padded_queries,
     num_keys,
+    window,
     sequences_per_group,
     scale,
     scale_log2,
@@ -291,6 +440,7 @@ def _grad_query(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PREPARED: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
@@ -300,6 +450,7 @@ def _grad_query(
     tile, sequence = tile_of_program(program, num_tiles, num_sequences, sequences_per_group, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
+    key_head = head // group_size
     first_query = tile * QUERY_ROWS
     query_tile = load_rows(
         query, query_strides, batch, head, first_query, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
@@ -318,21 +469,30 @@ def _grad_query(
         )
     grad_query_tile = tl.zeros([QUERY_ROWS, BLOCK_DIM], tl.float32)
 
-    whole_keys, end_key = visible_keys(first_query, num_keys, QUERY_ROWS, KEY_ROWS, CAUSAL)
-    for MASKED in tl.static_range(2):
-        for first_key in tl.range(whole_keys if MASKED else 0, end_key if MASKED else whole_keys, KEY_ROWS):
-            key_tile = load_rows(key, key_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
+    first_key, first_whole, whole_keys, end_key = visible_keys(
+        first_query, num_keys, window, QUERY_ROWS, KEY_ROWS, CAUSAL, WINDOWED
+    )
+    # As in forward_kernel.
+    for STRETCH in tl.static_range(3 if WINDOWED else 2):
+        begin = first_whole
+        end = whole_keys
+        if STRETCH == 1:
+            begin = whole_keys
+            end = end_key
+        if STRETCH == 2:
+            begin = first_key
+            end = tl.minimum(first_whole, end_key)
+        for start in tl.range(begin, end, KEY_ROWS):
+            key_tile = load_rows(key, key_strides, batch, key_head, start, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
             value_tile = load_rows(
-                value, value_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
+                value, value_strides, batch, key_head, start, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
             )
             scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)  # [QUERY_ROWS, KEY_ROWS]
             weights = tl.math.exp2(scores * scale_log2 - logsumexps[:, None])
-            if MASKED:
-                keys = first_key + tl.arange(0, KEY_ROWS)
-                visible = (keys < num_keys)[None, :]
-                if CAUSAL:
-                    queries = first_query + tl.arange(0, QUERY_ROWS)
-                    visible = visible & (keys[None, :] <= queries[:, None])
+            if STRETCH > 0:
+                keys = start + tl.arange(0, KEY_ROWS)
+                queries = first_query + tl.arange(0, QUERY_ROWS)
+                visible = is_visible(keys[None, :], queries[:, None], num_keys, window, CAUSAL, WINDOWED)
                 weights = tl.where(visible, weights, 0.0)
             grad_weights = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
             grad_scores = (weights * (grad_weights - delta[:, None])).to(key_tile.dtype)
@@ -356,9 +516,11 @@ def _grad_query(
 @triton.jit(
     do_not_specialize=[
         "num_heads",
+        "group_size",
         "num_sequences",
         "num_queries",
         "num_keys",
+        "window",
         "sequences_per_group",
         "key_programs",
         "num_splits",
@@ -384,10 +546,12 @@ def backward_kernel(
     grad_value_strides,
     out_strides,
     num_heads,
+    group_size,
     num_sequences,
     num_queries,
     padded_queries,
     num_keys,
+    window,
     sequences_per_group,
     key_programs,
     num_splits,
@@ -398,6 +562,8 @@ def backward_kernel(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    GROUPED: tl.constexpr,
     KEY_PASS: tl.constexpr,
     QUERY_PASS: tl.constexpr,
     PREPARED: tl.constexpr,
@@ -431,10 +597,12 @@ def backward_kernel(
             grad_value_strides,
             out_strides,
             num_heads,
+            group_size,
             num_sequences,
             num_queries,
             padded_queries,
             num_keys,
+            window,
             sequences_per_group,
             num_splits,
             scale,
@@ -444,6 +612,8 @@ def backward_kernel(
             QUERY_ROWS,
             KEY_ROWS,
             CAUSAL,
+            WINDOWED,
+            GROUPED,
             PREPARED,
             FUSED,
             KEY_SUMS,
@@ -467,10 +637,12 @@ def backward_kernel(
             grad_query_strides,
             out_strides,
             num_heads,
+            group_size,
             num_sequences,
             num_queries,
             padded_queries,
             num_keys,
+            window,
             sequences_per_group,
             scale,
             scale_log2,
@@ -479,6 +651,7 @@ def backward_kernel(
             QUERY_ROWS,
             KEY_ROWS,
             CAUSAL,
+            WINDOWED,
             PREPARED,
             PRECISION,
             TMA,
@@ -509,7 +682,7 @@ def _convert_sums(
     store_rows(grad, grad_strides, tile, batch, head, first_row, num_rows, ROWS, HEAD_DIM, BLOCK_DIM)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_tiles", "num_heads", "group_size", "num_queries", "num_keys"])
 def convert_grad_query_kernel(
     grad_query_sum,
     grad_key_sum,
@@ -522,6 +695,7 @@ def convert_grad_query_kernel(
     grad_value_strides,
     num_tiles,
     num_heads,
+    group_size,
     num_queries,
     num_keys,
     padded_queries,
@@ -549,14 +723,15 @@ def convert_grad_query_kernel(
         BLOCK_DIM,
         ROWS,
     )
-    if KEY_SUMS:
+    if KEY_SUMS and _is_key_sequence(sequence, num_tiles, group_size):
+        key_heads = num_heads // group_size
         _convert_sums(
             grad_key_sum,
             grad_key,
             grad_key_strides,
             sequence,
             first_row,
-            num_heads,
+            key_heads,
             num_keys,
             padded_keys,
             scale,
@@ -570,7 +745,7 @@ def convert_grad_query_kernel(
             grad_value_strides,
             sequence,
             first_row,
-            num_heads,
+            key_heads,
             num_keys,
             padded_keys,
             1.0,

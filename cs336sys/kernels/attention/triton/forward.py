@@ -7,7 +7,7 @@ With few tiles of queries several programs share the keys of each, as in Flash-D
 import triton
 import triton.language as tl
 
-from cs336sys.kernels.attention.triton.tiles import load_rows, store_rows, tile_of_program, visible_keys
+from cs336sys.kernels.attention.triton.tiles import is_visible, load_rows, store_rows, tile_of_program, visible_keys
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -19,7 +19,17 @@ def _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM: tl.conste
     return partial + NUM_SPLITS * HEAD_DIM * num_sequences.to(tl.int64) * num_queries
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_sequences", "num_queries", "num_keys", "sequences_per_group"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group_size",
+        "num_sequences",
+        "num_queries",
+        "num_keys",
+        "window",
+        "sequences_per_group",
+    ]
+)
 def forward_kernel(
     query,
     key,
@@ -31,9 +41,11 @@ def forward_kernel(
     value_strides,
     out_strides,
     num_heads,
+    group_size,
     num_sequences,
     num_queries,
     num_keys,
+    window,
     sequences_per_group,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -41,12 +53,14 @@ def forward_kernel(
     QUERY_ROWS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Output and logsumexp of QUERY_ROWS queries of one sequence; scale_log2 is log2(e) / sqrt(head dimension).
 
+    group_size heads of queries share one of keys. WINDOWED: a query sees only the last ``window`` keys up to its own.
     With NUM_SPLITS > 1 the program sees only every NUM_SPLITS-th tile of the keys. Then ``out`` and ``logsumexp`` are
     both the buffer that combine_kernel reads, and out_strides those of (split, sequence, row).
     """
@@ -56,6 +70,7 @@ def forward_kernel(
     tile, sequence = tile_of_program(program, num_tiles, num_sequences, sequences_per_group, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
+    key_head = head // group_size
     first_query = tile * QUERY_ROWS
     query_tile = load_rows(
         query, query_strides, batch, head, first_query, num_queries, QUERY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
@@ -64,20 +79,28 @@ def forward_kernel(
     row_max = tl.full([QUERY_ROWS], float("-inf"), tl.float32)  # of scores * scale_log2
     row_sum = tl.zeros([QUERY_ROWS], tl.float32)
 
-    whole_keys, end_key = visible_keys(first_query, num_keys, QUERY_ROWS, KEY_ROWS, CAUSAL)
-    for MASKED in tl.static_range(2):
-        begin = whole_keys if MASKED else 0
+    first_key, first_whole, whole_keys, end_key = visible_keys(
+        first_query, num_keys, window, QUERY_ROWS, KEY_ROWS, CAUSAL, WINDOWED
+    )
+    # Tiles that all queries see, those at the diagonal or the end, and those at the far end of the window.
+    for STRETCH in tl.static_range(3 if WINDOWED else 2):
+        begin = first_whole
+        end = whole_keys
+        if STRETCH == 1:
+            begin = whole_keys
+            end = end_key
+        if STRETCH == 2:
+            begin = first_key
+            end = tl.minimum(first_whole, end_key)
         # The first tile from there on whose index is ``split`` modulo NUM_SPLITS.
         begin += (split + NUM_SPLITS - begin // KEY_ROWS % NUM_SPLITS) % NUM_SPLITS * KEY_ROWS
-        for first_key in tl.range(begin, end_key if MASKED else whole_keys, NUM_SPLITS * KEY_ROWS):
-            key_tile = load_rows(key, key_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
+        for start in tl.range(begin, end, NUM_SPLITS * KEY_ROWS):
+            key_tile = load_rows(key, key_strides, batch, key_head, start, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA)
             scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)  # [QUERY_ROWS, KEY_ROWS]
-            if MASKED:
-                keys = first_key + tl.arange(0, KEY_ROWS)
-                visible = (keys < num_keys)[None, :]
-                if CAUSAL:
-                    queries = first_query + tl.arange(0, QUERY_ROWS)
-                    visible = visible & (keys[None, :] <= queries[:, None])
+            if STRETCH > 0:
+                keys = start + tl.arange(0, KEY_ROWS)
+                queries = first_query + tl.arange(0, QUERY_ROWS)
+                visible = is_visible(keys[None, :], queries[:, None], num_keys, window, CAUSAL, WINDOWED)
                 scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
             # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
@@ -87,7 +110,7 @@ def forward_kernel(
             row_max = new_max
             row_sum = row_sum * rescale + tl.sum(weights, 1)
             value_tile = load_rows(
-                value, value_strides, batch, head, first_key, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
+                value, value_strides, batch, key_head, start, num_keys, KEY_ROWS, HEAD_DIM, BLOCK_DIM, TMA
             )
             out_tile *= rescale[:, None]
             out_tile = tl.dot(weights.to(value_tile.dtype), value_tile, out_tile, input_precision=PRECISION)

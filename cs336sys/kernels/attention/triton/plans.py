@@ -83,7 +83,8 @@ class ForwardPlan(Plan):
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
             descriptors = [_descriptors(one, n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
-        streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
+        # The heads of a group stream the same keys.
+        streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize // problem.group_size
         launch = Launch(
             forward_kernel,
             num_splits * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
@@ -91,9 +92,11 @@ class ForwardPlan(Plan):
                 *(operand.row_strides for operand in operands[:3]),
                 out_strides,
                 num_heads,
+                problem.group_size,
                 problem.num_sequences,
                 problem.num_queries,
                 problem.num_keys,
+                problem.window or 0,
                 sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
                 math.log2(math.e) / math.sqrt(problem.head_dim),
             ),
@@ -103,6 +106,7 @@ class ForwardPlan(Plan):
                 tile.query_rows,
                 tile.key_rows,
                 problem.is_causal,
+                problem.window is not None,
                 num_splits,
                 _dot_precision(problem),
                 tile.use_tma,
@@ -124,16 +128,20 @@ class BackwardPlan(Plan):
         self,
         problem: Problem,
         operands: Sequence[Operand],
-        out: Operand,
+        out: Operand | None,
         grads: Sequence[Operand],
         device: torch.device,
         deterministic: bool,
     ):
-        """``operands``: query, key, value and the output's gradient; ``grads``: those of query, key and value."""
+        """``operands``: query, key, value and the output's gradient; ``grads``: those of query, key and value.
+
+        ``out``: none if the plan is called with D = rowsum(dO * O) in its place, (..., S_q) in float32.
+        """
         super().__init__(device)
         self._problem = problem
         self._operands = operands
-        self._out_strides = out.row_strides
+        self._delta_given = out is None
+        self._out_strides = (0, 0, 0) if out is None else out.row_strides
         self._grad_operands = grads
         self._grad_strides = [operand.row_strides for operand in grads]
         self._block_dim = _block_dim(problem)
@@ -141,10 +149,11 @@ class BackwardPlan(Plan):
 
     def _add_launches(self, deterministic: bool) -> None:
         settings = backward_settings(self._problem, deterministic)
-        self.fused, self._prepared, self._num_splits = settings.fused, settings.prepared, settings.num_splits
+        self.fused, self._num_splits = settings.fused, settings.num_splits
+        self._prepared = settings.prepared or self._delta_given
         self._pad(max(one.tile.query_rows for one in settings.passes), settings.passes[0].tile.key_rows)
         launches = [self._pass_launch(one) for one in settings.passes]
-        if settings.prepared:
+        if self._prepared:
             self._add_prepared(launches)
             return
         for launch in launches:
@@ -173,11 +182,12 @@ class BackwardPlan(Plan):
                 self._operands[3].row_strides,
                 num_tiles,
                 num_heads,
+                problem.group_size,
                 problem.num_queries,
                 self._padded_queries,
                 self._padded_keys,
             ),
-            (problem.head_dim, self._block_dim, rows, self.fused, key_sums),
+            (problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given),
         )
         convert = Launch(
             convert_grad_query_kernel,
@@ -186,6 +196,7 @@ class BackwardPlan(Plan):
                 *self._grad_strides,
                 num_tiles,
                 num_heads,
+                problem.group_size,
                 problem.num_queries,
                 problem.num_keys,
                 self._padded_queries,
@@ -201,7 +212,7 @@ class BackwardPlan(Plan):
             num_rows = problem.num_sequences * self._padded_queries
             sums[0] = self._own("grad_query_sum", Scratch((num_rows, self._block_dim)))
         if key_sums:
-            key_sum = Scratch((problem.num_sequences * self._padded_keys, self._block_dim))
+            key_sum = Scratch((problem.num_key_sequences * self._padded_keys, self._block_dim))
             sums[1:] = (self._own(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
             results = grads[0], *sums[1:]
         self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums)
@@ -216,11 +227,13 @@ class BackwardPlan(Plan):
         element_bytes = problem.dtype.itemsize
         if one.keys:
             row_bytes = problem.head_dim * 2 * element_bytes + (4 * self._block_dim if self.fused else 0)
-            streamed_bytes, l2_bytes = problem.num_queries * row_bytes, BACKWARD_L2_BYTES
+            # Of the sequences of keys that a pass over them counts, each streams the queries of its group.
+            streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES
         else:
-            streamed_bytes, l2_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes, FORWARD_L2_BYTES
+            key_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes
+            streamed_bytes, l2_bytes = key_bytes // problem.group_size, FORWARD_L2_BYTES
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
-        key_programs = problem.num_sequences * key_tiles * self._num_splits if one.keys else 0
+        key_programs = problem.num_key_sequences * key_tiles * self._num_splits if one.keys else 0
         query_programs = problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if one.queries else 0
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
@@ -231,10 +244,12 @@ class BackwardPlan(Plan):
                 *self._grad_strides,
                 self._out_strides,
                 self._operands[0].shape[1],
+                problem.group_size,
                 problem.num_sequences,
                 problem.num_queries,
                 self._padded_queries,
                 problem.num_keys,
+                problem.window or 0,
                 sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                 key_programs,
                 self._num_splits,
@@ -247,6 +262,8 @@ class BackwardPlan(Plan):
                 tile.query_rows,
                 tile.key_rows,
                 problem.is_causal,
+                problem.window is not None,
+                problem.group_size > 1,
                 one.keys,
                 one.queries,
                 self._prepared,

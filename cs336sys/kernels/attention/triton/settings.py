@@ -101,10 +101,11 @@ def _num_splits(problem: Problem, tile: TileSettings) -> int:
     1x4x4096x64 0.0503, 0.0397, 0.0415, 0.0516. With two splits, 1x16x1024x64 takes 0.0223, without 0.0200.
     """
     # With fewer keys the second launch costs the CPU more than the splits save the GPU.
-    if problem.capability is None or problem.dtype == torch.float32 or problem.num_keys < MIN_SPLIT_KEYS:
+    num_keys = problem.keys_of_tile(tile.query_rows)
+    if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
-    each = 4 if problem.num_keys >= 2 * MIN_SPLIT_KEYS else 1
+    each = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * num_programs <= each * problem.num_multiprocessors:
         splits *= 2
@@ -138,6 +139,9 @@ def _forward_tile(problem: Problem) -> TileSettings:
             return TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True)
         # 1x16x16384x64: 1.287, 128x64 with 8 warps 1.342. 8x16x2048x64: 0.1965, 0.2060. 1x1x65536x64: 1.237, 1.432.
         return TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True)
+    if problem.window is not None:
+        # Three loops in the place of two spill registers under the limit below.
+        return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
     # 128 registers let two programs share a multiprocessor. 1x16x16384x128: 2.042, without the limit 2.41, 128x128
     # 2.262. 8x16x2048x128: 0.3304, 64x64 0.3471.
     return TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128)
@@ -174,12 +178,20 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         if tma and problem.capability < (10, 0):
             # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
             key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
+            if problem.window is not None or problem.group_size > 1:
+                # The tiles above would spill 416 bytes of a thread's registers.
+                key_value = TileSettings(32, 64, num_warps=8, num_stages=2, use_tma=True)
             # dQ: 5.53, with two stages 6.93, 64x32 with 4 warps 6.43, 128x64 by ptr 6.36. Together with D: 19.85.
             return separate(key_value, TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True))
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, each=2)
     if _is_short(problem):
+        if problem.window is not None or problem.group_size > 1:
+            # Not prepared, the passes would spill registers; as would 64 keys with head dimension 128.
+            if problem.head_dim > 64:
+                return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
+            return joint(TileSettings(32, 64, num_warps=4, num_stages=2))
         if problem.head_dim > 64 and not _few_programs(problem, 64):
             # 1x16x1024x128: 0.053, not prepared 0.086 and more.
             return joint(by_pointers)
@@ -214,7 +226,10 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
         return separate(key_value, TileSettings(128, 64, num_warps=8, num_stages=3, use_tma=True))
     # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
     query = TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True)
-    if problem.num_queries <= 4096:
+    if problem.group_size > 1 and problem.window is not None:
+        # 64 queries spill.
+        return separate(TileSettings(32, 64, num_warps=4, num_stages=2, use_tma=True), query)
+    if problem.num_queries <= 4096 or problem.group_size > 1:
         # dK, dV, 8x16x2048x128: 0.513, 128x64 0.554.
         return separate(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
     # dK, dV, 1x16x16384x128: 3.489, with two stages 3.88, 64x64 3.732; fused 7.511 for all three.
@@ -246,8 +261,9 @@ def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings
 
 def _fused_with_splits(problem: Problem, tile: TileSettings, each: int) -> BackwardSettings:
     """The fused form, with enough splits for ``each`` programs on every multiprocessor, as far as there are tiles."""
-    key_tiles = problem.num_sequences * -(-problem.num_keys // tile.key_rows)
-    query_tiles = -(-problem.num_queries // tile.query_rows)
+    key_tiles = problem.num_key_sequences * -(-problem.num_keys // tile.key_rows)
+    seen_by = min(problem.num_queries, tile.key_rows + (problem.window or problem.num_queries))
+    query_tiles = -(-seen_by // tile.query_rows)
     return fused(tile, min(query_tiles, -(-each * problem.num_multiprocessors // key_tiles)))
 
 

@@ -86,11 +86,41 @@ def store_rows(
 
 
 @triton.jit
-def visible_keys(first_query, num_keys, QUERY_ROWS: tl.constexpr, KEY_ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, end): all queries of a tile see the keys before ``whole``, a number of whole tiles; none sees ``end``."""
+def visible_keys(
+    first_query,
+    num_keys,
+    window,
+    QUERY_ROWS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """(begin, first_whole, whole, end), the first three whole tiles: which keys a tile of queries sees.
+
+    All queries see the keys from ``first_whole`` to ``whole``, if that is more; none sees a key before ``begin`` or
+    from ``end`` on.
+    """
+    begin = 0
+    first_whole = 0
     whole = num_keys
     end = num_keys
     if CAUSAL:
         whole = tl.minimum(num_keys, first_query + 1)
         end = tl.minimum(num_keys, first_query + QUERY_ROWS)
-    return whole // KEY_ROWS * KEY_ROWS, end
+    whole = whole // KEY_ROWS * KEY_ROWS
+    if WINDOWED:
+        begin = tl.maximum(0, first_query + 1 - window) // KEY_ROWS * KEY_ROWS
+        first_whole = tl.cdiv(tl.maximum(0, first_query + QUERY_ROWS - window), KEY_ROWS) * KEY_ROWS
+        whole = tl.maximum(whole, first_whole)
+    return begin, first_whole, whole, end
+
+
+@triton.jit
+def is_visible(keys, queries, num_keys, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
+    visible = keys < num_keys
+    if CAUSAL:
+        visible = visible & (keys <= queries)
+    if WINDOWED:
+        visible = visible & (keys > queries - window)
+    return visible

@@ -1,0 +1,33 @@
+"""Makes a file by a command, once for however many processes ask: ``python native_build.py FILE COMMAND [ARGUMENTS]``.
+
+Started beside a process that goes on without the file, and may end before it is there. It imports nothing but Python's
+own library. The command is given ``-o`` and a path beside FILE; what it says goes to FILE.log.
+"""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(file: Path, command: list[str]) -> int:
+    # The system opens the lock again however this process ends.
+    with Path(f"{file}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return 0
+        for unfinished in file.parent.glob(f"{file.name}.*.part"):
+            unfinished.unlink()
+        part = Path(f"{file}.{os.getpid()}.part")
+        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            part.replace(file)  # whole or not at all
+        else:
+            said = (done.stderr + done.stdout).strip() or f"it ended with {done.returncode} and said nothing"
+            Path(f"{file}.log").write_text(said)
+        return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

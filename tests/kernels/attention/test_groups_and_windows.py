@@ -1,0 +1,342 @@
+"""Grouped queries, sliding windows, the logsumexp as a result, and gradients by blocks of keys, in all implementations.
+
+The interpreter's tiles are 32 queries by 16 keys, so that windows of 1 to 70 are smaller and larger than either.
+"""
+
+import math
+
+import pytest
+import torch
+from attention_checks import ON_GPU, assert_close_to_float64, assert_matches_float64
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336sys.errors import UsageError
+from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, tiled
+from cs336sys.kernels.attention.operators import FlashAttentionTriton, _number_of
+from cs336sys.kernels.attention.reference import reference_attention
+from cs336sys.kernels.attention.triton import plans
+from cs336sys.kernels.attention.triton.settings import ForwardSettings, TileSettings, fused, joint, separate
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty", "fresh_plans"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of numpy, in the interpreter, where a query sees no key
+]
+
+ANYWHERE = ("triton", "tiled", "reference")
+LONG = 150 if ON_GPU else 70
+TILE = TileSettings(64, 32, 4, 1) if ON_GPU else TileSettings(32, 16, 4, 1)
+FORMS = {
+    "fused": fused(TILE),
+    "fused with splits": fused(TILE, num_splits=3),
+    "separate": separate(TILE, TILE),
+    "joint": joint(TILE),
+    "unprepared": joint(TILE, prepared=False),
+}
+BACKWARD_FORMS = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several in both directions for the implementation in PyTorch, too."""
+    monkeypatch.setattr(tiled, "CPU_TILE", (32, 16))
+    monkeypatch.setattr(tiled, "GPU_TILE", (32, 16))
+
+
+def force(monkeypatch, form):
+    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: FORMS[form])
+
+
+def grouped_inputs(heads, key_heads, num_queries, num_keys, device, dtype=torch.float32, batch=2, head_dim=16):
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (heads, num_queries), (key_heads, num_keys), (key_heads, num_keys)
+    return tuple(
+        torch.randn(batch, *shape, head_dim, device=device, dtype=dtype, generator=generator).requires_grad_()
+        for shape in shapes
+    )
+
+
+def attend(implementation, inputs, is_causal, window, **options):
+    out, logsumexp = flash_attention(
+        *inputs, is_causal, window=window, return_logsumexp=True, implementation=implementation, **options
+    )
+    return out, logsumexp
+
+
+@BACKWARD_FORMS
+def test_grouped_queries(form, device, monkeypatch):
+    force(monkeypatch, form)
+    assert_matches_float64(grouped_inputs(4, 2, 20, 33, device), True)
+    assert_matches_float64(grouped_inputs(3, 1, 33, 20, device, batch=1), False)
+
+
+# Less than a tile, as long as one of keys, longer than one of queries, and all keys that there are.
+@pytest.mark.parametrize("window", [1, 16, 37, LONG + 5])
+@BACKWARD_FORMS
+def test_windows(form, window, device, monkeypatch):
+    force(monkeypatch, form)
+    assert_matches_float64(grouped_inputs(1, 1, LONG, LONG, device, batch=1), True, window=window)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(45, 21), (21, 45), (1, 5)])
+@pytest.mark.parametrize("form", ["fused", "separate"])
+def test_windows_of_grouped_queries_with_other_lengths_than_keys(form, num_queries, num_keys, device, monkeypatch):
+    """Queries far behind the last key see none: zeros, logsumexp -inf, no share in any gradient."""
+    force(monkeypatch, form)
+    assert_matches_float64(grouped_inputs(2, 1, num_queries, num_keys, device), True, window=9)
+
+
+@pytest.mark.parametrize("window", [3, 40])
+def test_programs_that_share_the_keys_of_a_window(window, device, monkeypatch):
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
+    assert_matches_float64(grouped_inputs(2, 1, LONG, LONG, device, batch=1), True, window=window)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the GPU runs descriptors in every other test")
+def test_descriptors_address_the_heads_of_keys(device, monkeypatch):
+    tile = TileSettings(32, 16, num_warps=4, num_stages=1, use_tma=True)
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(tile))
+    monkeypatch.setattr(plans, "backward_settings", lambda problem, deterministic: separate(tile, tile))
+    inputs = grouped_inputs(4, 2, 40, 33, device)
+    in_rows = tuple(one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in inputs)
+    assert_matches_float64(in_rows, True, window=7)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
+def test_implementations_return_the_logsumexp(implementation, window, device):
+    inputs = grouped_inputs(4, 2, 33, 40, device, batch=1)
+    out, logsumexp = attend(implementation, inputs, True, window)
+    assert out.requires_grad
+    assert not logsumexp.requires_grad
+    grad_out = torch.randn_like(out)
+    actual = out, logsumexp, *torch.autograd.grad(out, inputs, grad_out)
+    assert_close_to_float64(actual, inputs, True, window, grad_out)
+
+
+@pytest.mark.parametrize("implementation", ANYWHERE)
+def test_groups_equal_copies_of_the_keys(implementation, device):
+    query, key, value = grouped_inputs(6, 2, 20, 20, device, batch=1)
+    copies = [one.detach().repeat_interleave(3, 1).requires_grad_() for one in (key, value)]
+    grad_out = torch.randn_like(query)
+    results = []
+    for tensors in ((query, key, value), (query, *copies)):
+        out = flash_attention(*tensors, True, implementation=implementation)
+        results.append((out, *torch.autograd.grad(out, tensors, grad_out)))
+    (out, dq, dk, dv), (expected, expected_dq, *of_copies) = results
+    assert dk.shape == key.shape
+    summed = [one.unflatten(1, (2, 3)).sum(2) for one in of_copies]
+    for actual, one in zip((out, dq, dk, dv), (expected, expected_dq, *summed), strict=True):
+        torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ANYWHERE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradients_of_blocks_of_keys_add_up(implementation, dtype, device):
+    """Two blocks of keys, the second of which the queries see causally: as a rank of a context parallel group does."""
+    query, key, value = grouped_inputs(4, 2, 40, 64, device, dtype, batch=1)
+    query, grad_out = query.detach(), torch.randn_like(query)
+    blocks = list(zip(*(one.detach().split((24, 40), -2) for one in (key, value)), strict=True))
+    parts = [
+        flash_attention(query, *block, is_causal, return_logsumexp=True, implementation=implementation)
+        for block, is_causal in zip(blocks, (False, True), strict=True)
+    ]
+    logsumexp = torch.logsumexp(torch.stack([one for _, one in parts]), 0)
+    out = sum(torch.exp(one - logsumexp)[..., None] * part.float() for part, one in parts)
+    delta = (grad_out.float() * out).sum(-1)
+    grads = [
+        flash_attention_backward(query, *block, grad_out, logsumexp, delta, is_causal, implementation=implementation)
+        for block, is_causal in zip(blocks, (False, True), strict=True)
+    ]
+    leaves = [one.detach().double().requires_grad_() for one in (query, key, value)]
+    mask = torch.ones(40, 64, dtype=torch.bool, device=device).tril(24)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    expected_grads = torch.autograd.grad(expected, leaves, grad_out.double())
+    actual = (
+        out,
+        grads[0][0].float() + grads[1][0].float(),
+        *(torch.cat(two, -2) for two in list(zip(*grads, strict=True))[1:]),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    for name, one, other in zip(("out", "dq", "dk", "dv"), actual, (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(
+            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("form", ["fused with splits", "separate", "unprepared"])
+def test_gradients_from_an_external_logsumexp_and_delta(form, device, monkeypatch):
+    """As autograd's own backward, which hands on just these two."""
+    force(monkeypatch, form)
+    inputs = grouped_inputs(2, 1, 40, 40, device, batch=1)
+    out, logsumexp = attend("triton", inputs, True, 20)
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, grad_out)
+    delta = (grad_out * out.detach()).sum(-1)
+    detached = [one.detach() for one in inputs]
+    actual = flash_attention_backward(*detached, grad_out, logsumexp, delta, True, window=20, implementation="triton")
+    for name, one, other in zip(("dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_external_gradients_in_any_layout_and_under_compile(device):
+    inputs = [one.detach() for one in grouped_inputs(2, 1, 5, 5, device)]
+    out, logsumexp = attend("triton", inputs, True, None)
+    grad_out = torch.randn_like(out)
+    delta = (grad_out * out).sum(-1)
+
+    def backward(query, key, value, grad_out, logsumexp, delta):
+        return flash_attention_backward(query, key, value, grad_out, logsumexp, delta, True, implementation="triton")
+
+    expected = backward(*inputs, grad_out, logsumexp, delta)
+    swapped = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in (*inputs, grad_out)]
+    apart = [one.mT.contiguous().mT for one in (logsumexp, delta)]
+    torch._dynamo.reset()
+    for function, arguments in (
+        (backward, (*swapped, *apart)),
+        (torch.compile(backward, fullgraph=True, backend="eager"), (*inputs, grad_out, logsumexp, delta)),
+    ):
+        for one, other in zip(function(*arguments), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_compile_keeps_one_graph(device):
+    inputs = grouped_inputs(2, 1, 5, 5, device)
+
+    def block(query, key, value):
+        out, logsumexp = flash_attention(
+            query * 2.0, key, value, True, window=3, return_logsumexp=True, implementation="triton"
+        )
+        return out.sin(), logsumexp
+
+    expected, expected_logsumexp = block(*inputs)
+    torch._dynamo.reset()
+    out, logsumexp = torch.compile(block, fullgraph=True, backend="eager")(*inputs)
+    assert not logsumexp.requires_grad
+    torch.testing.assert_close(logsumexp, expected_logsumexp)
+    for one, other in zip(
+        torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_operators_keep_the_rules_of_pytorch(device):
+    inputs = grouped_inputs(2, 1, 5, 5, device)
+    arguments = (*inputs, True, "tf32x3", True, "triton", 2)
+    torch.library.opcheck(
+        torch.ops.cs336sys.flash_attention_forward, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_autocast_casts_groups(device):
+    inputs = grouped_inputs(2, 1, 5, 5, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out, logsumexp = attend("triton", inputs, True, 7)
+    assert (out.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.autograd.grad(out.sum(), inputs[1])[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton], ids=["tiled", "triton"])
+def test_one_logsumexp_is_saved_and_has_no_gradient(function, device):
+    inputs = grouped_inputs(2, 1, 20, 20, device)
+    options = (None, True) if function is FlashAttentionTorch else ("tf32x3", False, "triton", None, True)
+    out, logsumexp = function.apply(*inputs, True, *options)
+    assert sum(tensor.shape == (2, 2, 20) for tensor in out.grad_fn.saved_tensors) == 1
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        logsumexp.sum().backward()
+
+
+def test_logsumexp_of_float64_and_of_half_precision(device):
+    inputs = [one.detach() for one in grouped_inputs(2, 1, 40, 40, device)]
+    assert attend("tiled", [one.double() for one in inputs], True, None)[1].dtype == torch.float64
+    expected = reference_attention(*(one.bfloat16().double() for one in inputs), True)[1]
+    for implementation in ("tiled", "reference"):
+        out, logsumexp = attend(implementation, [one.bfloat16() for one in inputs], True, None)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(logsumexp.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_outside_of_the_window_are_skipped(device, monkeypatch):
+    """NaN in keys that no query sees within its window would reach the sums of a tile that was only masked."""
+    query, key, value = (one.detach() for one in grouped_inputs(1, 1, 128, 128, device, batch=1))
+    key[..., :32, :] = value[..., :32, :] = math.nan
+    for implementation in ("triton", "tiled"):
+        leaves = [one.clone().requires_grad_() for one in (query, key, value)]
+        out = flash_attention(*leaves, True, window=32, implementation=implementation, deterministic=True)
+        assert out[..., 96:, :].isfinite().all()
+        grads = torch.autograd.grad(out[..., 96:, :].sum(), leaves)
+        assert grads[0][..., 96:, :].isfinite().all()
+        assert grads[1][..., 96:, :].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 7, 1000])
+def test_flops_of_a_window(window):
+    inputs = [torch.empty(2, heads, 40, 16, device="meta") for heads in (4, 2, 2)]
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", window)
+    hidden = max(0, 40 - (window or 40)) ** 2
+    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (40**2 - hidden) // 2
+
+
+def test_deterministic_gradients_repeat_to_the_last_bit(device):
+    inputs = grouped_inputs(2, 1, LONG, LONG, device, batch=1)
+    out = flash_attention(*inputs, True, window=20, deterministic=True, implementation="triton")
+    grad_out = torch.randn_like(out)
+    first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "hopper", *ANYWHERE])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "options", "error", "text"),
+    [
+        (6, 4, {}, ValueError, "4 heads of key and value do not divide the query's 6: choose one of 1, 2, 3, 6"),
+        (2, 4, {}, ValueError, "4 heads of key and value do not divide the query's 2: choose one of 1, 2"),
+        (2, 2, {"window": 0}, UsageError, "window 0 is too small: choose at least 1, the query's own key, or None"),
+        (2, 2, {"window": 4, "is_causal": False}, UsageError, "window 4 needs is_causal=True: it counts the keys back"),
+        (2, 2, {"window": 4.0}, TypeError, "window 4.0 is no whole number: choose how many keys a query sees, or None"),
+    ],
+    ids=["no divisor", "more keys", "no window", "full", "no number"],
+)
+def test_what_is_no_group_or_window_is_refused(implementation, heads, key_heads, options, error, text, device):
+    inputs = grouped_inputs(heads, key_heads, 8, 8, device)
+    with pytest.raises(error, match=text) as raised:
+        flash_attention(*inputs, **{"is_causal": True} | options, implementation=implementation)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "window", "text"),
+    [
+        (2, 3, "has no sliding window, got 3: choose 'triton' or 'auto'"),
+        (1, None, "as many heads of keys as of queries"),
+    ],
+)
+def test_hopper_refuses_what_it_cannot_do(key_heads, window, text, device):
+    inputs = grouped_inputs(2, key_heads, 8, 8, device, torch.float16)
+    with pytest.raises(Exception, match=text):
+        flash_attention(*inputs, True, window=window, implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"grad_out": torch.zeros(2, 2, 8, 8)}, ValueError, r"grad_out must have shape \(2, 2, 8, 16\) for this query"),
+        ({"logsumexp": torch.zeros(2, 1, 8)}, ValueError, r"logsumexp must have shape \(2, 2, 8\) for this query"),
+        ({"delta": torch.zeros(2, 2, 8, dtype=torch.int32)}, TypeError, "delta of dtype torch.int32 is not supported"),
+        ({"grad_out": torch.zeros(2, 2, 8, 16).half()}, TypeError, "grad_out must have the query's dtype"),
+    ],
+    ids=["grad_out", "logsumexp", "delta", "dtype"],
+)
+def test_statistics_that_do_not_fit_are_refused(change, error, text, device):
+    query, key, value = (one.detach() for one in grouped_inputs(2, 1, 8, 8, device))
+    statistics = {"grad_out": query, "logsumexp": query[..., 0], "delta": query[..., 0]} | change
+    statistics = {name: one.to(device) for name, one in statistics.items()}
+    with pytest.raises(error, match=text):
+        flash_attention_backward(query, key, value, **statistics)
+
+
+def test_numbers_of_options_are_apart():
+    options = [(True, "tf32x3", False, "auto", window) for window in (None, 1, 2, 1000)]
+    numbers = [_number_of(one) for one in [*options, (False, "tf32x3", False, "auto", None)]]
+    assert len(set(numbers)) == len(numbers)
+    assert _number_of((True, "tf32x3", False, "auto", 0)) == _number_of((True, "tf16", False, "auto", 3)) == -1
