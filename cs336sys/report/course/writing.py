@@ -100,7 +100,6 @@ _LATEX_HEAD = r"""\documentclass[10pt]{article}
 \usepackage{booktabs}
 \usepackage{float}
 \usepackage{graphicx}
-\usepackage{adjustbox}
 \setlength{\parindent}{0pt}
 \setlength{\parskip}{5pt}
 \sloppy
@@ -162,9 +161,9 @@ def _pages(table: Table) -> Iterable[Table]:
 def _latex_table(table: Table) -> str:
     text = render([table], "latex").strip()
     text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
-    start = r"\begin{adjustbox}{max width=\linewidth,max totalheight=0.8\textheight}" + "\n"
-    text = re.sub(r"\\begin\{tabular\}", lambda found: start + found.group(), text)
-    return text.replace(r"\end{tabular}", "\\end{tabular}\n\\end{adjustbox}")
+    # Made smaller where it is wider than the page.
+    start = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
+    return text.replace(r"\begin{tabular}", start).replace(r"\end{tabular}", r"\end{tabular}}")
 
 
 _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")

@@ -143,8 +143,8 @@ def _first_out_of_memory(cells: Sequence[Cell], found: Sequence[Found]) -> tuple
 
 def attention_commands(target: Target) -> list[Command]:
     """One run for both problems."""
-    grid = ("--context", "64,128", "--d-model", "16,32", "--steps", "10") if target.is_small else ()
-    names = ("--implementations", "eager,compiled,model")
+    grid = ("--context", "64,128", "--head-dim", "16,32", "--steps", "10") if target.is_small else ()
+    names = ("--implementation", "eager,compiled,model")
     return [simple(target, "attn", *names, *grid, seconds=20 if target.is_small else 180)]
 
 
@@ -380,7 +380,7 @@ def _flash_rows(group: Found) -> list[dict]:
 def flash_commands(target: Target) -> list[Command]:
     if target.is_small:
         grid = ("--context", "128,256", "--head-dim", "16", "--dtype", "fp32", "--repetition-ms", "20")
-        names = ("--implementations", "auto,tiled,eager", "--batch-size", "1", "--heads", "1")
+        names = ("--implementation", "auto,tiled,eager", "--batch-size", "1", "--num-heads", "1")
         return [simple(target, "flash", *names, *grid, seconds=10)]
     return [simple(target, "flash", "--grid", "course", seconds=600)]
 

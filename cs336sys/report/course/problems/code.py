@@ -107,8 +107,8 @@ def _small(target: Target) -> list[Command]:
     """A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough."""
     if target.is_small:
         return flash_commands(target)
-    shape = ("--batch-size", "1", "--heads", "4", "--context", "128,1024", "--head-dim", "64")
-    return [simple(target, "flash", "--implementations", "triton,tiled,eager", *shape, seconds=40)]
+    shape = ("--batch-size", "1", "--num-heads", "4", "--context", "128,1024", "--head-dim", "64")
+    return [simple(target, "flash", "--implementation", "triton,tiled,eager", *shape, seconds=40)]
 
 
 FLASH_FORWARD = Problem(

@@ -110,7 +110,7 @@ def all_reduce_commands(target: Target) -> list[Command]:
             simple(
                 target,
                 *("allreduce", "--backend", "gloo", "--world-size", "2", "--message", "10KB,100KB,1MB"),
-                *("--iterations", "5"),
+                *("--steps", "5"),
                 seconds=15,
             )
         ]

@@ -300,7 +300,7 @@ def memory_commands(target: Target) -> list[Command]:
     options = {"mode": ("forward", "train"), "precision": ("fp32", "bf16")}
     contexts = target.contexts(sorted(target.handout.memory_contexts))
     return [
-        Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-trace", "--steps", "1"), steps=4).on(target)
+        Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-predict", "--steps", "1"), steps=4).on(target)
     ]
 
 
@@ -412,7 +412,7 @@ def checkpointing_commands(target: Target) -> list[Command]:
         target.sizes((_SIZE,)),
         target.contexts((2048,)),
         {"precision": ("fp32",), "checkpoint": strategies},
-        ("--no-trace", "--steps", "1"),
+        ("--no-predict", "--steps", "1"),
         steps=5,
     )
     return [sweep.on(target)]
