@@ -5,6 +5,7 @@ an all-gather delivers to each rank, what each rank brings to a reduce-scatter. 
 NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``. Times of ring algorithms are in :mod:`cs336sys.accounting.rings`.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,10 +70,11 @@ class AlphaBeta:
 
 
 def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
-    """The line with the least squares of relative deviations, so that small messages count as much as large ones.
+    """The line of the least sum of relative deviations: small messages count as large ones do, outliers hardly.
 
-    It minimizes ``sum(((a + b S - t) / t)^2)``, a linear least-squares problem with weights ``1 / t^2``. Latency is not
-    negative: where that would fit best, it is 0.
+    It minimizes ``sum(|a + b S - t| / t)``. Such a line goes through two of the points (Bloomfield and Steiger 1983),
+    so all pairs are tried. Latency and slope are not negative: lines through one point that are level, or go through
+    the origin, are tried, too.
 
     Raises:
         UsageError: fewer than two different sizes, or a time or size that is not positive.
@@ -82,18 +84,14 @@ def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Al
         raise UsageError("a latency and a bandwidth cannot be told apart with fewer than two message sizes")
     if not all(size > 0 and time_s > 0 for size, time_s in points):
         raise UsageError("message sizes and times must be positive")
-    weights = [1 / time_s**2 for _, time_s in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_time = sum(w * time_s for w, (_, time_s) in zip(weights, points, strict=True)) / total
-    covariance = sum(w * (s - mean_size) * (t - mean_time) for w, (s, t) in zip(weights, points, strict=True))
-    variance = sum(w * (s - mean_size) ** 2 for w, (s, _) in zip(weights, points, strict=True))
-    slope = covariance / variance
-    if slope <= 0:
-        return AlphaBeta(mean_time, math.inf)
-    latency_s = mean_time - slope * mean_size
-    if latency_s < 0:
-        through_zero = sum(w * s * t for w, (s, t) in zip(weights, points, strict=True))
-        slope = through_zero / sum(w * s**2 for w, (s, _) in zip(weights, points, strict=True))
-        latency_s = 0.0
-    return AlphaBeta(latency_s, 1 / slope)
+    lines = [(time_s, 0.0) for _, time_s in points] + [(0.0, time_s / size) for size, time_s in points]
+    for (size, time_s), (other_size, other_s) in itertools.combinations(points, 2):
+        if size != other_size:
+            slope = (other_s - time_s) / (other_size - size)
+            lines.append((time_s - slope * size, slope))
+
+    def deviation(line: tuple[float, float]) -> float:
+        return sum(abs(line[0] + line[1] * size - time_s) / time_s for size, time_s in points)
+
+    latency_s, slope = min((line for line in lines if min(line) >= 0), key=deviation)
+    return AlphaBeta(latency_s, 1 / slope if slope else math.inf)

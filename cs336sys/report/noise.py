@@ -25,6 +25,7 @@ class Interval:
     Attributes:
         neutral: the value that says "no difference", 0 or 1.
         is_range: it is shown as ``low to high``: the estimate says nothing.
+        is_cost: it cannot be less than nothing: within the noise it is shown as ``< high``.
     """
 
     estimate: float
@@ -32,6 +33,7 @@ class Interval:
     high: float
     neutral: float | None = None
     is_range: bool = False
+    is_cost: bool = False
 
     @property
     def is_noise(self) -> bool:

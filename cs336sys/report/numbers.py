@@ -83,7 +83,8 @@ def shown_unit(
 def format_value(value: "str | bool | int | float | Samples | Interval | None", unit: str | None = None) -> str:
     """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
 
-    Samples that vary too much end in ``!``, and a difference that the noise may have made begins with ``~``.
+    Samples that vary too much end in ``!``, and a difference that the noise may have made begins with ``~``,
+    or is an upper bound, ``< 1.2``, where it is a cost.
     """
     if isinstance(value, str):
         return value
@@ -97,6 +98,8 @@ def format_value(value: "str | bool | int | float | Samples | Interval | None", 
     if isinstance(value, Interval):
         if value.is_range:
             return f"{format_number(value.low, unit)} to {format_number(value.high, unit)}"
+        if value.is_cost and value.is_noise and math.isfinite(value.high):
+            return f"< {format_number(value.high, unit)}"
         return ("~" if value.is_noise else "") + format_number(value.estimate, unit)
     return format_number(value, unit)
 

@@ -1,5 +1,6 @@
 """The tables of ``allreduce``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
     varying = shown_settings(cells, _GROUP_COLUMNS)
     shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
+    misfits = _misfits(cells, "back_to_back")
     first = Table(
         "allreduce",
         title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
@@ -48,21 +50,23 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             *shown.values(),
             *_SIZE_COLUMNS,
             *_time_columns(),
+            Column("misfit_percent", "off the fit", "percent"),
             Column("in_place", "in place"),
             Column("wrong_elements", "wrong", "count"),
             Column("status", "status"),
         ),
-        [_row(cell, "back_to_back") for cell in cells],
+        [_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
         notes=(*_notes(cells), *reasons(cells)),
     )
     measured = [cell for cell in cells if cell.status == "ok"]
     if not measured:
         return [first]
+    misfits = _misfits(cells, "synchronized")
     second = Table(
         "latency",
         "the same calls, each waited for",
-        (*shown.values(), *_SIZE_COLUMNS, *_time_columns()),
-        [_row(cell, "synchronized") for cell in measured],
+        (*shown.values(), *_SIZE_COLUMNS, *_time_columns(), Column("misfit_percent", "off the fit", "percent")),
+        [_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
     fits = _fit_table(measured, varying)
@@ -88,6 +92,17 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
         return fit_alpha_beta(*_points(cells, timing))
     except UsageError:
         return None
+
+
+def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
+    """How far each cell is from its group's line; none for groups of two sizes, through which there is always one."""
+    found = {}
+    for of_group in groups_of(cells).values():
+        line = fit_of(of_group, timing)
+        if line is not None and len(of_group) > 2:
+            for cell, size, time_s in zip(of_group, *_points(of_group, timing), strict=True):
+                found[id(cell)] = {"misfit_percent": 100 * (time_s / line.time_s(size) - 1)}
+    return found
 
 
 def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
@@ -182,6 +197,8 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
             if line is None:
                 continue
             factor = bus_factor(group.collective, group.world_size)
+            # Otherwise larger messages took no longer, and nothing is known of the bandwidth.
+            is_finite = math.isfinite(line.bytes_per_s)
             # Through two sizes there is always a line.
             deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
             rows.append(
@@ -189,9 +206,9 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
                 | {
                     "timing": words,
                     "latency_us": 1e6 * line.latency_s,
-                    "bandwidth_gbps": line.bytes_per_s / 1e9,
-                    "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor else None,
-                    "half_bandwidth_bytes": line.half_bandwidth_bytes,
+                    "bandwidth_gbps": line.bytes_per_s / 1e9 if is_finite else None,
+                    "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor and is_finite else None,
+                    "half_bandwidth_bytes": line.half_bandwidth_bytes if is_finite else None,
                     "average_busbw_gbps": average if timing == "back_to_back" else None,
                     "deviation_percent": None if deviation is None else 100 * deviation,
                 }
@@ -208,5 +225,8 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
         Column("average_busbw_gbps", "average busbw", "gbps"),
         Column("deviation_percent", "largest deviation", "percent"),
     )
-    note = "time = latency + size / bandwidth, least squares of the relative deviations from the medians of all sizes"
+    note = (
+        "time = latency + size / bandwidth, the least sum of relative deviations from the medians of all sizes; off "
+        "the fit, in the tables above: how far each of these is from it"
+    )
     return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))

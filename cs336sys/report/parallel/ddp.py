@@ -79,6 +79,7 @@ _STEP_COLUMNS = (
     Column("exposed_ms", "exposed", "ms"),
     Column("exposed_percent", "of the step", "percent"),
     Column("communication_ms", "communication alone", "ms"),
+    Column("running_ms", "as it ran", "ms"),
     Column("hidden_percent", "hidden", "percent"),
     Column("speedup", "over naive", "ratio"),
     Column("calls", "calls", "count"),
@@ -111,6 +112,8 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
         if cell.status == "ok" and comparison(cell) in baselines:
             row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
+        timeline = cell.derived.get("timeline")
+        row["running_ms"] = timeline["communication_ms"] if timeline else None
         rows.append(row | _exposed(cell))
     return rows
 
@@ -121,11 +124,14 @@ def _exposed(cell: Cell) -> dict[str, Any]:
         return {}
     step_ms = cell.samples["step"].median
     exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
-    if exposed.estimate < 0 and cell.configuration["strategy"] in DATA_PARALLEL_STRATEGIES:
-        # Nothing is computed less for being communicated: the noise is as large as this at least.
+    # Nothing is computed less for being communicated.
+    is_cost = cell.configuration["strategy"] in DATA_PARALLEL_STRATEGIES
+    if exposed.estimate < 0 and is_cost:
+        # The noise is as large as this at least.
         exposed = replace(exposed, high=max(exposed.high, -exposed.low))
+    exposed = replace(exposed, is_cost=is_cost)
     low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
-    found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0)}
+    found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
     if cell.derived.get("hidden_percent") is not None:
         alone_ms = cell.samples["communication"].median
         most, least = (min(max(100 * (1 - ms / alone_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
@@ -138,7 +144,8 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
     if any(cell.status == "ok" for cell in cells):
         notes.append(
             "exposed: median step less the median of the same step without communication; "
-            "hidden: the part of the communication alone that is not exposed"
+            "hidden: the part of the communication alone that is not exposed; as it ran: how long communication "
+            "ran in one profiled step: no launch holds it up, and it waits for slower ranks"
         )
     if any(0 < cell.derived.get("gradient_calls", 0) < cell.derived.get("calls", 0) for cell in cells):
         notes.append(

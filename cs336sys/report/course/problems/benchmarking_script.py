@@ -112,7 +112,7 @@ def _launch_bound(measured: list[Cell]) -> list[str]:
 def _missing_sizes(cells: list[Cell], handout: Handout) -> list[str]:
     there = {cell.configuration["size"] for cell in cells}
     return [
-        f"{handout.called(size)}: not measured; plain fp32 training needs about "
+        f"{handout.called(size)}, of which plain fp32 training needs about "
         f"{gib(predicted_peak(SIZES[size], 'fp32', 'train', 'reference').total_gib)}"
         for size in handout.sizes
         if size not in there

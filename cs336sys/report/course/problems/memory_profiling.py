@@ -300,7 +300,9 @@ def memory_commands(target: Target) -> list[Command]:
     options = {"mode": ("forward", "train"), "precision": ("fp32", "bf16")}
     contexts = target.contexts(sorted(target.handout.memory_contexts))
     return [
-        Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-predict", "--steps", "1"), steps=4).on(target)
+        Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-predict", "--steps", "1"), steps=4).on(
+            target
+        )
     ]
 
 

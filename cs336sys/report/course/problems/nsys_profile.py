@@ -277,7 +277,7 @@ def softmax(found: list[Found], evidence: Evidence, handout: Handout) -> Answer 
 
 def profile_commands(target: Target) -> list[Command]:
     handout = target.handout
-    contexts = target.contexts(handout.profile_contexts)
+    contexts = target.contexts(handout.profile_contexts)[-2 if target.is_small else 0 :]
     sizes = target.sizes(handout.profile_sizes)
     # The profile itself and the steps without a profiler; nsys writes and exports its report.
     return [Sweep("nsys", sizes, contexts, steps=25).on(target)]

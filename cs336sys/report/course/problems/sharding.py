@@ -118,14 +118,21 @@ def _saved_words(cells: dict[str, Cell], handout: Handout) -> list[str]:
     expected = 8 * plain.derived["parameters"] * (1 - 1 / plain.configuration["world_size"]) / GIB
     for name in ("optimizer", "optimizer-flat"):
         if name in cells:
-            saved = plain.derived["peak_gib"] - cells[name].derived["peak_gib"]
             of_state = _state(plain) - _state(cells[name])
             verdict = "as expected" if abs(of_state / expected - 1) <= 0.05 else "not as expected"
+            # Only GPUs count their peak.
+            peaks = [cell.derived["peak_gib"] for cell in (plain, cells[name])]
+            saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if None not in peaks else ""
             sentences.append(
-                f"{name} saves {gib(saved)} of the peak and {gib(of_state)} of optimizer state; the half of AdamW's 8 "
-                f"bytes a parameter is {gib(expected)}: {verdict}."
+                f"{name} saves {saved}{gib(of_state)} of optimizer state; the half of AdamW's 8 bytes a parameter is "
+                f"{gib(expected)}: {verdict}."
             )
     return sentences
+
+
+def _peak(cell: Cell) -> float:
+    """By the allocator's events, which a CPU has, too."""
+    return max((held.total_gib for held in memory_of(cell)["measured"]), default=0.0)
 
 
 def _state(cell: Cell) -> float:
@@ -227,7 +234,7 @@ def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
     runs: tuple[Run, ...] = ()
     if group is not None:
         cells = _by_strategy(group)
-        peak = {name: cell.derived["peak_gib"] for name, cell in cells.items()}
+        peak = {name: cell.derived["peak_gib"] or _peak(cell) for name, cell in cells.items()}
         runs = tuple(runs_of([group]))
         sentences.append(
             "Measured at the peak: "
