@@ -75,6 +75,14 @@ def test_weight_copies_on_request():
     assert found["saved for backward"] == 35_936_796_672 + 439_697_276_928
 
 
+def test_an_infinite_answer_says_what_it_assumes():
+    answer = memory_answers(XXL, 2048, 80e9, 95e9, weight_copies=True)[-1]
+    assert answer.value == math.inf
+    # (35.9 + 439.7) / 2 GB.
+    assert "237.8 GB, which is more than the 95 GB of a device" in answer.reason
+    assert "bf16 copies of all weights, 439.7 GB" in answer.reason
+
+
 def test_batch_answers_of_the_handout():
     found = by_quantity(batch_answers(XXL, MESH))
     # alpha = 4.6e14 / 1.8e11 = 23,000 / 9; b = alpha / (2 * 4); on 64 devices 64 b.

@@ -118,7 +118,8 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
         symbol("sum of these", total),
         "bytes",
         symbol="b",
-        reason=f"The five largest are {five / total:.1%} of it.",
+        reason=f"The five largest of these kinds, each all tensors of its kind, are {five / total:.1%} of it; memprof "
+        "lists single tensors.",
         source=_SAVED,
         question=question,
     )

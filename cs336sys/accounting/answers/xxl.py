@@ -70,11 +70,11 @@ def memory_answers(
         total,
         _answer("(a)", "GPUs that hold all of it", math.ceil(total.as_symbol() / gpu), "GPUs"),
         _answer("", "GPUs that hold the states alone", math.ceil(s / gpu), "GPUs"),
-        *_sharding(s, a, device_bytes),
+        *_sharding(s, a, device_bytes, number_of(weight_copy_bytes(p)) if weight_copies else 0),
     ]
 
 
-def _sharding(s: Expression, a: Expression, device_bytes: float) -> list[Derived]:
+def _sharding(s: Expression, a: Expression, device_bytes: float, copies_bytes: float) -> list[Derived]:
     """Part (b), of states S and saved activations A."""
     exact = _answer(
         "",
@@ -85,7 +85,17 @@ def _sharding(s: Expression, a: Expression, device_bytes: float) -> list[Derived
         "The memory per device, solved for N_FSDP.",
     )
     if exact.value == math.inf:
-        never = "Never: the half of the activations that is not sharded is more than a device holds."
+        never = (
+            f"Never: half of what is saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which is "
+            "more than "
+            f"the {device_bytes / 1e9:g} GB of a device."
+        )
+        if copies_bytes:
+            never += (
+                f" Assumed: bf16 copies of all weights, {copies_bytes / 1e9:.1f} GB, are saved whole for "
+                "backward and shared "
+                "out like activations, every second layer's; copies that are sharded as their weights would fit."
+            )
         return [_answer("(b)", "smallest N_FSDP with less than that", math.inf, "devices", "N_FSDP", never)]
     smallest = _answer(
         "(b)",

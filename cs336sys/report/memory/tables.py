@@ -217,7 +217,10 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
             rows.append(cell.configuration | tensor | share | {"size": cell.configuration["size"]})
-    note = "Every storage once; the block's parameters, and views of them, do not count."
+    note = (
+        "Every storage once; the block's parameters, and views of them, do not count. Listed are single tensors, where "
+        "account activations adds up all tensors of a kind."
+    )
     return Table("saved_tensors", "what a block saves for its backward pass", columns, rows, notes=(note,))
 
 
