@@ -34,7 +34,7 @@ def times(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{value:.1f} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %"
+    return f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %"
 
 
 def spread(values: Sequence[float], word=times) -> str:

@@ -112,7 +112,9 @@ def _latex(text: str) -> str:
     parts = []
     for number, piece in enumerate(text.split("`")):
         escaped = "".join(_LATEX_SPECIAL.get(character, character) for character in piece)
-        parts.append(rf"\texttt{{{escaped}}}" if number % 2 else escaped)
+        # Two hyphens would become a dash.
+        code = escaped.replace("--", "-{}-")
+        parts.append(rf"\texttt{{{code}}}" if number % 2 else escaped)
     return "".join(parts)
 
 

@@ -63,6 +63,8 @@ def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
             *("activations_gib", "temporary_gib", "other_gib"),
         )
     ]
+    asked = [cell for cell in _groups(found) if _context(cell) == handout.memory_contexts[0]]
+    sentences += failures(asked, _called)
     modes = {group.cells[0].configuration["mode"] for group in chosen}
     missing = [f"a timeline of {mode}" for mode in ("forward", "train") if mode not in modes]
     return Answer(sentences, tables, pictures, runs_of(chosen), missing)

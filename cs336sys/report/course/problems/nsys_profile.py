@@ -22,7 +22,6 @@ def _profiles(evidence: Evidence, handout: Handout) -> list[Found]:
             "size": handout.sizes,
             "context": handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096),
             "precision": ("fp32",),
-            "profiler": ("nsys",),
         },
         **PLAIN,
     )
