@@ -69,6 +69,12 @@ def setup_words(group: Found, handout: Handout) -> str:
     )
 
 
+def other_size(group: Found, handout: Handout) -> list[str]:
+    """What is missing where another size stands in for the handout's xl."""
+    size = group.cells[0].configuration["size"]
+    return [] if size == handout.xl else [f"{handout.called(handout.xl)}; these are of {size}"]
+
+
 def _with(found: Sequence[Found], *strategies: str) -> Found | None:
     """The first invocation that measured all of these strategies."""
     for group in found:
@@ -93,7 +99,7 @@ def naive(evidence: Evidence, handout: Handout) -> Answer | None:
         return None
     row = _row(group, "naive")
     sentences = [f"Setup: {setup_words(group, handout)}.", _communication_words(row)]
-    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]))
+    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]), other_size(group, handout))
 
 
 def _communication_words(row: Mapping[str, Any]) -> str:
@@ -122,7 +128,7 @@ def flat(evidence: Evidence, handout: Handout) -> Answer | None:
         f"With one flat all-reduce: {_communication_words(one)[:1].lower()}{_communication_words(one)[1:]}",
         _compared("one call of all gradients", one, f"{many['calls']} calls", many),
     ]
-    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]))
+    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]), other_size(group, handout))
 
 
 def _compared(name: str, row: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> str:
@@ -152,7 +158,7 @@ def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
             f"It hides {share} of the communication; what stays exposed is "
             f"{exposed_words(mine['exposed_ms']).rstrip(',')}."
         )
-    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]))
+    return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]), other_size(group, handout))
 
 
 def traces(evidence: Evidence, handout: Handout) -> Answer | None:
@@ -175,7 +181,7 @@ def traces(evidence: Evidence, handout: Handout) -> Answer | None:
         if second > 2 * first and second > 0.1
         else "So the traces show no clear difference here."
     )
-    return Answer(sentences, (), group.pictures("timelines"), runs_of([group]))
+    return Answer(sentences, (), group.pictures("timelines"), runs_of([group]), other_size(group, handout))
 
 
 def _ddp(target: Target, modes: str, *options: str, seconds_factor: float = 1.0) -> Command:
@@ -221,7 +227,7 @@ def buckets(evidence: Evidence, handout: Handout) -> Answer | None:
     )
     sentences += failures(group.cells, lambda cell: f"{cell.configuration['strategy']}")
     tables = [*group.table("ddp", *_KEYS), *group.table("buckets")]
-    return Answer(sentences, tables, group.pictures("buckets"), runs_of([group]))
+    return Answer(sentences, tables, group.pictures("buckets"), runs_of([group]), other_size(group, handout))
 
 
 def _expectation(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[str]:

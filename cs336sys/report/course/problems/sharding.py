@@ -2,11 +2,11 @@
 
 from cs336sys.accounting.answers.memory import state_answers
 from cs336sys.accounting.sharding.ideal import sent_bytes
-from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.problems.ddp import exposed_words, rows_of, setup_words
+from cs336sys.report.course.problems.ddp import exposed_words, other_size, rows_of, setup_words
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic, state_gib
 from cs336sys.report.course.words import derived_sentence, faster, gib, joined, ms, percent, spread, times
 from cs336sys.report.noise import Interval
@@ -78,24 +78,26 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     )
     tables = plain_table("memory", "memory of the rank that holds most", columns, rows)
     picture = Found(group.invocation, list(cells.values()))
-    first = any(moment.startswith("first") or "first" in moment for moment in MOMENTS)
-    missing = (
-        [] if first else ["the moments of the first step; those here are of the second, when AdamW's state is there"]
-    )
+    recorded = {held.moment for cell in cells.values() for held in memory_of(cell)["measured"]}
+    missing = other_size(group, handout)
+    if not any("first" in moment for moment in recorded):
+        missing.append("the moments of the first step; those here are of the second, when AdamW's state is there")
     return Answer(sentences, tables, picture.pictures("memory"), runs_of([group]), missing)
 
 
 def _asked(held: dict[str, RankMemory]) -> list[str]:
-    """The moments that the handout asks for, of the first step where it was recorded."""
-    first = [moment for moment in held if "first step" in moment]
-    if first:
-        return [moment for moment in held if moment == "initialized" or moment in first]
-    return [moment for moment in held if moment != "peak"] + [moment for moment in held if moment == "peak"]
+    """The moments that the handout asks for, of the first step where it was recorded; and the peak.
+
+    After its first step a rank holds what it holds after every other one.
+    """
+    first = any("first" in moment for moment in held)
+    return [moment for moment in held if moment != "before the optimizer" or not first]
 
 
 def _moment_words(moment: str) -> str:
     return {
         "initialized": "after initialization",
+        "before the first optimizer step": "directly before the first optimizer step",
         "before the optimizer": "directly before the optimizer step",
         "after the optimizer": "directly after it",
         "peak": "at the peak",
@@ -167,7 +169,8 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
                 )
         tables += group.table("shard", *_KEYS)
     there = {group.cells[0].configuration["precision"] for group in _by_precision(found)}
-    missing = [f"the same in {precision}" for precision in ("fp32", "bf16") if precision not in there]
+    missing = other_size(found[0], handout)
+    missing += [f"the same in {precision}" for precision in ("fp32", "bf16") if precision not in there]
     return Answer(sentences, tables, {}, runs_of(found), missing)
 
 
@@ -275,7 +278,8 @@ def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
                 )
     pictures = {name: draw for group in groups for name, draw in group.pictures().items()}
     prefetched = {cell.configuration["prefetch"] for group in groups for cell in group.cells}
-    missing = [f"prefetch {count}" for count in (0, 1, 2) if count not in prefetched]
+    missing = other_size(groups[0], handout)
+    missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in prefetched]
     return Answer(sentences, tables, pictures, runs_of(groups), missing)
 
 
