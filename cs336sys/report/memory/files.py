@@ -28,9 +28,6 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
     Raises:
         OutputError: a file cannot be written.
     """
-    # With experiments comes torch, which showing saved cells does without.
-    from cs336sys.experiments.memory.summary import LARGEST_ALLOCATIONS
-
     for cell in cells:
         if cell.status != "ok":
             continue
