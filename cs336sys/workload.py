@@ -510,6 +510,7 @@ IMPLEMENTATIONS = (
     "sdpa-cudnn",
     "sdpa-efficient",
     "flex",
+    "fa4",
 )
 
 
@@ -517,13 +518,20 @@ IMPLEMENTATIONS = (
 class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
-    Attributes:
-        implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
-            ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
-            scores in memory and ``compiled`` the same under torch.compile; ``attn`` also has ``model``, the model's
-            own attention, whose softmax is made of single operations.
-        causal: a query sees the keys up to its own position.
-        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+        Attributes:
+            implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
+                ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
+    <<<<<<< HEAD
+                scores in memory and ``compiled`` the same under torch.compile; ``attn`` also has ``model``, the model's
+                own attention, whose softmax is made of single operations.
+    =======
+                scores in memory and ``compiled`` the same under torch.compile; ``fa4`` is the package flash-attn-4.
+            heads: of queries.
+    >>>>>>> 3f02964 (WIP)
+            causal: a query sees the keys up to its own position.
+            kv_heads: of keys and values, which so many heads of queries share; None for as many as of queries.
+            window: how many keys a query sees, its own and those before it; None for all.
+            warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """
 
     implementation: str
@@ -537,12 +545,30 @@ class AttentionWorkload(Configured):
     seed: int = 0
     warmup_ms: float = 25.0
     repetition_ms: float = 100.0
+    kv_heads: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            choices = ", ".join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)
+            raise UsageError(f"--kv-heads {self.kv_heads}: must divide --num-heads {self.heads}, choose from {choices}")
+        if self.window is not None and not self.causal:
+            raise UsageError(f"--window {self.window}: counts keys back from the query's own, so it needs --causal")
+
+    def configuration(self) -> dict[str, Any]:
+        """As in general; heads of keys and a window only where there are any, so that earlier results are equal."""
+        flat = super().configuration()
+        return {name: value for name, value in flat.items() if name not in ("kv_heads", "window") or value is not None}
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
         """``forward_tflops`` and so on: FLOPs of each part (:func:`attention_flops`) over the median of its times."""
         shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
-        forward = attention_flops(*shape, causal=self.causal, backward=False)
-        both = attention_flops(*shape, causal=self.causal, backward=True)
+        forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
+        both = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
         flops = {"forward": forward, "backward": both - forward, "end_to_end": both}
         return {f"{part}_tflops": count / samples[part].median / 1e9 for part, count in flops.items()}
 

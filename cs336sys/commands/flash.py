@@ -37,12 +37,18 @@ def flash(
     ] = [",".join(IMPLEMENTATIONS)],
     batch_size: Annotated[list[str], typer.Option(help="Batch sizes.")] = ["1"],
     num_heads: Annotated[list[str], typer.Option(help="Numbers of heads.")] = ["16"],
+    kv_heads: Annotated[
+        list[str] | None, typer.Option(help="Heads of keys and values, divisors of --num-heads.", show_default="all")
+    ] = None,
     head_dim: Annotated[list[str], typer.Option(help="Head dimensions, 1 to 256.")] = ["64"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["1024,4096"],
     dtype: Annotated[list[str], typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = [
         "bf16"
     ],
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
+    window: Annotated[
+        list[str] | None, typer.Option(help="Keys that a query sees, its own the last of them.", show_default="all")
+    ] = None,
     grid: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +74,8 @@ def flash(
     cs336sys flash --context 1024,4096,16384 --head-dim 64,128 --implementation triton,sdpa-cudnn,flex --plot flash.png
 
     cs336sys flash --context 512 --implementation triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
+
+    cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
     """
     from cs336sys.report.attention import flash_tables, pool_flash_rounds
     from cs336sys.report.attention_plots import plot_flash
@@ -90,6 +98,8 @@ def flash(
         for name in ("batch_size", "num_heads", "context", "head_dim")
     )
     dtypes = split_list(shapes["dtype"], "--dtype", one_of(PRECISIONS))
+    key_head_counts = split_list(kv_heads, "--kv-heads", at_least(1)) if kv_heads else [None]
+    windows = split_list(window, "--window", at_least(1)) if window else [None]
     if max(head_dims) > 256:
         raise UsageError(f"--head-dim {max(head_dims)}: must be at most 256")
     check_choice(device, "--device", DEVICES)
@@ -98,8 +108,9 @@ def flash(
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
     configurations = [
-        AttentionWorkload(name, *shape, causal, device, seed, warmup_ms, repetition_ms).configuration() | number
+        AttentionWorkload(name, *shape, causal, device, seed, warmup_ms, repetition_ms, *mask).configuration() | number
         for shape in product(batch_sizes, head_counts, contexts, head_dims, dtypes)
+        for mask in product(key_head_counts, windows)
         for number in numbers
         for name in chosen
     ]

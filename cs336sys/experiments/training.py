@@ -22,7 +22,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer, require_kernels
 from cs336sys.experiments.weight_check import STEPS
-from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.workload import PHASES_OF_MODE, Workload
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def use_attention(workload: Workload) -> None:
 
     A model of the user's may call torch's, or that of ``cs336_basics``.
     """
+    if workload.attention == "flash":
+        wait_until_compiled()
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
     if workload.is_ours:
         user_models.as_written()

@@ -17,10 +17,12 @@ from cs336sys.workload import AttentionWorkload
 _SHAPE_COLUMNS = {
     "batch_size": Column("batch_size", "batch"),
     "heads": Column("heads", "heads"),
+    "kv_heads": Column("kv_heads", "KV heads"),
     "context": Column("context", "context"),
     "head_dim": Column("head_dim", "head dim"),
     "dtype": Column("dtype", "dtype"),
     "causal": Column("causal", "causal"),
+    "window": Column("window", "window"),
     "rounds": ROUNDS_COLUMN,
 }
 _PARTS = ("forward", "backward", "end_to_end")

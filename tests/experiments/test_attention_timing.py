@@ -1,3 +1,7 @@
+import importlib.util
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,23 +15,27 @@ from cs336sys.experiments.attention import (
     reference_results,
     relative_errors,
 )
+from cs336sys.experiments.attention.installed import FLASH_ATTENTION_4, flash_attention_4
+from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.workload import AttentionWorkload
 
 CPU = torch.device("cpu")
 
 
-def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True):
-    return AttentionWorkload(name, 2, 3, context, head_dim, dtype, causal, device="cpu")
+def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, heads=3, **more):
+    return AttentionWorkload(name, 2, heads, context, head_dim, dtype, causal, device="cpu", **more)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_reference_in_row_blocks_equals_the_whole_matrix(causal, monkeypatch):
+@pytest.mark.parametrize(
+    "more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2, "window": 7}, {"heads": 2, "kv_heads": 1, "window": 30}]
+)
+def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
     monkeypatch.setattr("cs336sys.experiments.attention._REFERENCE_ROWS", 20)
-    shape = workload(causal=causal)
+    shape = workload(**more)
     inputs = random_inputs(shape, CPU)
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]
-    out, _ = reference_attention(*operands, causal)
+    out, _ = reference_attention(*operands, shape.causal, window=shape.window)
     gradients = torch.autograd.grad(out, operands, inputs.grad_out.double())
     reference_results.cache_clear()
     results = reference_results(shape, CPU)
@@ -39,10 +47,102 @@ def test_reference_in_row_blocks_equals_the_whole_matrix(causal, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_implementations_agree_with_the_reference(name, causal):
     shape = workload(name, causal=causal)
-    with implementation(name, causal, shape.context, CPU) as attention:
+    assert largest_error(shape) < TOLERANCES["fp32"]
+
+
+def largest_error(shape):
+    with implementation(shape, CPU) as attention:
         errors = relative_errors(attention, shape, CPU)
     assert set(errors) == {"out", "dq", "dk", "dv"}
-    assert max(errors.values()) < TOLERANCES["fp32"]
+    return max(errors.values())
+
+
+@pytest.mark.parametrize("name", ["eager", "tiled"])
+def test_groups_and_windows_agree_with_the_reference(name):
+    assert largest_error(workload(name, heads=4, kv_heads=2, window=9)) < TOLERANCES["fp32"]
+
+
+def test_groups_of_sdpa_agree_with_the_reference_and_windows_are_unsupported():
+    assert largest_error(workload("sdpa-flash", heads=4, kv_heads=2)) < TOLERANCES["fp32"]
+    with pytest.raises(CapabilityError, match="'sdpa-flash' has no sliding window: choose flex or fa4"):
+        largest_error(workload("sdpa-flash", window=9))
+
+
+def fake_flash_attn_4(monkeypatch, **expected):
+    """A module with the package's function: (batch, context, heads, head_dim), and its logsumexp beside the output."""
+
+    def flash_attn_func(query, key, value, **options):
+        assert query.shape[1] == key.shape[1] == 48
+        assert options == expected
+        left = options.get("window_size", (None,))[0]
+        window = None if left is None else left + 1
+        tensors = (one.transpose(1, 2) for one in (query, key, value))
+        is_causal = options["causal"] or window is not None
+        return flash_attention(*tensors, is_causal, window=window, implementation="tiled").transpose(1, 2), None
+
+    module = SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setitem(sys.modules, FLASH_ATTENTION_4, module)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"causal": True}),
+        ({"causal": False}, {"causal": False}),
+        ({"heads": 4, "kv_heads": 2, "window": 9}, {"causal": False, "window_size": (8, 0)}),
+    ],
+    ids=["causal", "full", "groups and window"],
+)
+def test_flash_attention_4_is_given_its_layout(more, expected, monkeypatch):
+    fake_flash_attn_4(monkeypatch, **expected)
+    shape = workload("fa4", dtype="fp16", **more)
+    attention = flash_attention_4(shape, torch.device("cuda"))
+    assert max(relative_errors(attention, shape, CPU).values()) < TOLERANCES["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "loaded", "reason"),
+    [
+        ("fp16", "cpu", True, "needs a CUDA GPU"),
+        ("fp32", "cuda", True, "takes bf16 and fp16, got fp32"),
+        ("fp16", "cuda", False, "needs the package flash-attn-4, which is not there: no module named 'flash_attn"),
+    ],
+)
+def test_flash_attention_4_is_refused_with_the_reason(dtype, device, loaded, reason, monkeypatch):
+    if loaded:
+        fake_flash_attn_4(monkeypatch)
+    elif importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("the package is installed here")
+    with pytest.raises(CapabilityError, match=reason):
+        flash_attention_4(workload("fa4", dtype=dtype), torch.device(device))
+
+
+def test_flash_attention_4_says_itself_what_it_cannot_do(monkeypatch):
+    def refuse(*tensors, **options):
+        raise NotImplementedError("head dim 8 on sm_90")
+
+    monkeypatch.setitem(sys.modules, FLASH_ATTENTION_4, SimpleNamespace(flash_attn_func=refuse))
+    shape = workload("fa4", dtype="fp16")
+    with pytest.raises(CapabilityError, match="'fa4' does not take this: head dim 8 on sm_90"):
+        relative_errors(flash_attention_4(shape, torch.device("cuda")), shape, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"heads": 4, "kv_heads": 2, "window": 300}]
+)
+def test_gpu_flash_attention_4_agrees_with_the_reference(head_dim, more):
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("the package flash-attn-4 is not installed")
+    device = torch.device("cuda")
+    shape = AttentionWorkload("fa4", 1, **{"heads": 2} | more, context=1000, head_dim=head_dim, dtype="bf16")
+    try:
+        with implementation(shape, device) as attention:
+            errors = relative_errors(attention, shape, device)
+    except CapabilityError as reason:
+        pytest.skip(str(reason))
+    assert max(errors.values()) < TOLERANCES["bf16"]
 
 
 @pytest.mark.parametrize("broken", ["out", "dq", "dk", "dv"])
@@ -58,7 +158,7 @@ def test_an_error_shows_up_under_its_own_name(broken):
             return *(g * 1.5 if f"d{n}" == ctx.wrong else g for n, g in zip("qkv", gradients, strict=True)), None
 
     def attention(query, key, value):
-        with implementation("eager", True, query.shape[-2], CPU) as eager:
+        with implementation(workload("eager", context=query.shape[-2]), CPU) as eager:
             out = eager(*Broken.apply(query, key, value, broken))
         return out + (out.detach() * 0.5 if broken == "out" else 0)
 

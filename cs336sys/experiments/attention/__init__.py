@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.attention.installed import flash_attention_4
 from cs336sys.experiments.training import model_attention
-from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -49,7 +50,10 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query, key and value that require gradients, and the output's gradient: (batch, heads, context, head_dim)."""
+    """Query, key and value that require gradients, and the output's gradient: (batch, heads, context, head_dim).
+
+    Key and value may have fewer heads.
+    """
 
     query: Tensor
     key: Tensor
@@ -63,51 +67,77 @@ class Inputs:
 
 def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
     generator = torch.Generator(device).manual_seed(workload.seed)
-    shape = (workload.batch_size, workload.heads, workload.context, workload.head_dim)
-    tensors = [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[workload.dtype]) for _ in range(4)]
+    tensors = [
+        torch.randn(
+            (workload.batch_size, heads, workload.context, workload.head_dim),
+            generator=generator,
+            device=device,
+            dtype=DTYPES[workload.dtype],
+        )
+        for heads in (workload.heads, workload.key_heads, workload.key_heads, workload.heads)
+    ]
     for tensor in tensors[:3]:
         tensor.requires_grad_()
     return Inputs(*tensors)
 
 
 @contextlib.contextmanager
-def implementation(name: str, causal: bool, context: int, device: torch.device):
-    """The named implementation as a function of query, key and value.
+def implementation(workload: AttentionWorkload, device: torch.device):
+    """The workload's implementation as a function of query, key and value.
 
     What an implementation needs once (a backend choice, a compiled function, a block mask) is done on entry, so that it
     is not timed with every call. A compiled backward pass may be repeated on one graph: it keeps its saved tensors
     instead of writing its results into them.
 
     Raises:
-        CapabilityError: this machine does not have it; some say so only when they are called.
+        CapabilityError: this machine does not have it, or it has no window; some say so only when they are called.
     """
+    name = workload.implementation
     if name in _SDPA_BACKENDS:
+        if workload.window is not None:
+            raise CapabilityError(f"implementation '{name}' has no sliding window: choose flex or fa4")
         with sdpa_kernel(_SDPA_BACKENDS[name]):
-            yield functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+            grouped = workload.key_heads != workload.heads
+            yield functools.partial(F.scaled_dot_product_attention, is_causal=workload.causal, enable_gqa=grouped)
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
-            yield _flex(causal, context, device) if name == "flex" else _compiled(causal)
+            yield _flex(workload, device) if name == "flex" else _compiled(workload)
     elif name == "model":
-        yield functools.partial(model_attention, is_causal=causal)
+        yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
-        yield functools.partial(plain_attention, is_causal=causal)
+        yield functools.partial(plain_attention, **_mask(workload))
+    elif name == "fa4":
+        yield flash_attention_4(workload, device)
     else:
-        yield functools.partial(flash_attention, is_causal=causal, implementation=name)
+        wait_until_compiled()
+        yield functools.partial(flash_attention, **_mask(workload), implementation=name)
 
 
-def _compiled(causal: bool) -> Attention:
-    return functools.partial(torch.compile(plain_attention, dynamic=False), is_causal=causal)
+def _mask(workload: AttentionWorkload) -> dict[str, Any]:
+    return {"is_causal": workload.causal} | ({} if workload.window is None else {"window": workload.window})
 
 
-def _flex(causal: bool, context: int, device: torch.device) -> Attention:
+def _compiled(workload: AttentionWorkload) -> Attention:
+    return functools.partial(torch.compile(plain_attention, dynamic=False), **_mask(workload))
+
+
+def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if device.type != "cuda":
         raise CapabilityError("implementation 'flex' needs a CUDA GPU: its backward pass does not run on a CPU")
-    mask = None
-    if causal:
-        mask = create_block_mask(_sees, None, None, context, context, device=device.type, _compile=True)
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    mask, context = None, workload.context
+    if workload.causal:
+        window = context if workload.window is None else workload.window
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (query - key < window)
+
+        # Without a window what torch's own examples compile, as one comparison.
+        rule = _sees if workload.window is None else sees
+        mask = create_block_mask(rule, None, None, context, context, device=device.type, _compile=True)
+    grouped = workload.key_heads != workload.heads
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
 
 
 def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -123,18 +153,24 @@ def reference_results(workload: AttentionWorkload, device: torch.device) -> dict
     """
     inputs = random_inputs(workload, device)
     query, key, value, grad_out = (tensor.detach().double() for tensor in (*inputs.differentiable, inputs.grad_out))
-    scale = 1 / math.sqrt(workload.head_dim)
+    scale, group = 1 / math.sqrt(workload.head_dim), workload.heads // workload.key_heads
     out, grad_query = torch.empty_like(query), torch.empty_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for batch in range(workload.batch_size):
         for head in range(workload.heads):
             for start in range(0, workload.context, _REFERENCE_ROWS):
                 at = batch, head, slice(start, start + _REFERENCE_ROWS)
-                seen = batch, head, slice(0, start + _REFERENCE_ROWS if workload.causal else None)
+                first = 0 if workload.window is None else max(0, start + 1 - workload.window)
+                keys = slice(first, start + _REFERENCE_ROWS if workload.causal else None)
+                seen = batch, head // group, keys
                 scores = scale * query[at] @ key[seen].mT
                 if workload.causal:
                     row, column = (torch.arange(size, device=device) for size in scores.shape)
-                    scores.masked_fill_(column > start + row[:, None], -math.inf)
+                    row, column = start + row[:, None], first + column
+                    invisible = column > row
+                    if workload.window is not None:
+                        invisible |= column <= row - workload.window
+                    scores.masked_fill_(invisible, -math.inf)
                 weights = scores.softmax(-1)
                 out[at] = weights @ value[seen]
                 grad_value[seen] += weights.mT @ grad_out[at]
@@ -173,7 +209,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     progress("checking")
-    with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
+    with implementation(workload, device) as attention:
         errors = _checked(attention, workload, device)
         derived: dict[str, Any] = {f"{name}_error": error for name, error in errors.items()}
         tolerance = TOLERANCES[workload.dtype]
@@ -240,7 +276,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     progress("building the inputs")
-    with implementation(workload.implementation, workload.causal, workload.context, device) as attention:
+    with implementation(workload, device) as attention:
         base = 0
         if device.type == "cuda":
             # The first matrix product of a process allocates a workspace that all later ones use.
