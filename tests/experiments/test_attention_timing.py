@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments import attention
 from cs336sys.experiments.attention import (
     TOLERANCES,
     implementation,
@@ -117,14 +118,24 @@ def test_flash_attention_4_is_refused_with_the_reason(dtype, device, loaded, rea
         flash_attention_4(workload("fa4", dtype=dtype), torch.device(device))
 
 
-def test_flash_attention_4_says_itself_what_it_cannot_do(monkeypatch):
-    def refuse(*tensors, **options):
-        raise NotImplementedError("head dim 8 on sm_90")
+@pytest.mark.parametrize("reason", [NotImplementedError("head dim 8 on sm_90"), AssertionError("head dim 8 on sm_90")])
+def test_flash_attention_4_says_itself_what_it_cannot_do(reason):
+    def refuse(*tensors):
+        raise reason
 
-    monkeypatch.setitem(sys.modules, FLASH_ATTENTION_4, SimpleNamespace(flash_attn_func=refuse))
-    shape = workload("fa4", dtype="fp16")
-    with pytest.raises(CapabilityError, match="'fa4' does not take this: head dim 8 on sm_90"):
-        relative_errors(flash_attention_4(shape, torch.device("cuda")), shape, CPU)
+    with pytest.raises(CapabilityError, match="fa4 does not take this: head dim 8 on sm_90"):
+        attention._checked(refuse, workload("fa4", dtype="fp16"), CPU)
+    with pytest.raises(type(reason)):
+        attention._checked(refuse, workload("eager"), CPU)
+
+
+def test_flash_attention_4_gets_the_same_values_in_its_own_layout():
+    ours, theirs = (random_inputs(workload(name), CPU) for name in ("eager", "fa4"))
+    for one, other in zip(
+        (*ours.differentiable, ours.grad_out), (*theirs.differentiable, theirs.grad_out), strict=True
+    ):
+        assert torch.equal(one, other)
+        assert other.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.gpu

@@ -43,10 +43,6 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Call
 
 
 def _transposed(function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    try:
-        result = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    except (NotImplementedError, AssertionError) as error:
-        # How it says that it has no kernel for these shapes on this GPU.
-        raise CapabilityError(f"implementation 'fa4' does not take this: {error}") from error
+    result = function(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     out = result[0] if isinstance(result, tuple) else result
     return out.transpose(1, 2)
