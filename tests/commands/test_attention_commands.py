@@ -93,6 +93,26 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
     assert pool_flash_rounds([cell]) == [cell]
 
 
+def test_heads_of_keys_and_windows_are_swept_and_shown():
+    arguments = ("--implementation", "eager,sdpa-flash", "--kv-heads", "1,2", "--window", "5", "--repetition-ms", "1")
+    table = tables(invoke(*FLASH, *arguments, "--baseline", "eager", "--format", "json"))["flash"]
+    assert [(row["kv_heads"], row["implementation"], row["status"]) for row in table["rows"]] == [
+        (1, "eager", "ok"),
+        (1, "sdpa-flash", "unsupported"),
+        (2, "eager", "ok"),
+        (2, "sdpa-flash", "unsupported"),
+    ]
+    assert "causal True, window 5" in table["title"]
+    assert (
+        "sdpa-flash unsupported: implementation 'sdpa-flash' has no sliding window: choose flex or fa4"
+        in table["notes"]
+    )
+    row = table["rows"][0]
+    # 2 heads of 32 queries that see 5 keys, the first of them fewer.
+    flops = 4 * 2 * 16 * (32**2 - 27**2) // 2
+    assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9)
+
+
 def test_attn_measures_eager_and_compiled(tmp_path):
     picture = tmp_path / "attn.svg"
     rows = tables(invoke(*ATTN, "--format", "json", "--plot", str(picture)))["attn"]["rows"]
@@ -108,6 +128,12 @@ def test_attn_measures_eager_and_compiled(tmp_path):
         ([*FLASH, "--implementation", "flash3"], "--implementation 'flash3': choose from auto, triton, hopper,"),
         ([*FLASH, "--baseline", "none"], "--baseline 'none': is not measured: choose from"),
         ([*FLASH, "--grid", "mine"], "--grid 'mine': choose from course, board"),
+        ([*FLASH, "--kv-heads", "3"], "--kv-heads 3: must divide --num-heads 2, choose from 1, 2"),
+        ([*FLASH, "--window", "0"], "--window '0': must be at least 1"),
+        (
+            [*FLASH, "--window", "4", "--full"],
+            "--window 4: counts keys back from the query's own, so it needs --causal",
+        ),
         ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
         ([*FLASH, "--repetition-ms", "0"], "--repetition-ms '0': must be between 1 and 1e+18"),
         ([*FLASH, "--rounds", "0"], "--rounds '0': must be at least 1"),

@@ -50,7 +50,7 @@ TRITON_CONFIGURATIONS = {
     "window, head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True, 16, 1024),
     "grouped window, short": ((1, 4, 512, 64), torch.bfloat16, True, 1, 128),
     "grouped window, short, head dim 128": ((1, 4, 512, 128), torch.bfloat16, True, 1, 128),
-    "grouped window, 4096, head dim 64": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
+    "grouped window, 4096": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
     "grouped window, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 4, 1024),
 }
 HOPPER_CONFIGURATIONS = {

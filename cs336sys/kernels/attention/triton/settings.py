@@ -188,10 +188,8 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
     few = _few_programs(problem, 128, each=2)
     if _is_short(problem):
         if problem.window is not None or problem.group_size > 1:
-            # Not prepared, the passes would spill registers; as would 64 keys with head dimension 128.
-            if problem.head_dim > 64:
-                return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
-            return joint(TileSettings(32, 64, num_warps=4, num_stages=2))
+            # Not prepared, or with 64 keys, the passes would spill registers.
+            return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
         if problem.head_dim > 64 and not _few_programs(problem, 64):
             # 1x16x1024x128: 0.053, not prepared 0.086 and more.
             return joint(by_pointers)
