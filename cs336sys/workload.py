@@ -325,8 +325,7 @@ class ParallelWorkload(Configured):
         timeout_s: how long a rank waits for the others.
         prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
         checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
-            ``keep=N``, of ``fsdp`` with fused kernels, all that is expensive to compute again but gate and up, and
-            these in the last N blocks.
+            ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
     """
 
     training: Workload
@@ -381,14 +380,10 @@ class ParallelWorkload(Configured):
 
     def _check_kept(self) -> None:
         training, blocks = self.training, kept_blocks(self.checkpointing)
-        needed = {"strategy": (self.strategy, "fsdp"), "kernels": (training.kernels, "fused")}
-        needed["compile"] = training.compile, "off"
-        for name, (value, wanted) in needed.items():
-            if value != wanted:
-                raise UsageError(
-                    f"--checkpoint {self.checkpointing} writes out both passes of a block: it needs --{name} {wanted}, "
-                    f"not {value}"
-                )
+        if not training.is_ours:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} knows the parts of this project's model alone: choose block"
+            )
         if training.attention == "reference":
             raise UsageError(
                 f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
@@ -396,6 +391,17 @@ class ParallelWorkload(Configured):
             )
         if blocks is not None and blocks > training.size.num_layers:
             raise UsageError(f"--checkpoint {self.checkpointing}: the model has {training.size.num_layers} blocks")
+        if training.size.d_ff == training.size.d_model and not self.writes_out_blocks:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} tells products apart by their widths: d_ff and d_model are both "
+                f"{training.size.d_ff}"
+            )
+
+    @property
+    def writes_out_blocks(self) -> bool:
+        """Whether blocks that choose what to keep have a backward pass of their own: fused kernels without autocast."""
+        training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
+        return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
 
     @property
     def share(self) -> int:
@@ -438,7 +444,7 @@ class ParallelWorkload(Configured):
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
-        """The same steps without communication; blocks that choose what to keep are computed as plain ones."""
+        """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
         return replace(
             self,
             strategy="unsynchronized",
@@ -446,7 +452,7 @@ class ParallelWorkload(Configured):
             gradient_dtype="fp32",
             trace=None,
             prefetch=None,
-            checkpointing="none" if kept_blocks(self.checkpointing) is not None else self.checkpointing,
+            checkpointing="none" if self.writes_out_blocks else self.checkpointing,
         )
 
 

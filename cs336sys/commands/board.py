@@ -72,8 +72,13 @@ def chosen_by_memory(workload: ParallelWorkload, limit_bytes: float, *, tells: b
         tells: say on standard error what was chosen.
 
     Raises:
-        UsageError: it does not fit even so.
+        UsageError: it does not fit even so, or what it needs is not known.
     """
+    if not workload.writes_out_blocks:
+        raise UsageError(
+            "--checkpoint auto knows what is needed by --strategy fsdp with --kernels fused and --compile off alone: "
+            "choose these, or keep=N"
+        )
     step = choose_kept_blocks(workload.kept_step, limit_bytes)
     if tells:
         peak = kept_peak(step)

@@ -86,8 +86,8 @@ def shard(
     """
     from cs336sys.commands.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.board import board_tables
-    from cs336sys.report.parallel.shard import shard_plan, shard_tables
+    from cs336sys.report.parallel.board import sharding_tables
+    from cs336sys.report.parallel.shard import shard_plan
 
     if board:
         if model.model is not None:
@@ -129,18 +129,17 @@ def shard(
         if is_first_rank():
             output.emit([shard_plan(chosen)])
         return
-    measure, tables = "measurement:measure_parallel_training", shard_tables
-    if board:
-        measure, tables = "board:measure_board", board_tables
+    # Cells of a board are others than those that shard measures of the same workload.
+    measure, mark = ("board:measure_board", {"board": True}) if board else ("measurement:measure_parallel_training", {})
     sweep = run_sweep(
-        "board" if board else "shard",
+        "shard",
         f"cs336sys.experiments.parallel.{measure}",
-        [workload.configuration() for workload in chosen],
+        [workload.configuration() | mark for workload in chosen],
         sweeping,
         across_ranks=True,
     )
     sweep.report(
-        lambda: tables(sweep.cells, sweep.run),
+        lambda: sharding_tables(sweep.cells, sweep.run),
         output,
         pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
     )

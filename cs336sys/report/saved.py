@@ -18,10 +18,9 @@ from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.noise import Interval
 from cs336sys.report.parallel.allreduce import allreduce_tables
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
-from cs336sys.report.parallel.board import board_tables
+from cs336sys.report.parallel.board import is_of_board, sharding_tables
 from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
-from cs336sys.report.parallel.shard import shard_tables
 from cs336sys.report.parallel.shard_plots import plot_memory
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
@@ -81,6 +80,10 @@ def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     return pictures
 
 
+def _memory_picture(cells: Sequence[Cell], run: Run | None) -> Pictures:
+    return _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
+
+
 def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     return {
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
@@ -117,8 +120,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     ),
     "ddp": SavedCommand(lambda cells, run, asked: ddp_tables(cells, run), _ddp_pictures),
     "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
-    "board": SavedCommand(lambda cells, run, asked: board_tables(cells, run)),
-    "shard": SavedCommand(lambda cells, run, asked: shard_tables(cells, run), _picture("memory", plot_memory)),
+    "shard": SavedCommand(lambda cells, run, asked: sharding_tables(cells, run), _memory_picture),
 }
 
 

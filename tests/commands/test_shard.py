@@ -106,7 +106,10 @@ def test_the_board_says_what_it_has_chosen():
     [
         (["--board", "--strategy", "none"], "--board measures the strategy fsdp: --strategy none cannot be chosen"),
         (["--board", "--checkpoint", "auto", "--memory-limit", "130"], "--memory-limit '130': give a size such as"),
-        (["--strategy", "fsdp", "--checkpoint", "auto"], "it needs --kernels fused, not reference"),
+        (
+            ["--strategy", "fsdp", "--checkpoint", "auto", "--attention", "sdpa"],
+            "--checkpoint auto knows what is needed by --strategy fsdp",
+        ),
         (["--strategy", "zero"], "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp, torch-zero"),
         (["--prefetch", "-1"], "--prefetch '-1': must be at least 0"),
         (["--checkpoint", "every=2"], "--checkpoint 'every=2': choose from none, block"),

@@ -33,7 +33,8 @@ CHECKED_LAYERS = 2
 _QUERIES = 1024
 _TOKENS = 1024
 
-# The largest relative error that rounding explains, of the loss and of any gradient (Euclidean norms).
+# The largest relative error that rounding explains, of the loss and of any gradient (Euclidean norms). On two H200, two
+# blocks of the 8B model were off by less than 1e-6 and by 0.017; of a tiny model on the CPU by 5e-4 and 0.026.
 LOSS_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
 GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
 

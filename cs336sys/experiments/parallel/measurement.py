@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
 from cs336sys.errors import UsageError
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
@@ -54,7 +53,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         return wrong
 
     key = configuration_key(workload.unsynchronized.configuration())
-    has_baseline = kept_blocks(workload.checkpointing) is None
+    has_baseline = not workload.writes_out_blocks
     if has_baseline and key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
         progress("timing steps without communication")
         _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)

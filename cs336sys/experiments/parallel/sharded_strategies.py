@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,
@@ -95,12 +95,6 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
     plain = build_plain_model(replace(workload, training=in_fp32), _CPU if initialize is None else _META)
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
-    kept = kept_blocks(workload.checkpointing)
-    if kept is not None:
-        from cs336sys.kernels.transformer_block import choose_kept
-
-        sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        choose_kept(plain, kept, sdpa if training.attention == "sdpa" else None)
     torch.manual_seed(training.seed)
     blocks = None if training.is_ours else list(blocks_of(training, plain).values()) or None
     if blocks is not None and (half := AUTOCAST_DTYPES.get(training.precision)) is not None:
@@ -162,6 +156,9 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
             workload, device, optimizer, functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         )
     model = build_model(replace(training, compile="off"), _META)
+    kept = kept_blocks(workload.checkpointing)
+    if kept is not None:
+        keep_by_parts(model, training.size, kept)
     torch.manual_seed(training.seed)
     blocks = set(blocks_of(training, model).values())
     for child in model.children():

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
+from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,
     blocks_of,
@@ -112,7 +115,20 @@ def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Mo
             run = block._compiled_call_impl or block._call_impl
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
+    kept = kept_blocks(workload.checkpointing)
+    if kept is not None:
+        _choose_kept(model, workload, kept)
     return model
+
+
+def _choose_kept(model: nn.Module, workload: ParallelWorkload, blocks: int) -> None:
+    if workload.writes_out_blocks:
+        from cs336sys.kernels.transformer_block import choose_kept
+
+        sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        choose_kept(model, blocks, sdpa if workload.training.attention == "sdpa" else None)
+    else:
+        keep_by_parts(model, workload.training.size, blocks)
 
 
 def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:

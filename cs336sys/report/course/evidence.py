@@ -128,6 +128,9 @@ class Evidence:
 
 
 def _matches(cell: Cell, required: Mapping[str, Collection[Any]]) -> bool:
+    # A board's cells have columns of their own: whoever wants them says so.
+    if cell.configuration.get("board") and "board" not in required:
+        return False
     return all(setting_of(cell, name) in values for name, values in required.items())
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cs336sys.accounting.sharding.kept_parts import kept_peak
 from cs336sys.report.parallel.ddp import parallel_phase_table
-from cs336sys.report.parallel.shard import SHARDING_SETTING_COLUMNS
+from cs336sys.report.parallel.shard import SHARDING_SETTING_COLUMNS, shard_tables
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results import Cell, Run
@@ -32,6 +32,18 @@ _SHARES = {
     "communication": "communication not hidden",
     "idle": "idle",
 }
+
+
+def is_of_board(cell: Cell) -> bool:
+    """Whether it was measured by ``shard --board``."""
+    return bool(cell.configuration.get("board"))
+
+
+def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """The tables of ``shard``, with ``--board`` and without."""
+    of_board = [cell for cell in cells if is_of_board(cell)]
+    others = [cell for cell in cells if not is_of_board(cell)]
+    return [*(shard_tables(others, run) if others else []), *(board_tables(of_board, run) if of_board else [])]
 
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:

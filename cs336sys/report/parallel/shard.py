@@ -1,6 +1,7 @@
 """The tables of ``shard``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
@@ -65,9 +66,13 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
 
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
+    if workload.writes_out_blocks:
+        return kept_memory(workload.kept_step)
+    step = sharded_step(workload)
     if kept_blocks(workload.checkpointing) is None:
-        return predicted_memory(sharded_step(workload))
-    return kept_memory(workload.kept_step)
+        return predicted_memory(step)
+    # How much torch's selective checkpoints hold at once is torch's own affair.
+    return [held for held in predicted_memory(replace(step, checkpointing="none")) if held.moment != "peak"]
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:

@@ -180,7 +180,7 @@ _NAIVE_BASELINE_MS = 10_000.0
 
 def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
     """The leaderboard of 2026: a whole step of the 8B model."""
-    found = evidence.find("board", size=("8b",)) or evidence.find("shard", size=("8b",))
+    found = evidence.find("shard", size=("8b",), board=(True,)) or evidence.find("shard", size=("8b",))
     if not found:
         return None
     cells = [cell for group in found for cell in group.cells]
@@ -198,11 +198,11 @@ def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
         ]
     sentences += failures(cells, lambda cell: f"8b with checkpointing {cell.configuration['checkpointing']}")
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
-    tables = [
-        table
-        for group in found
-        for table in [*group.table(group.invocation.command, *keys, "peaks", "status"), *group.table("shares")]
-    ]
+    tables = []
+    for group in found:
+        for name in ("board", "shard"):
+            tables += group.table(name, *keys, "peaks", "status")
+        tables += group.table("shares")
     return Answer(sentences, tables, {}, runs_of(found))
 
 
