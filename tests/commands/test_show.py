@@ -70,7 +70,6 @@ def test_every_command_that_saves_can_be_shown():
         command = getattr(importlib.import_module(f"cs336sys.commands.{name}"), name)
         if callable(command) and {"save", "sweeping"} & inspect.signature(command).parameters.keys():
             saving.append(name)
-    # What shard --board saves has a table of its own.
     assert sorted(saving) == sorted(SAVED_COMMANDS)
 
 
