@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cs336sys.report.course.evidence import Evidence, Found
 from cs336sys.report.course.target import Command, Handout, Target
@@ -33,6 +34,16 @@ def runs_of(groups: Sequence[Found]) -> list[Run]:
     """The invocations that measured the cells, each once."""
     runs = {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
     return list(runs.values())
+
+
+def pictures_of(groups: Sequence[Found]) -> Pictures:
+    """The pictures of all of them, numbered where several have one of a name."""
+    found: dict[str, Callable[[Path], None]] = {}
+    for group in groups:
+        for name, draw in group.pictures().items():
+            number = 1 + sum(known.split(",")[0] == name for known in found)
+            found[name if number == 1 else f"{name}, {number}"] = draw
+    return found
 
 
 def no_commands(target: Target) -> list[Command]:

@@ -8,7 +8,7 @@ from cs336sys.accounting.answers.model import attention_answers
 from cs336sys.accounting.hardware import memory_bytes
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, simple
 from cs336sys.report.course.words import ALIKE, failures, gib, joined, ms, speed, spread, times, trend
 from cs336sys.report.saved import Presentation
@@ -51,7 +51,7 @@ def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
         *("peak_gib", "status"),
     )
     shown = [table for group in found for table in group.table("attn", *keys)]
-    pictures = {name: draw for group in found for name, draw in group.pictures().items()}
+    pictures = pictures_of(found)
     return Answer(sentences, [*shown, *tables], pictures, runs_of(found))
 
 
@@ -268,13 +268,14 @@ def weighted_sum(evidence: Evidence, handout: Handout) -> Answer | None:
     for name, cell in rows.items():
         parts = [f"{part.replace('_', ' ')} {ms(samples.median)}" for part, samples in cell.samples.items()]
         sentences.append(f"{'Our kernel' if name == 'ours' else name}: {joined(parts)}.")
-    if {"ours", "eager"} <= rows.keys():
-        ratios = [
-            f"{speed(rows['eager'].samples[part].median / samples.median)} in {part.replace('_', ' ')}"
-            for part, samples in rows["ours"].samples.items()
-            if part in rows["eager"].samples
-        ]
-        sentences.append(f"Against PyTorch's own it is {joined(ratios)}.")
+    for other, called in (("eager", "PyTorch's own"), ("compiled", "the same compiled")):
+        if {"ours", other} <= rows.keys():
+            ratios = [
+                f"{speed(rows[other].samples[part].median / samples.median)} ({part.replace('_', ' ')})"
+                for part, samples in rows["ours"].samples.items()
+                if part in rows[other].samples
+            ]
+            sentences.append(f"Against {called} our kernel is {joined(ratios)}.")
     tables = [table for group in found for table in group.table("kernels")]
     return Answer(sentences, tables, {}, runs_of(found))
 
@@ -336,7 +337,7 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
         name = part.replace("_", "-")
         columns += [Column(f"{part}_ours_ms", f"{name}, ours", "ms"), Column(f"{part}_ms", f"{name}, PyTorch", "ms")]
     columns.append(Column("end_to_end_speedup", "faster", "ratio"))
-    pictures = {name: draw for group in used[:1] for name, draw in group.pictures().items()}
+    pictures = pictures_of(used[:1])
     there = {row["dtype"] for row in rows}
     missing = [f"the grid in {dtype}" for dtype in ("bf16", "fp32") if dtype not in there]
     title = "FlashAttention against PyTorch's attention, batch 1, causal, medians"

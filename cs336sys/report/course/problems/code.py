@@ -34,8 +34,8 @@ class Code:
             failed = [name for name, outcome in self._of(evidence).items() if outcome == "failed"]
             if passed or failed:
                 sentences.append(
-                    f"Of the course's tests {len(passed)} pass ({joined(passed)})"
-                    + (f" and {len(failed)} fail ({joined(failed)})." if failed else ".")
+                    f"{len(passed)} of the course's {len(passed) + len(failed)} tests of it pass ({joined(passed)})"
+                    + (f", and not {joined(failed)}." if failed else ".")
                 )
             found = evidence.find(self.command, **dict(self.settings)) if self.command else []
             cells = [cell for group in found for cell in group.cells]
@@ -98,8 +98,10 @@ def _flash(implementation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 _ATTENTION = "cs336sys.kernels.attention"
 _TILED = Code(f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", _flash("tiled"))
 _TRITON = Code(f"{_ATTENTION}.FlashAttentionTriton", ("test_flash_forward_pass_triton",), "flash", _flash("triton"))
-_COMPILED = Code(
-    f"{_ATTENTION}.tiled.FlashAttentionCompiledBackward", ("test_flash_backward",), "flash", _flash("triton")
+# Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
+_COMPILED = Code(f"{_ATTENTION}.tiled.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
+_TRITON_BACKWARD = Code(
+    f"{_ATTENTION}.FlashAttentionTriton", ("test_flash_backward_triton",), "flash", _flash("triton")
 )
 
 
@@ -120,11 +122,16 @@ FLASH_FORWARD = Problem(
         Part("c", _TRITON.answer, _small),
     ),
 )
-FLASH_BACKWARD = Problem(
-    "flash_backward",
-    "FlashAttention-2 backward pass",
-    (Part("", _COMPILED.answer, _small),),
-)
+
+
+def _backward(evidence: Evidence, handout: Handout) -> Answer:
+    """What is asked, and beside it the backward pass in Triton."""
+    asked, besides = (code.answer(evidence, handout) for code in (_COMPILED, _TRITON_BACKWARD))
+    sentences = [*asked.sentences, "Besides, with a backward pass in Triton:", *besides.sentences]
+    return Answer(sentences, (), {}, besides.runs, [*asked.missing, *besides.missing])
+
+
+FLASH_BACKWARD = Problem("flash_backward", "FlashAttention-2 backward pass", (Part("", _backward, _small),))
 
 
 def _trained(name: str, title: str, code: Code) -> Problem:

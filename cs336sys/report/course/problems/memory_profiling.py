@@ -6,7 +6,7 @@ from cs336sys.accounting.answers.model import tensor_answers
 from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
 from cs336sys.report.course.words import ALIKE, derived_sentence, failures, gib, joined, percent, times
 from cs336sys.report.numbers import format_quantity
@@ -53,7 +53,7 @@ def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
         sentences += _timeline_words(one.cells[0], called)
     if not chosen:
         return None
-    pictures = {name: draw for group in chosen for name, draw in group.pictures().items()}
+    pictures = pictures_of(chosen)
     tables = [
         table
         for group in chosen
@@ -99,10 +99,12 @@ def _timeline_words(cell: Cell, called: str) -> list[str]:
             )
     elif forward is not None:
         above = forward["allocated"] - forward["parameters"]
+        kept = forward["activations"]
         sentences.append(
-            f"Nothing is kept for a backward pass: above the {gib(forward['parameters'] / GIB)} of parameters "
-            "there are "
-            f"only {gib(above / GIB)}, small peaks of equal height, one for each block."
+            (f"For a backward pass {gib(kept / GIB)} are kept" if kept else "Nothing is kept for a backward pass")
+            + f": above the {gib(forward['parameters'] / GIB)} of parameters peaks of up to "
+            f"{gib(above / GIB)} come and go, "
+            f"{percent(100 * above / forward['parameters'])} of these."
         )
     return sentences
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.target import Command, Handout, Sweep, Target
 from cs336sys.report.course.words import ALIKE, failures, joined, ms, percent, spread, times, trend
 from cs336sys.report.tables import Column, Table
@@ -19,7 +19,7 @@ def _profiles(evidence: Evidence, handout: Handout) -> list[Found]:
     return evidence.find(
         "nsys",
         {
-            "size": handout.sizes,
+            "size": handout.profile_sizes,
             "context": handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096),
             "precision": ("fp32",),
         },
@@ -87,7 +87,7 @@ def forward_time(found: list[Found], evidence: Evidence, handout: Handout) -> An
         Table(table.name, table.title, table.columns, [row for row in table.rows if row.get("phase") in _SHOWN_PHASES])
         for table in every
     ]
-    pictures = {name: draw for group in found for name, draw in group.pictures().items()}
+    pictures = pictures_of(found)
     return Answer(sentences, tables, pictures, runs_of(found), _missing(found, handout))
 
 
@@ -95,11 +95,13 @@ _SHOWN_PHASES = ("forward", "backward", "optimizer", None)
 
 
 def _missing(found: Sequence[Found], handout: Handout) -> list[str]:
-    sizes = {cell.configuration["size"] for group in found for cell in group.cells}
-    lacking = [handout.called(size) for size in handout.profile_sizes if size not in sizes]
-    if handout.year == 2026 and len(sizes) > 1 and handout.xl in sizes:
-        return []
-    return [f"profiles of {joined(lacking)}"] if lacking else []
+    there = {(cell.configuration["size"], cell.configuration["context"]) for group in found for cell in group.cells}
+    missing = []
+    for size in handout.profile_sizes:
+        contexts = [context for context in handout.profile_contexts if (size, context) not in there]
+        if contexts:
+            missing.append(f"{handout.called(size)} at context {joined(map(str, contexts))}")
+    return missing
 
 
 def _beside_bench(rows: Sequence[dict], evidence: Evidence) -> list[str]:

@@ -5,7 +5,7 @@ from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.problems.ddp import exposed_words, other_size, rows_of, setup_words
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic, state_gib
 from cs336sys.report.course.words import derived_sentence, faster, gib, joined, ms, percent, spread, times
@@ -276,7 +276,7 @@ def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
                     f"Prefetching {row['prefetch']}, communication costs the step "
                     f"{exposed_words(row['exposed_ms']).rstrip(',')}."
                 )
-    pictures = {name: draw for group in groups for name, draw in group.pictures().items()}
+    pictures = pictures_of(groups)
     prefetched = {cell.configuration["prefetch"] for group in groups for cell in group.cells}
     missing = other_size(groups[0], handout)
     missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in prefetched]
