@@ -1,0 +1,166 @@
+"""Every command of the README and of the pages under docs/ means something, and the pages' stories can be followed."""
+
+import contextlib
+import glob
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import COMMANDS, app
+from cs336sys.errors import CapabilityError
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))))
+RESULT_PAGES = tuple(f"docs/results/{path.name}" for path in sorted((REPOSITORY / "docs/results").glob("*.md")))
+
+# What stands for something that the reader fills in.
+PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{4,}|FILE")
+
+
+def commands_of(page):
+    """The arguments of every command on a page, with the line it is on; comments, pipes and placeholders aside."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S)
+    lines = [line for block in code for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    found = []
+    for line in lines:
+        begun = re.search(rf"\bcs336sys (?=(?:{'|'.join(COMMANDS)})\b)(.*)", line)
+        if begun is None:
+            continue
+        words = shlex.split(begun[1].split(" #")[0].replace(r"\|", "|"), comments=True)
+        end = next((number for number, word in enumerate(words) if word in ("|", ">", "&&", ";", "2>")), len(words))
+        is_mentioned = words[:end] in (["show"], ["compare"]) or "--help" in words
+        has_placeholder = any(PLACEHOLDER.search(word) for word in words[:end])
+        if not is_mentioned and not has_placeholder and words[:end] not in found:
+            found.append(words[:end])
+    return found
+
+
+def without(arguments, *options):
+    """The arguments without these options and their values."""
+    return [
+        word
+        for number, word in enumerate(arguments)
+        if word not in options and not (number and arguments[number - 1] in options)
+    ]
+
+
+class MeasuringError(Exception):
+    """All that was asked for has been understood; from here on it would be measured."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a reader of the pages stands: beside the project's docs, with results of their own."""
+    path = tmp_path_factory.mktemp("reader")
+    (path / "docs").symlink_to(REPOSITORY / "docs")
+    (path / "results").symlink_to(REPOSITORY / "docs" / "results")
+    return path
+
+
+@pytest.fixture
+def understood(folder, every_command, monkeypatch):
+    """A function that goes with a command to where it would measure.
+
+    What is no measurement is done where it takes milliseconds; else options are looked at and files are not.
+    """
+    monkeypatch.chdir(folder)
+
+    def stop(*arguments, **settings):
+        raise MeasuringError
+
+    for name in COMMANDS:
+        module = importlib.import_module(f"cs336sys.commands.{name}")
+        if hasattr(module, "run_sweep"):
+            monkeypatch.setattr(module, "run_sweep", stop)
+    known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
+
+    def understand(arguments):
+        name = tuple(arguments[: 2 if arguments[0] == "account" else 1])
+        context, command = known[name]
+        words = [one for word in arguments[len(name) :] for one in (sorted(glob.glob(word)) if "*" in word else [word])]
+        if name[0] == "account":
+            # Drawing takes seconds; what is drawn is checked in test_account.
+            words = without(words, "--plot")
+        below = command.make_context(command.name, words, parent=context.parent)
+        is_measured = hasattr(importlib.import_module(f"cs336sys.commands.{name[0]}"), "run_sweep")
+        shows_a_table = name[0] == "show" and not {"--html", "--plot"} & set(words) and Path(words[0]).exists()
+        if name[0] == "account" or shows_a_table or (is_measured and "--from" not in words):
+            with contextlib.suppress(MeasuringError, CapabilityError), below:
+                command.invoke(below)
+
+    return understand
+
+
+def test_the_pages_have_commands():
+    counts = {page: len(commands_of(page)) for page in PAGES}
+    assert counts["README.md"] >= 12
+    assert sum(counts.values()) > 90
+    used = {command[0] for page in PAGES for command in commands_of(page)}
+    assert used == set(COMMANDS), "a command without a page"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULT_PAGES])
+def test_every_command_of_a_page_has_known_options_and_values(page, understood, capsys):
+    for arguments in commands_of(page):
+        try:
+            understood(arguments)
+        except Exception as error:
+            pytest.fail(f"{page}: cs336sys {shlex.join(arguments)}: {error}")
+
+
+WITH_DRY_RUN = ("bench", "nsys", "memprof", "ddp", "shard", "allreduce")
+
+
+def test_every_command_that_can_says_what_it_would_run(folder, monkeypatch):
+    """A hundred plans of models up to 13 billion parameters, none of which is built."""
+    monkeypatch.chdir(folder)
+    planned = 0
+    for arguments in {tuple(command) for page in PAGES for command in commands_of(page) if command[0] in WITH_DRY_RUN}:
+        if "--from" in arguments:
+            continue
+        faster = ["--no-predict"] if arguments[0] == "memprof" and "--no-predict" not in arguments else []
+        result = CliRunner().invoke(app, [*arguments, *faster, "--dry-run", "--format", "json"])
+        assert result.exit_code == 0, f"{arguments}: {result.output}"
+        assert json.loads(result.stdout)["tables"][0]["rows"], arguments
+        planned += 1
+    assert planned > 30
+
+
+# What makes a step of any page one of milliseconds on a CPU.
+TINY = (
+    "--size",
+    "tiny",
+    "--num-layers",
+    "1",
+    "--context",
+    "16",
+    "--batch-size",
+    "1",
+    "--steps",
+    "3",
+    "--device",
+    "cpu",
+)
+
+
+@pytest.mark.usefixtures("kept_workers")
+def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
+    """All that is measured here: one worker serves it. The other commands are measured at tiny in their own tests."""
+    monkeypatch.chdir(folder)
+    story = [command for command in commands_of("docs/compare.md") if command[0] in ("bench", "compare")][:3]
+    assert [command[0] for command in story] == ["bench", "bench", "compare"]
+    for arguments in story:
+        faster = TINY if arguments[0] == "bench" else ()
+        result = CliRunner().invoke(app, [*without(arguments, "--size"), *faster])
+        # Two times the same code: what differs may still be called a regression, once in many times.
+        assert result.exit_code in ((0, 1) if "--fail-above" in arguments else (0,)), result.output
+        assert result.stdout.startswith("### ")
+    shown = next(command for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"])
+    result = CliRunner().invoke(app, [*shown, "--format", "csv"])
+    assert result.stdout.splitlines()[0] == "table,size,precision,compile,step_ms_mean,step_ms_std,tokens_per_s"
