@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.flops import flops_by_component, linear_flops
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ModelSize
 
-_CHOICES = "none, block, every=K (groups of K blocks), nested"
+# every=K: groups of K blocks.
+_CHOICES = ("none", "block", "every=K", "nested")
 
 
 def parse_checkpointing(text: str) -> str:
@@ -34,7 +35,7 @@ def parse_checkpointing(text: str) -> str:
             raise UsageError("a group has a whole number of blocks, at least 1, as in every=4")
         return "block" if int(count) == 1 else f"every={int(count)}"
     if text not in ("none", "block", "nested"):
-        raise UsageError(f"choose from {_CHOICES}")
+        raise UsageError(choose_from(text, _CHOICES))
     return text
 
 

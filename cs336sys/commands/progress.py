@@ -1,9 +1,10 @@
 """How far a sweep is: a bar on a terminal, and a line for every finished cell where standard error is a file."""
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cs336sys.commands.faults import say
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 
 # Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
-_TRACER_LINES = "USDT:"
+_TRACER_LINES = b"USDT:"
+# Stands in a pipe after all that was written before, and in no text.
+_MARK = b"\0\0 all of it\n"
 
 
 class Progress(Protocol):
@@ -44,11 +47,13 @@ def showing_progress(
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
         # Not closed here: processes that outlive the sweep may still have something to say.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
-        above = contextlib.nullcontext() if measured_here else _stderr_above_the_bar(console)
-        with above, _bar(console, command, len(configurations)) as bar:
+        # What workers write would be written into the bar.
+        write = functools.partial(_print_above, console)
+        with _stderr_by_lines(write, is_read=not measured_here), _bar(console, command, len(configurations)) as bar:
             yield bar
     else:
-        yield _Lines(command, configurations)
+        with _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here):
+            yield _Lines(command, configurations)
 
 
 class _Unseen:
@@ -89,31 +94,46 @@ class _Lines:
 
 
 @contextlib.contextmanager
-def _stderr_above_the_bar(console: "Console") -> Iterator[None]:
-    """Print on the console what this process, and those that it starts meanwhile, write to standard error.
-
-    They write past the console, and would write into its bar.
-    """
+def _stderr_by_lines(write: Callable[[bytes], None], *, is_read: bool) -> Iterator[None]:
+    """Let ``write`` have each line that this process, and those that it starts meanwhile, write to standard error."""
+    if not is_read:
+        yield
+        return
     reading, writing = os.pipe()
-    terminal = os.dup(2)
+    before = os.dup(2)
     os.dup2(writing, 2)
-    os.close(writing)
-    reader = threading.Thread(target=_print_lines, args=(reading, console), daemon=True)
-    reader.start()
+    all_is_passed_on = threading.Event()
+    threading.Thread(target=_pass_on, args=(reading, write, all_is_passed_on), daemon=True).start()
     try:
         yield
     finally:
-        os.dup2(terminal, 2)
-        os.close(terminal)
-        # Until all of those processes have ended, or as long as nobody minds to wait.
-        reader.join(1.0)
+        os.dup2(before, 2)
+        os.close(before)
+        # The reader stays for processes that outlive this.
+        os.write(writing, _MARK)
+        os.close(writing)
+        all_is_passed_on.wait(1.0)
 
 
-def _print_lines(descriptor: int, console: "Console") -> None:
-    with open(descriptor, errors="replace") as lines:
+def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: threading.Event) -> None:
+    with open(descriptor, "rb") as lines:
         for line in lines:
-            if not line.startswith(_TRACER_LINES):
-                console.print(line.rstrip(), markup=False, highlight=False)
+            text = line.removesuffix(_MARK)
+            if text and not text.startswith(_TRACER_LINES):
+                # Whatever the disk behind it does: a pipe that nobody reads would stop those who write.
+                with contextlib.suppress(OSError):
+                    write(text)
+            if line.endswith(_MARK):
+                all_is_passed_on.set()
+
+
+def _print_above(console: "Console", line: bytes) -> None:
+    console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
+
+
+def _write_to(descriptor: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(descriptor, line) :]
 
 
 @contextlib.contextmanager

@@ -231,7 +231,7 @@ def test_forward_pass_has_nothing_to_checkpoint():
     [
         (["--size", "huge"], "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
         (["--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),
-        (["--checkpoint", "all"], "--checkpoint 'all': choose from none, block, every=K (groups of K blocks), nested"),
+        (["--checkpoint", "all"], "--checkpoint 'all': choose from none, block, every=K, nested"),
         (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
         (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
         (["--top", "0"], "--top '0': must be between 1 and 40"),

@@ -316,6 +316,38 @@ def test_what_workers_write_stands_above_the_bar():
     assert not any("USDT" in line for line in lines)
 
 
+def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path):
+    """In its order, to the last byte, also while the process that writes lives on."""
+    script = (
+        "import os, subprocess, sys\n"
+        "from cs336sys.commands.progress import showing_progress\n"
+        "from cs336sys.results import Cell\n"
+        "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
+        "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning >&2', shell=True)\n"
+        "    waiting = subprocess.Popen('read x; echo later >&2', shell=True, stdin=subprocess.PIPE)\n"
+        "    progress.cell_done(Cell('bench', {}, 'ok'), 1.0)\n"
+        "    os.write(2, b'no end of line')\n"
+        "os.write(2, b', the end\\n')\n"
+        "waiting.communicate(b'go')\n"
+        "import time; time.sleep(0.5)\n"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        subprocess.run([sys.executable, "-c", script], stderr=stderr, check=True, timeout=60)
+    assert log.read_text() == "a warning\nbench: 1 of 1: ok: 1.0 s\nno end of line, the end\nlater\n"
+
+
+def test_a_log_on_a_full_disk_stops_nobody():
+    script = (
+        "import subprocess\n"
+        "from cs336sys.commands.progress import showing_progress\n"
+        "with showing_progress('bench', [{}], is_shown=True):\n"
+        "    subprocess.run('yes | head -c 300000 >&2', shell=True, check=True, timeout=20)\n"
+    )
+    with open("/dev/full", "wb") as stderr:
+        assert subprocess.run([sys.executable, "-c", script], stderr=stderr, timeout=60).returncode == 0
+
+
 def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     """The whole table is printed, the pictures are drawn, then comes the sentence."""
     drawn = []

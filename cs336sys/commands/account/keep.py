@@ -7,6 +7,7 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.board import read_memory_limit
+from cs336sys.commands.completion import among
 from cs336sys.commands.options import at_least, one_of, split_list
 from cs336sys.commands.output_options import OutputOptions
 from cs336sys.workload import STATE_DTYPES
@@ -16,7 +17,12 @@ def keep(
     model: options.SharedModelOptions = options.SharedModelOptions(["8b"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
     state_dtype: Annotated[
-        list[str], typer.Option("--state-dtype", help=f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.")
+        list[str],
+        typer.Option(
+            "--state-dtype",
+            help=f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.",
+            autocompletion=among(STATE_DTYPES),
+        ),
     ] = [",".join(STATE_DTYPES)],
     memory_limit: Annotated[
         str, typer.Option("--memory-limit", help="What a rank may hold: 130GiB or 140GB.")
