@@ -207,9 +207,10 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     before_gib = known_values(cells, "resident_before_gib")
     if not before_gib:
         return ()
+    held = " to ".join(dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))))
     return (
         "peak resident: all main memory of the measuring process at its fullest; Python, torch and what earlier cells "
-        f"left held {min(before_gib):.2f} to {max(before_gib):.2f} GiB of it before the model was built",
+        f"left held {held} GiB of it before the model was built",
     )
 
 
