@@ -348,6 +348,12 @@ def test_a_log_on_a_full_disk_stops_nobody():
         assert subprocess.run([sys.executable, "-c", script], stderr=stderr, timeout=60).returncode == 0
 
 
+def test_the_columns_asked_for_are_printed_of_what_was_measured(capsys):
+    two = Table("bench", "bench", (Column("size", "size"), Column("step", "step")), [{"size": "tiny", "step": 7}])
+    Sweep(cells("ok"), None).report(lambda: [two], OutputOptions(format="csv", columns=["step"]))
+    assert capsys.readouterr().out == "table,step\nbench,7\n"
+
+
 def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     """The whole table is printed, the pictures are drawn, then comes the sentence."""
     drawn = []
