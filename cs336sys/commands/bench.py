@@ -8,7 +8,7 @@ import typer
 
 from cs336sys.commands import training_options as options
 from cs336sys.commands.completion import among
-from cs336sys.commands.options import between, check_choice, split_list
+from cs336sys.commands.options import MEASURING, OUTPUT, between, check_choice, split_list
 from cs336sys.commands.output_options import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import run_sweep
 from cs336sys.errors import UsageError
@@ -24,19 +24,27 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
-    rounds: Annotated[int, typer.Option(help="Times to go through all combinations.", min=1)] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="Times to go through all combinations.", min=1, rich_help_panel=MEASURING)
+    ] = 1,
     interleave: Annotated[
         str | None,
         typer.Option(
-            help="Steps of this setting's values in turn: attention.",
+            help="Steps of its values in turn, such as attention.",
             show_default=False,
             autocompletion=among(_COMPARED),
+            rich_help_panel=MEASURING,
         ),
     ] = None,
     percentiles: Annotated[
-        list[str], typer.Option(help="Also show these percentiles of the step: 50,90.", show_default=False)
+        list[str],
+        typer.Option(
+            help="Also show these percentiles of the step: 50,90.", show_default=False, rich_help_panel=OUTPUT
+        ),
     ] = [],
-    plot: Annotated[Path | None, typer.Option(help="Draw times by phase, and speed-ups, to this picture.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw times by phase, and speed-ups, to this picture.", rich_help_panel=OUTPUT)
+    ] = None,
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.completion import among
 from cs336sys.commands.output_options import OutputOptions
 from cs336sys.commands.training_options import (
     BatchOption,
@@ -20,13 +21,14 @@ from cs336sys.commands.training_options import (
     expand_workloads,
 )
 from cs336sys.errors import CapabilityError
+from cs336sys.workload import OPTIMIZERS
 
 
 def doctor(
     model: ModelOption = None,
     loss: LossOption = None,
     batch: BatchOption = None,
-    optimizer: Annotated[str, typer.Option(help="As of bench.")] = "course",
+    optimizer: Annotated[str, typer.Option(help="As of bench.", autocompletion=among(OPTIMIZERS))] = "course",
     blocks: BlocksOption = None,
     debug: DebugOption = False,
     output: OutputOptions = OutputOptions(),

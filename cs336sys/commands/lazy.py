@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cs336sys.commands.former_names import former_names, with_todays_name
-from cs336sys.commands.options import with_read_options
+from cs336sys.commands.options import OUTPUT, with_read_options
 from cs336sys.commands.settings_file import check_tables, defaults_of, overruled_settings
 from cs336sys.errors import UsageError, choose_from
 
@@ -39,6 +39,13 @@ def _with_own_variables(parameters, ctx, command=""):
 
 
 class _Command(TyperCommand):
+    def get_help_option(self, ctx):
+        option = super().get_help_option(ctx)
+        # Beside options that every command has, and not in a panel of its own.
+        if option is not None:
+            option.rich_help_panel = OUTPUT
+        return option
+
     def get_params(self, ctx):
         return _with_own_variables(super().get_params(ctx), ctx, self.name)
 

@@ -57,9 +57,7 @@ CompileOption = Annotated[
 ]
 OptimizerOption = Annotated[
     list[str],
-    typer.Option(
-        help="AdamW: course, fused (torch's), adamw (ours); or FILE.py:NAME.", autocompletion=among(OPTIMIZERS)
-    ),
+    typer.Option(help="course, fused, adamw (ours), FILE.py:NAME.", autocompletion=among(OPTIMIZERS)),
 ]
 KernelsOption = Annotated[
     list[str],
@@ -91,21 +89,21 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        metavar="<file:name>",
-        help="Yours: FILE.py:NAME or package.module:NAME, (size) -> module of tokens. See docs/your_model.md.",
+        metavar="<name>",
+        help="Yours: FILE.py:NAME or package.module:NAME, see docs/your_model.md.",
         show_default=False,
     ),
 ]
 LossOption = Annotated[
     str | None,
-    typer.Option("--loss", metavar="<file:name>", help="Yours: (output, targets) -> scalar.", show_default=False),
+    typer.Option("--loss", metavar="<name>", help="Yours: (output, targets) -> scalar.", show_default=False),
 ]
 BatchOption = Annotated[
     str | None,
     typer.Option(
         "--batch",
-        metavar="<file:name>",
-        help="Yours: (size, generator, device) -> (inputs, targets), the batch first.",
+        metavar="<name>",
+        help="Yours: (size, generator, device) -> (inputs, targets).",
         show_default=False,
     ),
 ]
@@ -172,9 +170,7 @@ class TrainedModelOptions(ModelOptions):
 
     size: Annotated[
         list[str],
-        typer.Option(
-            help=f"{_SIZES}. Default: small; without a GPU tiny.", show_default=False, autocompletion=among(SIZES)
-        ),
+        typer.Option(help=f"{_SIZES}. Default: small; CPU: tiny.", show_default=False, autocompletion=among(SIZES)),
     ] = field(default_factory=list)
 
 

@@ -46,7 +46,18 @@ def test_the_values_of_an_option_are_offered_and_files_are_left_to_the_shell(lin
 
 # Options whose values are no choice: names that the user gives, or what only a file can tell.
 FREE = {
-    *("--from", "--only", "--skip", "--memory-limit"),
+    *(
+        "--from",
+        "--only",
+        "--skip",
+        "--memory-limit",
+        "--model",
+        "--loss",
+        "--batch",
+        "--blocks",
+        "--account",
+        "--partition",
+    ),
     *("--range", "--table", "--columns", "--sort", "--metric", "--percentiles", "--baseline", "--mesh", "--command"),
     *("--bucket-mb", "--message", "--gradients", "--context", "--batch-size", "--warmup", "--tokens"),
     *("--width", "--vocab-size", "--world-size", "--prefetch", "--head-dim", "--num-heads", "--d-model", "--devices"),

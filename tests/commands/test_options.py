@@ -67,6 +67,8 @@ def test_every_option_that_is_a_number_refuses_what_is_none(every_command):
             arguments = [*context.command_path.split()[1:], option.opts[0], value]
             if command.name == "compare":
                 arguments += ["a.jsonl", "b.jsonl"]
+            if command.name == "slurm":
+                arguments += ["bench"]
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 2, arguments
             assert result.stderr.startswith(f"error: {option.opts[0]} '{value}': must be "), arguments
@@ -132,7 +134,7 @@ def test_every_command_with_a_table_takes_the_selection_of_tables_and_columns(ev
     """Where their tables are made of measured cells, a wrong name loses nothing: see test_sweep."""
     shown = {"format", "output", "table", "columns", "sort", "wide"}
     others = {command.name for _, command in every_command if not shown <= {option.name for option in command.params}}
-    assert others == {"report"}, "which writes a document"
+    assert others == {"report", "slurm"}, "which write documents and scripts"
 
 
 def test_tables_and_columns_are_chosen_before_they_are_written():
