@@ -30,7 +30,11 @@ def run_commands(plan: Sequence[Command], target: Target, folder: Path) -> list[
             say(f"report: {number} of {len(plan)} is left out, it {reason}: {command.line}")
             continue
         say(f"report: {number} of {len(plan)}: {command.line}")
-        code = _run(command, folder)
+        try:
+            code = _run(command, folder)
+        except KeyboardInterrupt:
+            say(f"report: interrupted in {number} of {len(plan)}; --run goes on from what is in {folder}")
+            raise
         if code not in (0, CapabilityError.exit_code):
             say(f"report: that ended with exit code {code}")
             failed.append(command.line)
