@@ -22,6 +22,7 @@ COMMANDS = (
     "allreduce",
     "ddp",
     "shard",
+    "losses",
     "precision",
     "account",
     "compare",

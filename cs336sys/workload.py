@@ -6,10 +6,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from cs336sys.accounting.activations import ATTENTION
-from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing, recomputed_flops
+from cs336sys.accounting.activations import ATTENTION, block_activations
+from cs336sys.accounting.checkpointing import (
+    checkpointed_moments,
+    kept_blocks,
+    parse_checkpointing,
+    recomputed_flops,
+)
 from cs336sys.accounting.flops import attention_flops, model_flops
+from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
+from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
@@ -134,8 +141,8 @@ class Workload(Configured):
             the user that makes one of parameters.
         cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
         kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in.
-        state_dtype: of ``adamw``: moments in ``fp32`` or ``bf16``; ``split`` keeps the blocks' weights as bf16 and what
-            fp32 has beyond it.
+        state_dtype: of ``adamw``: moments in ``fp32``, or in ``bf16``; ``split`` keeps the blocks' weights as bf16 and
+            what fp32 has beyond it. With fused kernels in half precision, the last two have gradients in it, too.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
         user: what of it is the user's.
@@ -166,6 +173,8 @@ class Workload(Configured):
             raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")
         if self.state_dtype != "fp32" and self.optimizer != "adamw":
             raise UsageError(f"--state-dtype {self.state_dtype}: optimizer '{self.optimizer}' has none; choose adamw")
+        if self.state_dtype == "split" and self.kernels != "fused":
+            raise UsageError("--state-dtype split keeps the weights that --kernels fused computes with: choose fused")
         if self.state_dtype == "split" and self.precision != "bf16":
             raise UsageError(
                 f"--state-dtype split keeps weights in bf16: precision '{self.precision}' has none; choose bf16"
@@ -174,6 +183,34 @@ class Workload(Configured):
             raise UsageError(f"--warmup {self.warmup}: must be at least 0")
         if self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be at least 1")
+
+    def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
+        """The moments of a step that can be its peak, on paper; the same for compiled workloads, which need less.
+
+        Args:
+            checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
+        """
+        if self.kernels == "fused":
+            return fused_moments(self._fused_step, checkpointing)
+        moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
+        if self.state_dtype == "bf16":
+            return [replace(moment, optimizer_state=moment.optimizer_state // 2) for moment in moments]
+        return moments
+
+    @property
+    def block_activations(self) -> int:
+        """Bytes that a block saves for its backward pass."""
+        if self.kernels == "fused":
+            return self._fused_step.block
+        return block_activations(self.size, self.precision, self.attention).total
+
+    @property
+    def _fused_step(self) -> FusedStep:
+        return FusedStep(self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype)
+
+    def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
+        """The widest of them."""
+        return max(self.widest_moments(checkpointing), key=lambda moment: moment.total)
 
     @property
     def tokens(self) -> int:
@@ -267,6 +304,28 @@ class MemoryWorkload(Configured):
     def name(self) -> str:
         """A file name without its ending, different for workloads that differ in anything but steps and seed."""
         return f"{self.training.name}-{self.checkpointing}".replace("=", "")
+
+
+@dataclass(frozen=True)
+class LossWorkload(Configured):
+    """A training workload whose loss is followed while it learns a text.
+
+    Attributes:
+        training: ``steps`` of it are taken, each on a batch of its own.
+        text: files, separated by commas, whose bytes are the tokens.
+        learning_rate, weight_decay: of the optimizer, constant.
+    """
+
+    training: Workload
+    text: str
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.training.mode != "train":
+            raise UsageError(f"mode '{self.training.mode}': a model that learns can only train")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
 
 
 PROFILERS = ("auto", "nsys", "torch")

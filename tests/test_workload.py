@@ -10,6 +10,7 @@ from cs336sys.workload import (
     AttentionWorkload,
     CollectiveWorkload,
     KernelWorkload,
+    LossWorkload,
     MemoryWorkload,
     ParallelWorkload,
     ProfileWorkload,
@@ -20,6 +21,7 @@ SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl.gz
 
 KINDS = {
     "bench": Workload,
+    "losses": LossWorkload,
     "nsys": ProfileWorkload,
     "memprof": MemoryWorkload,
     "ddp": ParallelWorkload,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
@@ -15,6 +15,7 @@ from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import (
     TrainStep,
+    build_compared_model,
     build_model,
     set_matmul_precision,
     train_for_check,
@@ -150,14 +151,14 @@ def check_training(
     if workload.cuda_graph == "on":
         require_graphs(device)
     progress("checking: launched steps")
-    expected = _trained_for_check(plain, device)
+    expected = _trained_for_check(plain, device, build_compared_model(workload, device))
     # In host memory, so that a step is checked that fills the GPU.
     expected = {name: value.cpu() for name, value in expected.items()}
     _free_memory(device)
     progress("checking: steps as measured")
-    found = _trained_for_check(workload, device)
+    found = _trained_for_check(workload, device, build_model(workload, device))
     _free_memory(device)
-    start: dict[str, Tensor] = dict(build_model(plain, device).named_parameters())
+    start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
     # Copies differ from nothing that they copy.
     expected = {name: torch.zeros_like(value) for name, value in found.items()} | expected
@@ -178,9 +179,8 @@ def _difference_columns(checked: Difference) -> dict[str, float]:
     return {"largest_difference": checked.largest, "relative_difference_percent": 100 * checked.relative}
 
 
-def _trained_for_check(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+def _trained_for_check(workload: Workload, device: torch.device, model: nn.Module) -> dict[str, Tensor]:
     """The weights after :func:`train_for_check`, and the losses of its steps."""
-    model = build_model(workload, device)
     optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS) if workload.mode == "train" else None
     step = TrainStep(workload, device, model=model, optimizer=optimizer)
     losses = train_for_check(step, step.warmup_of_capture)

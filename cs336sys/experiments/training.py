@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer, require_kernels
-from cs336sys.experiments.weight_check import STEPS
+from cs336sys.experiments.weight_check import STEPS, plainly_trained
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.workload import PHASES_OF_MODE, Workload
 
@@ -89,9 +88,12 @@ def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
 
 def causal_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
-    if name == "reference":
-        return None
-    compute = ATTENTION_FUNCTIONS[name]
+    return None if name == "reference" else _with_causal_mask(ATTENTION_FUNCTIONS[name])
+
+
+# The same for all models, so that what is compiled for one serves the others.
+@functools.cache
+def _with_causal_mask(compute: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     # Of the mask these functions see only that there is one.
     return lambda query, key, value: compute(query, key, value, _CAUSAL)
 
@@ -118,12 +120,6 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
         fused = fuse(model, causal_attention(workload.attention))
         if workload.state_dtype == "split":
             fused.stack_weights(torch.bfloat16)
-    elif workload.state_dtype == "split":
-        for parameter in itertools.chain.from_iterable(
-            block.parameters() for block in blocks_of(workload, model).values()
-        ):
-            if parameter.dim() > 1:
-                parameter.data = parameter.data.to(torch.bfloat16)
     if workload.compile == "model":
         model.compile(dynamic=False)
     elif workload.compile == "block":
@@ -187,6 +183,19 @@ def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
     if workload.user.model is None:
         return initialize_layer
     return user_models.layer_initializer(workload.user.model, workload.size)
+
+
+def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
+    """The model that a workload's training is compared with, see ``plainly_trained``.
+
+    Where the workload keeps weights in bf16, this model starts from the same, and keeps them in fp32.
+    """
+    model = build_model(plainly_trained(workload), device)
+    if workload.state_dtype == "split":
+        for parameter in model.get_submodule("layers").parameters():
+            if parameter.dim() > 1:
+                parameter.data = parameter.data.bfloat16().float()
+    return model
 
 
 def keeping_input(run: Callable[..., Any], *inputs: Any, keeps_random: bool = False, **named: Any) -> Any:
@@ -253,10 +262,12 @@ class TrainStep:
         phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own, unless a fused
             kernel computes it together with the logits.
         loss: what the last forward pass returned.
+        takes_half_gradients: whether float32 parameters may have gradients in half precision.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         graphs: the step in CUDA graphs, once :meth:`capture` has been called.
     """
 
+    takes_half_gradients = True
     warmup_of_capture = WARM_UP_STEPS
 
     def __init__(
@@ -287,7 +298,8 @@ class TrainStep:
         half = AUTOCAST_DTYPES.get(workload.precision)
         writes_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
         if self._fused is not None and self._fused.copies is None and half is not None and writes_copies:
-            self._fused.keep_copies(half, self.optimizer)
+            in_half = workload.state_dtype == "bf16" and self.takes_half_gradients
+            self._fused.keep_copies(half, self.optimizer, half if in_half else torch.float32)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
@@ -313,7 +325,11 @@ class TrainStep:
 
     def use_batch(self, number: int) -> None:
         """Train on another batch of the workload from now on, see :func:`make_batch`."""
-        self._batch = self._share_of_batch(number)
+        self.use(*self._share_of_batch(number))
+
+    def use(self, inputs: Tensor, targets: Tensor) -> None:
+        """Train on this batch from now on: of the shape of the workload's, on its device."""
+        self._batch = inputs, targets
         if self.graphs is None:
             self.inputs, self.targets = self._batch
 

@@ -74,6 +74,6 @@ def difference(
             # A parameter that no step moves must not be moved by the other way either.
             relative.append(torch.where(distance == 0, 0.0, distance / torch.linalg.vector_norm(moved)))
     # A weight that is NaN is farther off than any other.
-    relatives = torch.stack(relative).nan_to_num(nan=torch.inf).tolist()
+    relatives = torch.stack(relative).nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
     worst = max(range(len(relatives)), key=relatives.__getitem__)
     return Difference(torch.stack(largest).max().item(), relatives[worst], list(expected)[worst], num_layers)

@@ -1,5 +1,6 @@
 """Puts the fused kernels into a model of ``cs336_basics``' names, its own or anybody's, and takes them out again."""
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
@@ -54,7 +55,7 @@ class Fused:
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in STACKED.get(type(module).__name__, ()):
-                module.__dict__[name] = None
+                module.__dict__[name] = module.__dict__["gradient_dtype"] = None
         self._head = getattr(model, HEAD, None)
         if self._head is not None:
             self._head.__dict__["targets"] = None
@@ -82,48 +83,65 @@ class Fused:
         finally:
             self._head.__dict__["targets"] = None
 
-    def keep_copies(self, dtype: torch.dtype, optimizer: Any = None) -> None:
+    def keep_copies(
+        self, dtype: torch.dtype, optimizer: Any = None, gradient_dtype: torch.dtype = torch.float32
+    ) -> None:
         """Let the blocks compute in ``dtype`` with copies of their float32 weights, in place of casts in every pass.
 
         Query, key and value projections, and gate and up projections, become one product each, and gradients come out
-        of the products in float32. :class:`cs336sys.kernels.adamw.AdamW` writes the copies in the pass that writes the
-        weights. What PyTorch writes into weights, such as another optimizer or ``load_state_dict``, is noticed before
-        the next forward pass; call ``copies.refresh()`` after anything else.
+        of the products, which sum in float32, in ``gradient_dtype``. :class:`cs336sys.kernels.adamw.AdamW` writes the
+        copies in the pass that writes the weights. What PyTorch writes into weights, such as another optimizer or
+        ``load_state_dict``, is noticed before the next forward pass; call ``copies.refresh()`` after anything else.
 
         Args:
             dtype: float16 or bfloat16; run the model under ``torch.autocast`` to it.
             optimizer: of these weights, with ``attach_copy``; None for weights that nothing but PyTorch writes.
+            gradient_dtype: float32, or ``dtype`` for an optimizer that takes gradients of another dtype than weights'.
+
+        Raises:
+            CapabilityError: this version of torch (before 2.10) has no gradients of another dtype than their weights'.
         """
-        self._stack(lambda weights: torch.empty_like(torch.cat(weights), dtype=dtype))
-        assert self.copies is not None
-        self.copies.refresh()
+        if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
+            raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
+        copies = self._stack(dtype, apart=True)
+        for module in self._modules:
+            if type(module).__name__ in STACKED:
+                module.__dict__["gradient_dtype"] = gradient_dtype
+        for weight, _ in copies:
+            if gradient_dtype != torch.float32:
+                weight.grad_dtype = gradient_dtype
+        copies.refresh()
         if optimizer is not None:
-            for weight, copy in self.copies:
+            for weight, copy in copies:
                 optimizer.attach_copy(weight, copy)
 
     def stack_weights(self, dtype: torch.dtype) -> None:
-        """Keep the blocks' weights themselves in ``dtype``, side by side. Call it before making an optimizer."""
-        self._stack(lambda weights: torch.cat(weights).to(dtype))
-        assert self.copies is not None
-        for weight, copy in self.copies:
+        """Keep the blocks' weights themselves in ``dtype``, side by side. Call it before making an optimizer.
+
+        A deep copy of the model afterwards has weights apart from what it computes with: make it before.
+        """
+        for weight, copy in self._stack(dtype, apart=False):
+            copy.copy_(weight.detach())
             weight.data = copy
 
-    def _stack(self, stack: Callable[[list[Tensor]], Tensor]) -> None:
-        self.copies = WeightCopies()
+    def _stack(self, dtype: torch.dtype, *, apart: bool) -> WeightCopies:
+        self.copies = WeightCopies(apart=apart)
         for module in self._modules:
             for name, layers in STACKED.get(type(module).__name__, {}).items():
                 weights = [getattr(module, layer).weight for layer in layers]
-                copy = stack([weight.detach() for weight in weights])
+                shape = sum(len(weight) for weight in weights), weights[0].shape[1]
+                copy = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 module.__dict__[name] = copy
                 self.copies.add(weights, copy)
         self._model.register_load_state_dict_post_hook(_refresh_copies)
         self._model.register_forward_pre_hook(_refresh_changed_copies)
+        return self.copies
 
     def undo(self) -> None:
         """The model computes as before; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
-            for name in STACKED.get(type(module).__name__, ()):
+            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
             self._head.__dict__.pop("targets", None)
@@ -156,8 +174,9 @@ def _norm_forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tenso
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
     if ffn.gate_up_copy is None:
         return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
-    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight)
-    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight)
+    dtype = ffn.gradient_dtype
+    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight, gradient_dtype=dtype)
+    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype)
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
@@ -166,6 +185,8 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
     return x + block.ffn(normalized)
 
 
+# One function for all modules that compute alike: compiled code is theirs together.
+@functools.cache
 def _rotation_forward(theta: float) -> Callable:
     def forward(rotation: Any, x: Tensor, pos_ids: Tensor | None = None) -> Tensor:
         return rope(x, pos_ids, theta=theta)
@@ -173,21 +194,24 @@ def _rotation_forward(theta: float) -> Callable:
     return forward
 
 
+@functools.cache
 def _attention_forward(theta: float | None, attention: Attention) -> Callable:
     def forward(attn: Any, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         if attn.qkv_copy is None:
             return type(attn).forward(attn, x, token_positions)
-        qkv = linear_of_copy(x, attn.qkv_copy, attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype)
         if theta is None:
             query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
         else:
             query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
-        heads = attention(query, key, value)
-        return linear_of_copy(heads.transpose(-3, -2).flatten(-2), attn.output_copy, attn.output_proj.weight)
+        heads = attention(query, key, value).transpose(-3, -2).flatten(-2)
+        return linear_of_copy(heads, attn.output_copy, attn.output_proj.weight, gradient_dtype=dtype)
 
     return forward
 
 
+@functools.cache
 def _attention_of(module: types.ModuleType) -> Attention:
     """Whatever the model's module computes attention with at the time of a call."""
 

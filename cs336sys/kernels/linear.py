@@ -44,13 +44,15 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> 
 
 
 class LinearOfCopy(torch.autograd.Function):
-    """``LinearOfCopy.apply(x, copy, *weights)``; see :func:`linear_of_copy`."""
+    """``LinearOfCopy.apply(x, copy, gradient_dtype, *weights)``; see :func:`linear_of_copy`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, copy: torch.Tensor, gradient_dtype: torch.dtype, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, copy)
         ctx.rows = [len(weight) for weight in weights]
-        ctx.dtype = weights[0].dtype
+        ctx.dtype = gradient_dtype
         return torch.nn.functional.linear(x, copy)
 
     @staticmethod
@@ -58,22 +60,27 @@ class LinearOfCopy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, copy = ctx.saved_tensors
         grad_weight = weight_gradient(grad, x, ctx.dtype)
-        return grad @ copy, None, *grad_weight.split(ctx.rows)
+        return grad @ copy, None, None, *grad_weight.split(ctx.rows)
 
 
-def linear_of_copy(x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+def linear_of_copy(
+    x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor, gradient_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
 
-    Gradients go to x and to the weights: these in their dtype, straight from the product, which sums in float32, as
-    views of one tensor. Differentiable once.
+    Gradients go to x and to the weights: these straight from the product, which sums in float32, as views of one
+    tensor. Differentiable once.
 
     Args:
         x: (..., d_in), of the dtype of ``copy``; under ``torch.autocast`` it is cast.
         copy: (sum of d_out, d_in).
         weights: (d_out, d_in) each, of one dtype. They are not read.
+        gradient_dtype: in which the product writes the weights' gradients, None for the dtype of the weights; autograd
+            casts them to the weights' ``grad_dtype``.
     """
     device_type = x.device.type
+    gradient_dtype = gradient_dtype or weights[0].dtype
     if not torch.is_autocast_enabled(device_type):
-        return LinearOfCopy.apply(x, copy, *weights)
+        return LinearOfCopy.apply(x, copy, gradient_dtype, *weights)
     with torch.autocast(device_type, enabled=False):
-        return LinearOfCopy.apply(x.to(copy.dtype), copy, *weights)
+        return LinearOfCopy.apply(x.to(copy.dtype), copy, gradient_dtype, *weights)

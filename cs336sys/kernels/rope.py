@@ -10,12 +10,21 @@ import triton
 import triton.language as tl
 
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.operators import check_tensors, define_gradient, define_operator, needs_operators, result_dtype
+from cs336sys.kernels.operators import (
+    check_tensors,
+    define_gradient,
+    define_operator,
+    needs_operators,
+    num_multiprocessors,
+    result_dtype,
+)
 
-# Elements of a tile, and the heads that a program rotates by the same cosines and sines.
+# Elements of a tile, and the most heads that a program rotates by the same cosines and sines, one after another: fewer
+# where a multiprocessor would get less than so many programs. On an H200, 2048 tokens of 25 heads took 7.2 us with 8.
 TILE = 1024
 HEADS = 8
 NUM_WARPS = 4
+MIN_PROGRAMS = 12
 
 
 @triton.jit
@@ -138,7 +147,11 @@ def _rotate(
         positions_strides = positions.stride()
     half_tile = triton.next_power_of_2(dim) // 2
     row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
-    num_programs = shape[0] * triton.cdiv(shape[1], HEADS) * triton.cdiv(num_rows, row_tile)
+    tiles = shape[0] * triton.cdiv(num_rows, row_tile)
+    heads = HEADS
+    while heads > 1 and tiles * triton.cdiv(shape[1], heads) < MIN_PROGRAMS * num_multiprocessors(x.device):
+        heads //= 2
+    num_programs = tiles * triton.cdiv(shape[1], heads)
     with torch.cuda.device_of(x):
         _rope_kernel[(num_programs,)](
             x,
@@ -154,7 +167,7 @@ def _rotate(
             ROTATES=theta is not None,
             IMPLIED=is_implied,
             SHARED=positions_strides[1] == 0 or shape[1] == 1,
-            HEADS=HEADS,
+            HEADS=heads,
             ROW_TILE=row_tile,
             HALF_TILE=half_tile,
             num_warps=NUM_WARPS,

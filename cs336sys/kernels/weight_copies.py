@@ -10,9 +10,17 @@ class WeightCopies:
     """Copies of weights, kept up to date with what PyTorch writes into the weights.
 
     Iterating over it gives each weight with its copy.
+
+    Args:
+        apart: whether they have memory of their own; else the weights lie in them.
+
+    Attributes:
+        tensors: those that have memory of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool) -> None:
+        self._apart = apart
+        self.tensors: list[Tensor] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[tuple[int, int]] = []
 
@@ -21,14 +29,15 @@ class WeightCopies:
 
     def add(self, weights: Sequence[Tensor], copy: Tensor) -> None:
         """``copy`` (rows of all weights, d) holds the weights (rows, d) one after another."""
+        if self._apart:
+            self.tensors.append(copy)
         self._pairs += zip(weights, copy.split([len(weight) for weight in weights]), strict=True)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write all copies anew, except weights that are their own copy."""
-        apart = [(weight, copy) for weight, copy in self._pairs if weight.data_ptr() != copy.data_ptr()]
-        if apart:
-            weights, copies = zip(*apart, strict=True)
+        """Write all copies anew."""
+        if self._apart:
+            weights, copies = zip(*self._pairs, strict=True)
             torch._foreach_copy_(copies, weights)
         self._versions = self._versions_now()
 

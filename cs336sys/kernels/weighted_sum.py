@@ -13,8 +13,13 @@ from cs336sys.kernels.partial_sums import sum_of_partials
 # A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
 ROW_TILE = 16
 COLUMN_TILE = 128
-# A backward program sums over 16 tiles of rows before it writes, so the partial sums are 1/256 of x.
-BACKWARD_ROWS = 16 * ROW_TILE
+# Of the backward pass, which adds up columns: wide tiles, of 32 elements in each thread, and at least so many rows to a
+# program, so that the partial sums are 1/128 of x or less.
+BACKWARD_TILE = 4096
+MAX_BACKWARD_COLUMNS = 1024
+BACKWARD_ROWS = 128
+# Tiles that a program loads ahead, and the one it computes.
+BACKWARD_STAGES = 3
 
 
 @triton.jit
@@ -66,6 +71,7 @@ def _weighted_sum_backward_kernel(
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Each program takes one tile of columns and walks along its strip of ROWS rows."""
     num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
@@ -73,20 +79,21 @@ def _weighted_sum_backward_kernel(
     column = (tl.program_id(0).to(tl.int64) % num_column_tiles) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
     column_mask = column < num_columns
     weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros((COLUMN_TILE,), dtype=tl.float32)
-    for start in range(0, ROWS, ROW_TILE):
+    # Added up over the rows of a tile once, in the end: threads would wait for each other in every tile.
+    grad_weight = tl.zeros((ROW_TILE, COLUMN_TILE), dtype=tl.float32)
+    for start in tl.range(0, ROWS, ROW_TILE, num_stages=STAGES):
         row = strip * ROWS + start + tl.arange(0, ROW_TILE)
         row_mask = row < num_rows
         mask = row_mask[:, None] & column_mask[None, :]
         grad_output = tl.load(grad_output_ptr + row * grad_output_stride, mask=row_mask, other=0.0).to(tl.float32)
-        # grad_x[r, d] = w[d] grad_output[r]
-        grad_x_offset = row[:, None] * grad_x_row_stride + column[None, :] * grad_x_column_stride
-        tl.store(grad_x_ptr + grad_x_offset, grad_output[:, None] * weight[None, :], mask=mask)
         # grad_w[d] = sum_r x[r, d] grad_output[r]
         x_offset = row[:, None] * x_row_stride + column[None, :] * x_column_stride
         x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
-        grad_weight += tl.sum(x * grad_output[:, None], axis=0)
-    tl.store(partial_grad_weight_ptr + strip * num_columns + column, grad_weight, mask=column_mask)
+        grad_weight += x * grad_output[:, None]
+        # grad_x[r, d] = w[d] grad_output[r]
+        grad_x_offset = row[:, None] * grad_x_row_stride + column[None, :] * grad_x_column_stride
+        tl.store(grad_x_ptr + grad_x_offset, grad_output[:, None] * weight[None, :], mask=mask)
+    tl.store(partial_grad_weight_ptr + strip * num_columns + column, tl.sum(grad_weight, axis=0), mask=column_mask)
 
 
 def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -122,8 +129,11 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) 
     rows = as_rows(x)
     grad_output = grad_output.reshape(len(rows))
     grad_rows = torch.empty_like(rows)
-    num_strips = triton.cdiv(len(rows), BACKWARD_ROWS)
-    num_column_tiles = triton.cdiv(num_columns, COLUMN_TILE)
+    column_tile = min(triton.next_power_of_2(max(1, num_columns)), MAX_BACKWARD_COLUMNS)
+    row_tile = BACKWARD_TILE // column_tile
+    strip_rows = max(row_tile, BACKWARD_ROWS)
+    num_strips = triton.cdiv(len(rows), strip_rows)
+    num_column_tiles = triton.cdiv(num_columns, column_tile)
     partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         # One dimension, as the second of a CUDA grid ends at 65535.
@@ -139,9 +149,10 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) 
             *grad_rows.stride(),
             len(rows),
             num_columns,
-            ROW_TILE=ROW_TILE,
-            COLUMN_TILE=COLUMN_TILE,
-            ROWS=BACKWARD_ROWS,
+            ROW_TILE=row_tile,
+            COLUMN_TILE=column_tile,
+            ROWS=strip_rows,
+            STAGES=BACKWARD_STAGES,
         )
     return grad_rows.reshape(x.shape), sum_of_partials(partial_grad_weight, weight.dtype)
 

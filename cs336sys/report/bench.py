@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.measure.system import Capacity
 from cs336sys.report.gpu_readings import CLOCK_COLUMN, clock_notes, joined_readings, median_clock
@@ -118,7 +117,7 @@ def bench_plan(
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.parameters}
         if workload.is_ours:
-            peak = predicted_peak(workload.size, workload.precision, workload.mode, workload.attention)
+            peak = workload.predicted_peak()
             row |= peak_row(peak) | _fitting(peak.total_gib, capacity)
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)

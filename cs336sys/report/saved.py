@@ -12,6 +12,7 @@ from cs336sys.report.attention_plots import plot_attn, plot_flash
 from cs336sys.report.bench import bench_tables, pool_bench_rounds
 from cs336sys.report.bench_plots import plot_bench
 from cs336sys.report.kernels import kernel_tables, plot_kernels
+from cs336sys.report.losses import loss_tables, plot_losses
 from cs336sys.report.memory.files import timeline_title
 from cs336sys.report.memory.plots import plot_timeline
 from cs336sys.report.memory.tables import memory_tables
@@ -99,6 +100,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
         _picture("bench", plot_bench),
         pool_bench_rounds,
     ),
+    "losses": SavedCommand(lambda cells, run, asked: loss_tables(cells, run), _picture("losses", plot_losses)),
     "nsys": SavedCommand(
         lambda cells, run, asked: profile_tables(
             cells, run, top=asked.top, full_names=asked.full_names, compare_precision=asked.compare_precision

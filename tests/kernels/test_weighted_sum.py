@@ -1,4 +1,4 @@
-"""weighted_sum against float64, on the CPU through Triton's interpreter. Tiles are 16 x 128, strips 256 rows."""
+"""weighted_sum against float64, on the CPU through Triton's interpreter. Tiles of 16 x 128, strips of 128 rows."""
 
 import pytest
 import torch

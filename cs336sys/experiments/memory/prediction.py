@@ -1,6 +1,8 @@
 """What a step would hold, found without a GPU and without memory: it runs on fake tensors, which have shapes alone."""
 
+import contextlib
 import importlib.util
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ from cs336sys.measure.allocations.history import FakeHistory, ScalarsReadAsZero
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.workload import MemoryWorkload
+from cs336sys.workload import MemoryWorkload, Workload
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         mock.patch.dict(ATTENTION_FUNCTIONS, flash=_traced_flash),
         mock.patch.object(user_models.attention, "flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
+        _adamw_without_kernels(training),
         FakeTensorMode(),
         ScalarsReadAsZero(),
     ):
@@ -85,6 +88,15 @@ def _flash_of_a_gpu(query, key, value, is_causal):
     """Our kernels as one operation, as on a GPU; only where Triton is missing, as the tiles that a CPU computes."""
     implementation = "triton" if importlib.util.find_spec("triton") else "tiled"
     return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
+
+
+def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
+    """Where the workload takes our AdamW, a step of it makes its state and nothing else: its kernels need addresses."""
+    if workload.optimizer != "adamw":
+        return contextlib.nullcontext()
+    from cs336sys.kernels.adamw import AdamW
+
+    return mock.patch.object(AdamW, "step", AdamW.make_state)
 
 
 def _create_optimizer_state(step: MemoryStep) -> None:

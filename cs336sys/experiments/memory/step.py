@@ -95,9 +95,10 @@ class MemoryStep(TrainStep):
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The tensors that exist before a step, by category."""
+        """The tensors that exist before a step, by category; copies of parameters are among the parameters."""
+        copies = [] if self._fused is None or self._fused.copies is None else self._fused.copies.tensors
         return {
-            "parameters": list(self.model.parameters()),
+            "parameters": [*self.model.parameters(), *copies],
             "optimizer state": self.optimizer_state(),
             "other": [*self.batch, *self.model.buffers()],
         }
@@ -122,7 +123,7 @@ class MemoryStep(TrainStep):
             inputs = self._inputs_of(block)
         with self._precision():
             run = functools.partial(block, *inputs[0], **inputs[1])
-            return saved_tensors(lambda: first_part(run()), [*block.parameters(), *block.buffers()], names)
+            return saved_tensors(lambda: first_part(run()), [*self.held()["parameters"], *block.buffers()], names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
         given: list[tuple[Any, dict[str, Any]]] = []

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
@@ -47,12 +46,8 @@ def summary(
         phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
     reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
-    predicted = None
-    if workload.training.is_ours:
-        training = workload.training
-        predicted = predicted_peak(
-            training.size, training.precision, training.mode, training.attention, workload.checkpointing
-        )
+    training = workload.training
+    predicted = training.predicted_peak(workload.checkpointing) if training.is_ours else None
     return {
         "phases": phases,
         "peak_gib": highest.allocated / GIB,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336sys.accounting.checkpointing import kept_blocks, predicted_peak
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.experiments.parallel.communication import Communication, recorded_communication, run_alone
@@ -86,9 +86,8 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
         # Weights, gradients and two states in fp32, and as much again for activations.
         needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
         return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
-    share = replace(training.size, batch_size=workload.share)
-    checkpointing = "none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing
-    peak = predicted_peak(share, training.precision, "train", training.attention, checkpointing)
+    share = replace(training, size=replace(training.size, batch_size=workload.share))
+    peak = share.predicted_peak("none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing)
     return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
 
 

@@ -46,11 +46,18 @@ class ParallelStep(TrainStep):
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
     """
 
+    # Wrappers average gradients of the parameters' dtype.
+    takes_half_gradients = False
+
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
         if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
             raise CapabilityError(
                 f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype"
+            )
+        if workload.training.optimizer == "adamw" and workload.strategy == "torch-fsdp":
+            raise CapabilityError(
+                "strategy 'torch-fsdp' keeps DTensors, which the kernels of adamw cannot take: choose fused"
             )
         if not workload.training.is_ours:
             user_models.without_dropout()

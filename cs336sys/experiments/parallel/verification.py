@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.experiments import user_models, weight_check
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
@@ -23,7 +22,7 @@ from cs336sys.experiments.training import (
     TrainStep,
     blocks_of,
     build_by_layers,
-    build_model,
+    build_compared_model,
     set_matmul_precision,
     train_for_check,
 )
@@ -69,7 +68,7 @@ def _fitting(workload: Workload, device: torch.device) -> Workload:
     size = workload.size
     while size.num_layers > 1:
         if workload.is_ours:
-            peak = predicted_peak(size, workload.precision, "train", workload.attention)
+            peak = plainly_trained(replace(workload, size=size)).predicted_peak()
             needed = peak.total + 2 * peak.parameters
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
@@ -86,7 +85,7 @@ _kept: dict[tuple[Workload, bool, bool, int], dict[str, Tensor]] = {}
 
 def _expected(parallel: ParallelWorkload, device: torch.device, warmup: int) -> dict[str, Tensor]:
     """The weights of one process; on a CPU kept for the next strategy, but a GPU's memory is what is to be measured."""
-    workload = replace(plainly_trained(parallel.training), compile="off")
+    workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
     by_layers = not workload.is_ours and parallel.strategy in FULLY_SHARDED
     key = (workload, parallel.uses_autocast or workload.precision == "fp32", by_layers, warmup)
@@ -101,14 +100,16 @@ def _expected(parallel: ParallelWorkload, device: torch.device, warmup: int) -> 
 
 def _start(workload: ParallelWorkload, device: torch.device) -> nn.Module:
     """The model with the values that ranks start with."""
-    build = build_by_layers if workload.strategy in FULLY_SHARDED else build_model
-    return build(plainly_trained(workload.training), device)
+    if workload.strategy in FULLY_SHARDED:
+        return build_by_layers(plainly_trained(workload.training), device)
+    return build_compared_model(workload.training, device)
 
 
 def _trained_alone(parallel: ParallelWorkload, device: torch.device, warmup: int) -> dict[str, Tensor]:
     workload = parallel.training
     set_matmul_precision(workload)
     plain = _start(parallel, device)
+    workload = plainly_trained(workload)
     model: nn.Module = plain
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None

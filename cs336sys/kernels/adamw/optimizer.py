@@ -181,6 +181,14 @@ class AdamW(torch.optim.Optimizer):
         return state.get("master", parameter.detach())
 
     @torch.no_grad()
+    def make_state(self) -> None:
+        """Makes the state of every parameter that has a gradient and no state yet, as the first step would."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter].update(self._initial_state(parameter))
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 

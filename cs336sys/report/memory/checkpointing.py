@@ -5,7 +5,6 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import (
     best_group_size,
-    checkpointed_moments,
     recomputed_flops,
 )
 from cs336sys.accounting.flops import model_flops
@@ -85,10 +84,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
 
 def workload_moments(workload: MemoryWorkload) -> list[PeakMemory]:
     """The moments of the workload's step that can be its peak, on paper."""
-    training = workload.training
-    return checkpointed_moments(
-        training.size, training.precision, training.mode, training.attention, workload.checkpointing
-    )
+    return workload.training.widest_moments(workload.checkpointing)
 
 
 def workload_peak(workload: MemoryWorkload) -> PeakMemory:

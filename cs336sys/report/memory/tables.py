@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
@@ -175,7 +174,7 @@ def _block(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         if training.mode != "forward":
             row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
             if training.compile == "off" and training.is_ours:
-                row["saved_predicted_bytes"] = block_activations(size, training.precision, training.attention).total
+                row["saved_predicted_bytes"] = training.block_activations
         changes = cell.derived["block"]
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}

@@ -1,0 +1,214 @@
+"""Memory of a step with fused kernels (``cs336sys.kernels.fuse``) on paper, eager, in half precision under autocast.
+
+Letters as in ``accounting.activations``. Under autocast the blocks' matrices may have copies in half precision that
+live from step to step, in place of casts in every pass: AdamW of ``cs336sys.kernels.adamw`` writes them. With its state
+``split`` these matrices are themselves in bf16. With it and with ``bf16`` their gradients are in bf16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
+from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.memory import PeakMemory, SavedBlocks
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """What decides the memory of a step with fused kernels.
+
+    Attributes:
+        mode: ``forward`` (without gradients), ``forward-backward``, or ``train``.
+        attention: one of ``accounting.activations.ATTENTION``.
+        optimizer, state_dtype: as of a workload; ``adamw`` writes copies of the weights.
+    """
+
+    size: ModelSize
+    mode: str
+    precision: str
+    attention: str
+    optimizer: str
+    state_dtype: str
+
+    @property
+    def e(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def reads_copies(self) -> bool:
+        return self.precision != "fp32" and (self.optimizer == "adamw" or self.mode != "train")
+
+    @property
+    def tokens(self) -> int:
+        return self.size.batch_size * self.size.context
+
+    @property
+    def stream(self) -> int:
+        """``T d``."""
+        return self.tokens * self.size.d_model
+
+    @property
+    def inner(self) -> int:
+        """``T f``."""
+        return self.tokens * self.size.d_ff
+
+    @property
+    def statistics(self) -> int:
+        return self.size.batch_size * self.size.num_heads * self.size.context
+
+    @property
+    def scores(self) -> int:
+        return self.statistics * self.size.context if self.attention == "reference" else 0
+
+    @property
+    def block_matrices(self) -> int:
+        """Parameters of a block's matrices."""
+        return 4 * self.size.d_model**2 + 3 * self.size.d_model * self.size.d_ff
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of a number in a block's matrices."""
+        return 2 if self.state_dtype == "split" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a number in the gradients of a block's matrices."""
+        return 2 if self.state_dtype != "fp32" and self.reads_copies else 4
+
+    @property
+    def parameters(self) -> int:
+        """All of them, and the copies."""
+        matrices = self.size.num_layers * self.block_matrices
+        copies = 2 * matrices if self.reads_copies and self.state_dtype != "split" else 0
+        return self.matrix_bytes * matrices + 4 * (count_parameters(self.size) - matrices) + copies
+
+    @property
+    def optimizer_state(self) -> int:
+        moments = 4 if self.state_dtype == "bf16" else 8
+        low_bits = 2 * self.size.num_layers * self.block_matrices if self.state_dtype == "split" else 0
+        return moments * count_parameters(self.size) + low_bits
+
+    def gradients(self, blocks: int) -> int:
+        """Those of the last ``blocks`` blocks, of the last norm, and of the LM head."""
+        block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
+        return blocks * block + 4 * (self.size.vocab_size + 1) * self.size.d_model
+
+    @property
+    def kept_inner(self) -> int:
+        """Of size ``T f``: gate and up; and their product, where it is not computed again."""
+        return 2 if self.reads_copies else 3
+
+    @property
+    def block(self) -> int:
+        """What a block saves for its backward pass.
+
+        The inputs of its two norms, fp32, with a number a row each (``8 T d + 8 T``); their outputs, which three and
+        two projections share (``2 e T d``); rotated q and k, and v (``3 e T d``); attention's output as the projection
+        after it reads it (``e T d``) and a number a query; gate and up; and casts of the weights where there are no
+        copies. Reference attention saves mask, exponentials and probabilities besides.
+        """
+        e = self.e
+        attention = self.size.context**2 + (4 + e) * self.scores if self.scores else 0
+        casts = 2 * self.block_matrices if e == 2 and not self.reads_copies else 0
+        return (
+            (8 + 6 * e) * self.stream
+            + 8 * self.tokens
+            + 4 * self.statistics
+            + attention
+            + self.kept_inner * e * self.inner
+            + casts
+        )
+
+    @property
+    def around_loss(self) -> int:
+        """What the last norm saves, and what the loss holds: its input, both gradients, a chunk of logits, a cast."""
+        e, vocab_size, d_model = self.e, self.size.vocab_size, self.size.d_model
+        chunk = min(e * self.tokens * vocab_size, LOGITS_CHUNK_BYTES)
+        cast = 2 * vocab_size * d_model if e == 2 else 0
+        return (4 + 2 * e) * self.stream + 8 * self.tokens + 4 * vocab_size * d_model + chunk + cast
+
+
+def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
+    """As :func:`~cs336sys.accounting.checkpointing.checkpointed_moments`, with fused kernels."""
+    if step.mode == "forward":
+        moments = _forward_moments(step)
+    else:
+        at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
+        moments = _backward_moments(step, at_loss, at_blocks)
+        whole = step.gradients(step.size.num_layers) + 4 * step.size.vocab_size * step.size.d_model
+        moments.append(("end of backward", whole, 4 * step.stream))
+        if step.mode == "train":
+            # Only the course's AdamW makes a temporary of each parameter.
+            largest = step.size.d_model * max(step.size.d_model, step.size.d_ff, step.size.vocab_size)
+            moments.append(("optimizer", whole, 4 * largest if step.optimizer == "course" else 0))
+    state = step.optimizer_state if step.mode == "train" else 0
+    # The batch, and the rotary table, which the fused model keeps, too.
+    always = 16 * step.tokens + 4 * step.size.context * step.size.head_dim
+    return [
+        PeakMemory(moment, step.parameters, gradients, state, activations + always)
+        for moment, gradients, activations in moments
+    ]
+
+
+def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
+    """What a forward pass without gradients holds where it is widest.
+
+    - Softmax of reference attention: the block's input, the norm's output, q, k, v (with copies as projected, too), the
+      mask and what it is made of, and 12 bytes a score as in ``accounting.memory``.
+    - Feed-forward: the block's input and the sum, attention's and the norm's outputs, gate, up and product; with copies
+      the result exists before gate and up are gone.
+    - Loss: its input, a chunk of logits, and the cast of the weight.
+    """
+    e, half = step.e, step.reads_copies
+    feed_forward = (8 + 2 * e + (e if half else 0)) * step.stream + 3 * e * step.inner
+    loss = step.around_loss - e * step.stream - 4 * step.size.vocab_size * step.size.d_model
+    moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
+    if step.scores:
+        mask = step.size.context**2 + 8 * step.size.context
+        softmax = (4 + (7 if half else 4) * e) * step.stream + mask + 12 * step.scores
+        moments.append(("softmax", 0, softmax + (0 if half else 4 * step.statistics)))
+    return moments
+
+
+def _backward_moments(
+    step: FusedStep, at_loss: SavedBlocks, at_blocks: Sequence[SavedBlocks]
+) -> list[tuple[str, int, int]]:
+    """What a backward pass holds where it is widest, by moment: gradients of parameters, and activations.
+
+    - Loss: all saved activations, and what the loss holds, gradients among it.
+    - Gates of a block: beside what is saved, the gradient of the stream; with copies also its cast, the gradients of
+      product, gate and up, and the product again; else w2's gradient in place of the product and of w2's cast.
+    - Projections of a block, with copies: gate and up are gone, their gradients, those of all three weights and of
+      the norm's output exist.
+    - Softmax of a block, reference attention: as without fused kernels (``accounting.memory``).
+    """
+    e, d_model, d_ff = step.e, step.size.d_model, step.size.d_ff
+    w2, projection = d_model * d_ff, d_model**2
+    casts = 2 if e == 2 and not step.reads_copies else 0
+
+    def held(blocks: SavedBlocks) -> int:
+        return blocks.saved * step.block + blocks.inputs * 4 * step.stream
+
+    moments = [("loss", 0, held(at_loss) + step.around_loss)]
+    for blocks in at_blocks:
+        saved = held(blocks) + 4 * step.stream
+        done = step.gradients(step.size.num_layers - blocks.block)
+        feed_forward = done + 3 * step.gradient_bytes * w2
+        if step.reads_copies:
+            gates = saved + e * step.stream + 4 * e * step.inner
+            moments.append((f"gates backward, {blocks.name}", done, gates))
+            gates_and_w2 = gates - e * step.inner
+            moments.append((f"w2 backward, {blocks.name}", done + step.gradient_bytes * w2, gates_and_w2))
+            moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.stream))
+        else:
+            gates = saved + 2 * e * step.inner - casts * w2
+            moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))
+        if step.scores:
+            freed = (4 + 2 * e) * step.stream + 4 * step.tokens + step.kept_inner * e * step.inner
+            freed += casts * (3 * w2 + projection)
+            softmax = saved - freed + (12 - e) * step.scores + 4 * step.statistics
+            gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
+            moments.append((f"softmax backward, {blocks.name}", gradients, softmax))
+    return moments

@@ -1,0 +1,62 @@
+"""``cs336sys losses``: do ways of training the same model learn alike."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.commands import training_options as options
+from cs336sys.commands.output_options import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import run_sweep
+from cs336sys.errors import UsageError
+from cs336sys.workload import LossWorkload
+
+
+def losses(
+    text: Annotated[
+        list[Path], typer.Option(help="A file to learn from, or a folder with .md and .txt: bytes are tokens.")
+    ] = [],
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    steps: Annotated[int, typer.Option(help="Steps, each on a batch of its own.", min=1)] = 300,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate, constant.")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.", min=0)] = 0.1,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this picture file.")] = None,
+    run: options.RunOptions = options.RunOptions(),
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Train on text in every combination of the lists, on the same batches, and compare the losses.
+
+    cs336sys losses --size small --bf16 --kernels reference,fused --text docs --plot losses.png
+    """
+    from cs336sys.report.losses import loss_tables, plot_losses
+    from cs336sys.report.outputs import check_plot
+
+    output.check()
+    check_plot(plot)
+    if not text:
+        raise UsageError("--text: give a file to learn from, or a folder of them; several with --text again")
+    for path in text:
+        if not path.exists():
+            raise UsageError(f"--text {path}: there is no such file or folder")
+        if "," in str(path):
+            raise UsageError(f"--text {path}: a comma stands between files in what is saved; rename it")
+    workloads = options.expand_workloads(
+        model, "train", precision, implementation, options.StepsOptions(warmup=["0"], steps=steps), run
+    )
+    configurations = [
+        LossWorkload(workload, ",".join(map(str, text)), learning_rate, weight_decay) for workload in workloads
+    ]
+    sweep = run_sweep(
+        "losses",
+        "cs336sys.experiments.losses:measure_losses",
+        [workload.configuration() for workload in configurations],
+        sweeping,
+    )
+    sweep.report(
+        lambda: loss_tables(sweep.cells, sweep.run),
+        output,
+        pictures=[] if plot is None else [lambda: plot_losses(sweep.cells, plot)],
+    )

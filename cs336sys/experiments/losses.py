@@ -1,0 +1,94 @@
+"""Measures one cell of ``losses``: trains on text, and keeps the loss of every step."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.training import TrainStep, build_model, set_matmul_precision
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.results import Samples
+from cs336sys.workload import LossWorkload
+
+# Between two lines of progress.
+_STEPS_BETWEEN = 20
+
+
+# What counts as text in a folder.
+_ENDINGS = (".md", ".txt")
+
+
+def read_text(paths: str) -> Tensor:
+    """The bytes of files, one after another, as token ids: int64 (bytes,); of a folder, those of its text files.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    content = b""
+    for path in map(Path, paths.split(",")):
+        files = sorted(one for one in path.iterdir() if one.suffix in _ENDINGS) if path.is_dir() else [path]
+        try:
+            content += b"".join(file.read_bytes() for file in files)
+        except OSError as error:
+            raise UsageError(f"--text {path}: cannot be read ({error.strerror})") from error
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+
+
+def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:
+    """A batch for each step, of random pieces of the text: token ids and those that follow, (batch_size, context) each.
+
+    The same for all workloads of one text, size and seed.
+
+    Raises:
+        UsageError: the text is shorter than the context, or has bytes beyond the vocabulary.
+    """
+    training, text = workload.training, read_text(workload.text)
+    size = training.size
+    if len(text) <= size.context:
+        raise UsageError(f"--text: {len(text)} bytes are too few for a context of {size.context} and the byte after it")
+    if text.max() >= size.vocab_size:
+        raise UsageError(f"--vocab-size {size.vocab_size}: the text has a byte {text.max()}; give 256 or more")
+    seeded = torch.Generator().manual_seed(training.seed)
+    starts = torch.randint(len(text) - size.context, (training.steps, size.batch_size, 1), generator=seeded)
+    pieces = text[starts + torch.arange(size.context + 1)]
+    return [(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
+
+
+def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``losses``: runs in the worker process.
+
+    Samples (nats): ``loss``, one value a step. Derived: see ``docs/columns.md``.
+    """
+    workload = LossWorkload.from_configuration(configuration)
+    training = workload.training
+    batches = text_batches(workload)
+    device = choose_device(training.device)
+    set_matmul_precision(training)
+    progress("building the model")
+    model = build_model(training, device)
+    optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
+    step = TrainStep(training, device, model=model, optimizer=optimizer)
+    step.capture()
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        if number % _STEPS_BETWEEN == 1:
+            progress(f"step {number}/{training.steps}")
+        inputs, targets = (tensor.to(device) for tensor in batch)
+        step.use(inputs, targets)
+        step()
+        assert step.loss is not None
+        # Replays overwrite it.
+        losses.append(step.loss.detach().clone())
+    values = tuple(torch.stack(losses).double().tolist())
+    finite = all(value == value and abs(value) != float("inf") for value in values)
+    return Outcome(
+        "ok" if finite else "wrong",
+        {"loss": Samples("nats", "of every step", values)},
+        {"parameters": count_parameters(training.size)},
+        None if finite else "a loss is no number",
+    )

@@ -1,0 +1,72 @@
+"""The table and the picture of ``losses``, built from its cells; columns are described in ``docs/columns.md``."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, reasons, setting_of, shown_settings, title
+from cs336sys.results import Cell, Run
+
+# The loss of one step depends on its batch: means are of so many steps.
+_AVERAGED = 20
+
+_ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
+
+
+def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """What was learnt, and how far from what the first way of training learnt on the same batches."""
+    shown = shown_settings(cells, SETTING_COLUMNS, _ALWAYS_SHOWN)
+    columns = (
+        *SIZE_COLUMNS,
+        *shown.values(),
+        Column("first_loss", "first loss", "nats"),
+        Column("last_loss", f"mean of the last {_AVERAGED}", "nats"),
+        Column("largest_difference", "off the first row, at most", "nats"),
+        Column("mean_difference", f"off in the last {_AVERAGED}", "nats"),
+        Column("status", "status"),
+    )
+    baseline = next((cell for cell in cells if cell.status == "ok"), None)
+    rows = [cell.configuration | cell.derived | _losses(cell, baseline) | {"status": cell.status} for cell in cells]
+    notes = ("off: the difference from the first row's loss of the same step, on the same batch", *reasons(cells))
+    return [Table("losses", title("losses", cells, run, SETTING_COLUMNS, shown), columns, rows, notes=notes)]
+
+
+def _losses(cell: Cell, baseline: Cell | None) -> dict[str, float]:
+    if cell.status != "ok" or baseline is None:
+        return {}
+    losses = cell.samples["loss"].measured
+    found = {"first_loss": losses[0], "last_loss": statistics.fmean(losses[-_AVERAGED:])}
+    if cell is not baseline:
+        off = [loss - other for loss, other in zip(losses, baseline.samples["loss"].measured, strict=False)]
+        found |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-_AVERAGED:])}
+    return found
+
+
+def plot_losses(cells: Sequence[Cell], path: Path) -> None:
+    """The loss over the steps, a line for each way of training; below, how far each is from the first."""
+    from matplotlib.figure import Figure
+
+    measured = [cell for cell in cells if cell.status == "ok"]
+    settings = shown_settings(measured, SETTING_COLUMNS)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, differences = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+    for number, cell in enumerate(measured):
+        losses = cell.samples["loss"].measured
+        name = ", ".join(f"{column.header} {setting_of(cell, key)}" for key, column in settings.items()) or "loss"
+        # Drawn one over the other where they are equal: later ones thinner, so that all are seen.
+        width = max(1.0, 3.0 - number)
+        curves.plot(range(1, len(losses) + 1), losses, label=name, color=f"C{number}", linewidth=width)
+        if number:
+            first = measured[0].samples["loss"].measured
+            off = [loss - other for loss, other in zip(losses, first, strict=False)]
+            differences.plot(range(1, len(off) + 1), off, color=f"C{number}", linewidth=1)
+    curves.set_ylabel("loss, nats a token")
+    curves.legend()
+    differences.set_ylabel("off the first")
+    differences.set_xlabel("step")
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    write_figure(figure, path)

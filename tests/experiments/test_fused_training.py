@@ -1,0 +1,120 @@
+"""Steps with fused kernels: the check sees a stale copy, and what they hold is predicted."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments import bench
+from cs336sys.experiments.memory.prediction import traced_timeline
+from cs336sys.experiments.memory.summary import timeline_peaks
+from cs336sys.experiments.training import TrainStep
+from cs336sys.kernels.adamw import AdamW
+from cs336sys.sizes import ModelSize, choose_size
+from cs336sys.workload import MemoryWorkload, Workload
+
+CPU = torch.device("cpu")
+SMALLEST = ModelSize("smallest", 16, 32, num_layers=1, num_heads=2, vocab_size=32, context=4, batch_size=1)
+
+
+def workload(size=SMALLEST, **settings):
+    settings = {"kernels": "fused", "precision": "bf16", "optimizer": "adamw", "attention": "sdpa"} | settings
+    return Workload(size, device="cpu", warmup=0, **settings)
+
+
+def silent(stage):
+    pass
+
+
+def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
+    def one_step(step, warmup):
+        step()
+        return [step.loss.detach()]
+
+    monkeypatch.setattr(bench, "train_for_check", one_step)
+    difference, wrong = bench.check_training(workload(), CPU, silent)
+    assert wrong is None
+    assert 0 < difference.relative < 0.1
+    attach = AdamW.attach_copy
+
+    def forget_one(self, parameter, copy):
+        if len(parameter) == 32:
+            copy.copy_(parameter.detach())
+        else:
+            attach(self, parameter, copy)
+
+    monkeypatch.setattr(AdamW, "attach_copy", forget_one)
+    difference, wrong = bench.check_training(workload(), CPU, silent)
+    assert wrong.status == "wrong"
+    assert difference.parameter == "the copy of layers.0.ffn.w1.weight"
+    assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpointing"),
+    [
+        ({}, "none"),
+        ({"attention": "reference", "state_dtype": "split"}, "none"),
+        ({"precision": "fp32", "optimizer": "fused"}, "block"),
+        ({"mode": "forward", "attention": "reference"}, "none"),
+    ],
+    ids=["copies", "split", "fp32", "forward"],
+)
+@pytest.mark.parametrize(
+    "size",
+    [
+        ModelSize("inner", 32, 256, num_layers=3, num_heads=2, vocab_size=20, context=64, batch_size=2),
+        ModelSize("weights", 64, 256, num_layers=3, num_heads=2, vocab_size=50, context=8, batch_size=1),
+    ],
+    ids=lambda size: size.name,
+)
+def test_memory_is_as_predicted(size, settings, checkpointing):
+    cell = MemoryWorkload(workload(size, **settings), checkpointing)
+    traced = max(peak.allocated for peak in timeline_peaks(traced_timeline(cell)))
+    assert traced == pytest.approx(cell.training.predicted_peak(checkpointing).total, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["xl", "2.7b"])
+def test_fused_kernels_need_less_memory(name):
+    size = choose_size(name)
+    plain = workload(size, kernels="reference", optimizer="fused", attention="flash").predicted_peak()
+    peaks = {
+        state: workload(size, attention="flash", state_dtype=state).predicted_peak()
+        for state in ("fp32", "bf16", "split")
+    }
+    assert peaks["split"].total < 0.85 * plain.total
+    assert peaks["bf16"].total < 0.85 * plain.total
+    assert peaks["fp32"].total < 1.02 * plain.total
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"state_dtype": "bf16", "optimizer": "course"},
+            "--state-dtype bf16: optimizer 'course' has none; choose adamw",
+        ),
+        (
+            {"state_dtype": "split", "precision": "fp32"},
+            "split keeps weights in bf16: precision 'fp32' has none; choose bf16",
+        ),
+        (
+            {"state_dtype": "split", "kernels": "reference"},
+            "split keeps the weights that --kernels fused computes with",
+        ),
+    ],
+)
+def test_states_that_cannot_be(settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        workload(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"optimizer": "course"}, "--kernels fused"), ({"kernels": "reference"}, "--optimizer adamw")],
+)
+def test_without_triton(settings, what, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
+        TrainStep(workload(**settings), CPU)
