@@ -71,7 +71,7 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
 )
 def test_memory_is_as_predicted(size, settings, checkpointing):
     cell = MemoryWorkload(workload(size, **settings), checkpointing)
-    traced = max(peak.allocated for peak in timeline_peaks(traced_timeline(cell)))
+    traced = max(peak.allocated for peak in timeline_peaks(traced_timeline(cell).timeline))
     assert traced == pytest.approx(cell.training.predicted_peak(checkpointing).total, rel=0.01)
 
 
