@@ -583,20 +583,16 @@ IMPLEMENTATIONS = (
 class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
-        Attributes:
-            implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
-                ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
-    <<<<<<< HEAD
-                scores in memory and ``compiled`` the same under torch.compile; ``attn`` also has ``model``, the model's
-                own attention, whose softmax is made of single operations.
-    =======
-                scores in memory and ``compiled`` the same under torch.compile; ``fa4`` is the package flash-attn-4.
-            heads: of queries.
-    >>>>>>> 3f02964 (WIP)
-            causal: a query sees the keys up to its own position.
-            kv_heads: of keys and values, which so many heads of queries share; None for as many as of queries.
-            window: how many keys a query sees, its own and those before it; None for all.
-            warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+    Attributes:
+        implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
+            ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
+            scores in memory and ``compiled`` the same under torch.compile; ``fa4`` is the package flash-attn-4;
+            ``attn`` also has ``model``, the model's own attention, whose softmax is made of single operations.
+        heads: of queries.
+        causal: a query sees the keys up to its own position.
+        kv_heads: of keys and values, which so many heads of queries share; None for as many as of queries.
+        window: how many keys a query sees, its own and those before it; None for all.
+        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
     """
 
     implementation: str
