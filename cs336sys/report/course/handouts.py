@@ -1,13 +1,6 @@
 """The problems of each year in the handout's order, by its names."""
 
 from cs336sys.report.course.problem import Problem
-from cs336sys.report.course.problems.attention import (
-    FLASH_BENCHMARKING,
-    LEADERBOARD_2025,
-    PYTORCH_ATTENTION,
-    TORCH_COMPILE,
-    WEIGHTED_SUM,
-)
 from cs336sys.report.course.problems.benchmarking_script import BENCHMARKING_SCRIPT
 from cs336sys.report.course.problems.calculations import (
     ALTERNATE_RING_ALL_REDUCE,
@@ -34,14 +27,17 @@ from cs336sys.report.course.problems.ddp import (
     NAIVE_DDP_BENCHMARKING,
 )
 from cs336sys.report.course.problems.distributed_communication import DISTRIBUTED_COMMUNICATION
+from cs336sys.report.course.problems.flash_benchmarking import FLASH_BENCHMARKING, LEADERBOARD_2025, WEIGHTED_SUM
+from cs336sys.report.course.problems.gradient_checkpointing import GRADIENT_CHECKPOINTING
 from cs336sys.report.course.problems.memory_profiling import (
-    GRADIENT_CHECKPOINTING,
     MEMORY_PROFILING_2025,
     MEMORY_PROFILING_2026,
 )
 from cs336sys.report.course.problems.mixed_precision import BENCHMARKING_MIXED_PRECISION, MIXED_PRECISION_ACCUMULATION
 from cs336sys.report.course.problems.nsys_profile import NSYS_PROFILE
+from cs336sys.report.course.problems.pytorch_attention import PYTORCH_ATTENTION
 from cs336sys.report.course.problems.sharding import FSDP_ACCOUNTING, OPTIMIZER_STATE_SHARDING_ACCOUNTING
+from cs336sys.report.course.problems.torch_compile import TORCH_COMPILE
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 PROBLEMS: dict[int, tuple[Problem, ...]] = {

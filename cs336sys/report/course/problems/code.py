@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cs336sys.report.course.evidence import Evidence
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.problems.attention import flash_commands
+from cs336sys.report.course.problems.flash_benchmarking import flash_commands
 from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms, times
 from cs336sys.results import Cell

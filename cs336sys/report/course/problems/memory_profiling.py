@@ -1,10 +1,7 @@
-"""``memory_profiling`` and ``gradient_checkpointing``: where memory goes, and what checkpoints save of it."""
+"""``memory_profiling``: where memory goes in inference and in a training step."""
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.accounting.answers.checkpointing import checkpointing_answers
 from cs336sys.accounting.answers.model import tensor_answers
-from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
-from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
@@ -12,7 +9,7 @@ from cs336sys.report.course.words import ALIKE, derived_sentence, failures, gib,
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column
 from cs336sys.results import Cell
-from cs336sys.sizes import SIZES, choose_size
+from cs336sys.sizes import SIZES
 from cs336sys.workload import MemoryWorkload
 
 # The model that both handouts ask about.
@@ -319,116 +316,3 @@ _PARTS = (
 )
 MEMORY_PROFILING_2025 = Problem("memory_profiling", "Memory profiling", _PARTS)
 MEMORY_PROFILING_2026 = Problem("memory_profiling", "Memory profiling", (*_PARTS, Part("f", block, memory_commands)))
-
-
-_SKETCH = (
-    "def run(x, blocks): if one block is left, return blocks[0](x); otherwise split blocks into halves a and b, and "
-    "return checkpoint(run, checkpoint(run, x, a), b)"
-)
-
-
-def nested(evidence: Evidence, handout: Handout) -> Answer:
-    answers = checkpointing_answers(choose_size(_SIZE, context=2048), "fp32", "reference")
-    asked = [answer for answer in answers if answer.question.endswith("(a)")]
-    plain = next(answer for answer in answers if answer.quantity == "held without checkpoints")
-    sentences = [
-        f"Halves inside halves: `{_SKETCH}`.",
-        "At any time one block's residuals are alive, and one input for each level of halves that waits.",
-        *map(derived_sentence, asked),
-        f"Without checkpoints it is {format_quantity(plain.value / GIB, 'gib')}, "
-        f"{times(plain.value / asked[0].value)} as much.",
-    ]
-    found = _checkpointed(evidence)
-    measured = {cell.configuration["checkpointing"]: cell for group in found for cell in group.measured}
-    if "nested" in measured:
-        cell = measured["nested"]
-        sentences.append(
-            f"Measured (context {_context(cell)}, {cell.configuration['precision']}): nested halves peak at "
-            f"{gib(cell.derived['peak_gib'])}"
-            + (
-                f", one checkpoint a block at {gib(measured['block'].derived['peak_gib'])}, and the step takes "
-                f"{times(cell.samples['step'].median / measured['block'].samples['step'].median)} as long."
-                if "block" in measured
-                else "."
-            )
-        )
-    return Answer(sentences, [answers_table("rules", "what strategies hold", answers)], {}, runs_of(found))
-
-
-def _checkpointed(evidence: Evidence) -> list[Found]:
-    plain = {name: values for name, values in PLAIN.items() if name != "mode"}
-    found = evidence.find("memprof", {"size": (_SIZE,), "context": (2048,)}, mode=("train",), **plain)
-    return [group for group in found if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
-
-
-def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = _checkpointed(evidence)
-    if not found:
-        return None
-    cells = found[0].cells
-    size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
-    precision = cells[0].configuration["precision"]
-    rule = best_group_size(size, precision, "train", "reference")
-    sentences = [
-        f"Groups of K blocks hold about N s / K + K b bytes, with N = {size.num_layers} blocks, an input of "
-        f"s = {format_quantity(rule.block_input, 'bytes')} and b = {format_quantity(rule.block_activations, 'bytes')} "
-        f"saved by a block: least at K = sqrt(N s / b) = {rule.rule:.2g}, so groups of {rule.best} "
-        f"block{'s' * (rule.best != 1)} should need the least."
-    ]
-    measured = [cell for cell in cells if cell.status == "ok"]
-    grouped = {group: cell for cell in measured if (group := _group(cell)) is not None}
-    if grouped:
-        listed = [
-            f"{gib(cell.derived['peak_gib'])} ({cell.configuration['checkpointing']})"
-            for _, cell in sorted(grouped.items(), key=lambda one: one[0])
-        ]
-        best = min(grouped, key=lambda group: grouped[group].derived["peak_gib"])
-        right = "as expected" if best == rule.best else f"and not {rule.best} as expected"
-        sentences.append(f"Measured at context {size.context} in {precision}: {joined(listed)}.")
-        sentences.append(f"The least is that of groups of {best}, {right}.")
-        for other in (best - 1, best + 1):
-            if other in grouped:
-                more = grouped[other].derived["peak_gib"] - grouped[best].derived["peak_gib"]
-                larger = "larger" if other > best else "smaller"
-                sentences.append(f"The next {larger} group, {other}, needs {gib(more)} more.")
-        if best == 1:
-            sentences.append(
-                "A checkpoint for every block is the smallest group of whole blocks: the next smaller one would cut a "
-                "block."
-            )
-    sentences += failures(cells, lambda cell: cell.configuration["checkpointing"])
-    none = predicted_peak(size, precision, "train", "reference").total_gib
-    sentences.append(f"Without checkpoints the step is predicted to need {gib(none)}.")
-    keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
-    return Answer(sentences, found[0].table("checkpointing", *keys, "step_ratio", "status"), {}, runs_of(found[:1]))
-
-
-def _group(cell: Cell) -> int | None:
-    """How many blocks a checkpoint covers; None without checkpoints, and with nested ones."""
-    strategy = cell.configuration["checkpointing"]
-    if strategy == "block":
-        return 1
-    return int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None
-
-
-def checkpointing_commands(target: Target) -> list[Command]:
-    strategies = ("none", "block", "every=2", "every=3", "nested")
-    sweep = Sweep(
-        "memprof",
-        target.sizes((_SIZE,)),
-        target.contexts((2048,)),
-        {"precision": ("fp32",), "checkpoint": strategies},
-        ("--no-predict", "--steps", "1"),
-        steps=5,
-    )
-    return [sweep.on(target)]
-
-
-GRADIENT_CHECKPOINTING = Problem(
-    "gradient_checkpointing",
-    "Memory-optimal gradient checkpointing",
-    (
-        Part("a", nested, lambda target: arithmetic("account", "checkpointing", "--size", _SIZE, "--context", "2048")),
-        Part("b", one_recomputation, checkpointing_commands),
-    ),
-)

@@ -1,0 +1,196 @@
+"""``pytorch_attention`` and ``torch_compile`` (a): plain attention over head dim and length, eager and compiled."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from cs336sys.accounting.activations import attention_memory
+from cs336sys.accounting.answers.model import attention_answers
+from cs336sys.accounting.hardware import memory_bytes
+from cs336sys.report.account.answers import answers_table
+from cs336sys.report.course.evidence import Evidence, Found, plain_table
+from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
+from cs336sys.report.course.target import GIB, Command, Handout, Target, simple
+from cs336sys.report.course.words import ALIKE, failures, gib, joined, ms, speed, times, trend
+from cs336sys.report.tables import Column, Table
+from cs336sys.results import Cell
+
+_PARTS = ("forward", "backward")
+_GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
+
+
+def _shape(cell: Cell) -> tuple[int, int]:
+    return cell.configuration["context"], cell.configuration["head_dim"]
+
+
+def shape_words(cell: Cell) -> str:
+    return f"context {cell.configuration['context']}, head dim {cell.configuration['head_dim']}"
+
+
+def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
+    found = evidence.find("attn", _GRID, implementation=("eager", "model"))
+    if not found:
+        return None
+    cells = [cell for group in found for cell in group.cells]
+    sentences = []
+    for name in dict.fromkeys(cell.configuration["implementation"] for cell in cells):
+        sentences += _attention_words(name, [cell for cell in cells if cell.configuration["implementation"] == name])
+    sentences += _growth_words(cells)
+    worked, tables = _first_out_of_memory(cells, found)
+    sentences += [
+        *worked,
+        "What removes the cost is not to keep the probabilities: FlashAttention computes them again, tile by "
+        "tile, from "
+        "one logsumexp a query, so that what is held grows with the length and not with its square.",
+    ]
+    keys = (
+        *("implementation", "context", "head_dim", "forward_ms", "backward_ms", "held_gib", "predicted_held_gib"),
+        *("peak_gib", "status"),
+    )
+    shown = [table for group in found for table in group.table("attn", *keys)]
+    pictures = pictures_of(found)
+    return Answer(sentences, [*shown, *tables], pictures, runs_of(found))
+
+
+def _attention_words(name: str, cells: Sequence[Cell]) -> list[str]:
+    measured = sorted((cell for cell in cells if cell.status == "ok"), key=_shape)
+    words = {"model": "the model's own attention", "eager": "plain attention with torch.softmax"}.get(name, name)
+    sentences = []
+    if measured:
+        first, last = measured[0], measured[-1]
+        for part in _PARTS:
+            sentences.append(
+                f"{words[:1].upper()}{words[1:]}: {part} from {ms(first.samples[part].mean)} "
+                f"({shape_words(first)}) to "
+                f"{ms(last.samples[part].mean)} ({shape_words(last)})."
+            )
+    return [*sentences, *failures(cells, lambda cell: f"{words} at {shape_words(cell)}")]
+
+
+def _growth_words(cells: Sequence[Cell]) -> list[str]:
+    sentences = []
+    for head_dim in sorted({cell.configuration["head_dim"] for cell in cells})[-1:]:
+        series = sorted(
+            (
+                c
+                for c in cells
+                if c.status == "ok"
+                and c.configuration["head_dim"] == head_dim
+                and c.derived.get("held_gib") is not None
+            ),
+            key=_shape,
+        )
+        first = series[:1] and series[0].configuration["implementation"]
+        series = [cell for cell in series if cell.configuration["implementation"] == first]
+        if len(series) < 2:
+            continue
+        steps = [
+            f"{times(after.derived['held_gib'] / before.derived['held_gib'])} where the context grows "
+            f"{times(after.configuration['context'] / before.configuration['context'])}"
+            for before, after in pairwise(series)
+        ]
+        sentences.append(
+            f"The memory saved for backward {trend([cell.derived['held_gib'] for cell in series])} with the "
+            "context, at "
+            f"head dim {head_dim} {joined(steps)}: towards its square, as the probabilities do."
+            if series[-1].derived["held_gib"] / series[-2].derived["held_gib"]
+            > series[-1].configuration["context"] / series[-2].configuration["context"] * (1 + ALIKE)
+            else f"The memory saved for backward, at head dim {head_dim} {joined(steps)}: with the context itself."
+        )
+    return sentences
+
+
+def _first_out_of_memory(cells: Sequence[Cell], found: Sequence[Found]) -> tuple[list[str], list[Table]]:
+    """The smallest shape that did not fit, tensor by tensor; where all did, the first that cannot."""
+    failed = [cell for cell in cells if cell.status == "oom"]
+    run = found[0].run
+    shape = cells[0].configuration
+    sequences = shape["batch_size"] * shape["heads"]
+    settings = {"causal": shape["causal"], "implementation": "eager"}
+    if failed:
+        least = min(
+            failed, key=lambda cell: attention_memory(sequences, *_shape(cell), shape["dtype"], **settings).peak
+        )
+        context, head_dim = _shape(least)
+        sentences = [f"The smallest configuration out of memory is {shape_words(least)}."]
+    else:
+        capacity = memory_bytes(run.machine.get("gpu") or "") if run is not None else None
+        if capacity is None:
+            return ["No configuration ran out of memory."], []
+        context, head_dim = (
+            max(cell.configuration["context"] for cell in cells),
+            min(cell.configuration["head_dim"] for cell in cells),
+        )
+        while attention_memory(sequences, context, head_dim, shape["dtype"], **settings).peak <= capacity:
+            context *= 2
+        sentences = [
+            f"No configuration of the grid ran out of this GPU's {gib(capacity / GIB)}; by the accounting the first "
+            f"length that does is {context}, at head dim {head_dim}."
+        ]
+    needed = attention_memory(sequences, context, head_dim, shape["dtype"], **settings)
+    sentences.append(
+        f"It holds {gib(needed.held / GIB)} before the backward pass and {gib(needed.peak / GIB)} at its peak, "
+        "of which "
+        f"the probabilities are {gib(needed.probabilities / GIB)}."
+    )
+    answers = attention_answers(sequences, context, head_dim, shape["dtype"], **settings)
+    title = f"{sequences} x {context} x {head_dim} {shape['dtype']}, tensor by tensor"
+    return sentences, [answers_table("accounting", title, answers)]
+
+
+def attention_commands(target: Target) -> list[Command]:
+    """One run for both problems."""
+    grid = ("--context", "64,128", "--head-dim", "16,32", "--steps", "10") if target.is_small else ()
+    names = ("--implementation", "eager,compiled,model")
+    return [simple(target, "attn", *names, *grid, seconds=20 if target.is_small else 180)]
+
+
+def compiled_attention(evidence: Evidence, handout: Handout) -> Answer | None:
+    rows, used, sentences = [], [], []
+    for group in evidence.find("attn", _GRID, implementation=("eager", "compiled")):
+        eager = {_shape(cell): cell for cell in group.of(implementation="eager")}
+        pairs = [(eager[_shape(cell)], cell) for cell in group.of(implementation="compiled") if _shape(cell) in eager]
+        if pairs:
+            used.append(group)
+        for before, after in pairs:
+            row: dict = dict(zip(("context", "head_dim"), _shape(after), strict=True))
+            for part in _PARTS:
+                row |= {f"{part}_eager_ms": before.samples[part].mean, f"{part}_ms": after.samples[part].mean}
+                row[f"{part}_speedup"] = before.samples[part].median / after.samples[part].median
+            rows.append(row)
+        sentences += failures(
+            group.cells, lambda cell: f"{cell.configuration['implementation']} at {shape_words(cell)}"
+        )
+    if not rows:
+        return None
+    rows.sort(key=lambda row: (row["head_dim"], row["context"]))
+    said = []
+    for part in _PARTS:
+        ratios = [row[f"{part}_speedup"] for row in rows]
+        best, worst = (choose(rows, key=lambda row: row[f"{part}_speedup"]) for choose in (max, min))
+        faster = sum(ratio > 1 + ALIKE for ratio in ratios)
+        said.append(
+            f"Compiled, the {part} pass is faster in {faster} of {len(rows)} shapes: from "
+            f"{speed(worst[f'{part}_speedup'])} "
+            f"(context {worst['context']}, head dim {worst['head_dim']}) to {speed(best[f'{part}_speedup'])} (context "
+            f"{best['context']}, head dim {best['head_dim']})."
+        )
+    columns = (
+        Column("context", "context"),
+        Column("head_dim", "head dim"),
+        *(
+            column
+            for part in _PARTS
+            for column in (
+                Column(f"{part}_eager_ms", f"{part}, eager", "ms"),
+                Column(f"{part}_ms", f"{part}, compiled", "ms"),
+                Column(f"{part}_speedup", "faster", "ratio"),
+            )
+        ),
+    )
+    table = plain_table("compiled", "compiled attention against eager, of the same run", columns, rows)
+    return Answer([*said, *sentences], table, {}, runs_of(used))
+
+
+PYTORCH_ATTENTION = Problem(
+    "pytorch_attention", "Benchmarking PyTorch attention", (Part("a", pytorch_attention, attention_commands),)
+)
