@@ -48,10 +48,10 @@ def tolerance(workload: Workload) -> float:
 def plainly_trained(workload: Workload) -> Workload:
     """What a workload is checked against: steps that are launched, and PyTorch's operations in place of our kernels."""
     plain = replace(workload, cuda_graph="off")
-    if workload.kernels == "fused":
-        plain = replace(plain, kernels="reference", compile="off")
     if workload.optimizer == "adamw":
         plain = replace(plain, optimizer="course", state_dtype="fp32", compile="off")
+    if workload.kernels == "fused":
+        plain = replace(plain, kernels="reference", compile="off")
     return plain
 
 
