@@ -33,9 +33,10 @@ class Code:
             passed = [name for name, outcome in self._of(evidence).items() if outcome == "passed"]
             failed = [name for name, outcome in self._of(evidence).items() if outcome == "failed"]
             if passed or failed:
+                named = f" ({joined(passed)})" if passed else ""
+                fails = f", not {joined(failed)}" if failed else ""
                 sentences.append(
-                    f"{len(passed)} of the course's {len(passed) + len(failed)} tests of it pass ({joined(passed)})"
-                    + (f", and not {joined(failed)}." if failed else ".")
+                    f"The course's tests: {len(passed)} of {len(passed) + len(failed)} pass{named}{fails}."
                 )
             found = evidence.find(self.command, **dict(self.settings)) if self.command else []
             cells = [cell for group in found for cell in group.cells]

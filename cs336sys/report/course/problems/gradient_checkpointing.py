@@ -39,8 +39,8 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
     if "nested" in measured:
         cell = measured["nested"]
         sentences.append(
-            f"Measured (context {cell.configuration['context']}, {cell.configuration['precision']}): nested halves peak "
-            "at "
+            f"Measured (context {cell.configuration['context']}, {cell.configuration['precision']}): nested halves "
+            "peak at "
             f"{gib(cell.derived['peak_gib'])}"
             + (
                 f", one checkpoint a block at {gib(measured['block'].derived['peak_gib'])}, and the step takes "
