@@ -37,7 +37,7 @@ class Outcome:
     """What came of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise.
 
     Attributes:
-        refused: the cell failed before anything was run: the process that measures can go on.
+        refused: the cell failed before anything was run, or in the user's code: the process that measures can go on.
         spoilt: the process that measures cannot go on, whatever the status.
     """
 
@@ -214,7 +214,8 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
     except UserCodeError as error:
         if DEBUG_VARIABLE in os.environ:
             traceback.print_exc()
-        return Outcome("error", reason=str(error))
+        # A GPU on which an assertion failed is of no use to this process any more.
+        return Outcome("error", reason=str(error), refused="CUDA error" not in str(error))
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
             return Outcome("unsupported", reason="needs the package triton, which is not installed")

@@ -218,12 +218,45 @@ def test_any_ranges_can_be_the_phases_of_another_program(report):
         summarize(open_capture(path), ["my foward"])
     with pytest.raises(UsageError, match=r"--range 'zzz': .*; it has 'my forward', 'train epoch'"):
         summarize(open_capture(path), ["zzz"])
-    with pytest.raises(
-        UsageError, match=r"none of the ranges forward, loss, .* --range, of 'my forward', 'train epoch'"
-    ):
-        summarize(open_capture(path))
+    profile = summarize(open_capture(path))
+    assert [(row.name, row.count, row.kernels, row.kernel_ns) for row in profile.phases] == [("train epoch", 1, 4, 220)]
+    assert "the program's own annotations, the outermost" in profile.phases_are
     with pytest.raises(UsageError, match="ranges 'train epoch' and 'my forward' overlap"):
         summarize(open_capture(path), ["train epoch", "my forward"])
+
+
+def test_steps_of_torch_profiler_are_the_phases_of_a_program_without_ours(report):
+    for number, start in enumerate((0, 500)):
+        report.range(f"ProfilerStep#{number}", start, start + 400, kind=PUSH_POP)
+        report.range("## forward ##", start, start + 100, kind=PUSH_POP)
+        report.kernel("nvjet", start + 10, start + 20, start + 120)
+        # Of autograd's thread.
+        report.kernel("nvjet", start + 200, start + 300, start + 330, thread=2)
+    report.kernel("between", 450, 460, 470)
+    profile = summary_of(report)
+    (row,) = profile.phases
+    assert (row.name, row.count, row.kernels, row.kernel_ns) == ("ProfilerStep", 2, 4, 260)
+    assert profile.outside_ns == 10
+    assert "the steps of torch.profiler, 2 of them" in profile.phases_are
+
+
+def test_without_ranges_that_cover_the_work_it_is_summed_up_as_a_whole(report):
+    report.range("load", 0, 10, kind=PUSH_POP)
+    report.kernel("nvjet", 100, 120, 220)
+    report.kernel("copy_kernel", 300, 310, 315, thread=2)
+    profile = summary_of(report)
+    assert [(row.name, row.count, row.kernels, row.kernel_ns) for row in profile.phases] == [
+        ("the whole capture", 1, 2, 105)
+    ]
+    assert profile.phases_are.startswith("phases: none, the capture as a whole")
+
+
+def test_annotations_of_two_names_that_overlap_are_no_phases(report):
+    report.range("data", 0, 300, kind=PUSH_POP)
+    report.range("train", 200, 500, kind=PUSH_POP, thread=2)
+    report.kernel("nvjet", 100, 120, 220)
+    report.kernel("nvjet", 400, 410, 415, thread=2)
+    assert [row.name for row in summary_of(report).phases] == ["the whole capture"]
 
 
 def test_ranges_within_ranges_of_the_same_name_count_once(report):

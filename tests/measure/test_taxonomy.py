@@ -25,6 +25,16 @@ KERNELS = {
         "void magma_sgemmEx_kernel<float, float, float, true, false>(int)": "magma_sgemmEx",
         "triton_tem_fused_mm_0": None,
         "aten::mm": None,
+        # Tensile's, on an AMD GPU.
+        "Cijk_Ailk_Bljk_SB_MT64x64x16_SN_1LDSB0": None,
+    },
+    "convolution": {
+        "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, int)": "dgrad_engine",
+        "cudnn_infer_volta_scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt_v1": None,
+        "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int, int)": "wgrad_alg0_engine",
+        "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4_warpsize2x2x1": None,
+        "aten::cudnn_convolution": None,
+        "igemm_wrw_gtcx_nhwc_fp32_bx0_ex0_bt64x64x16": None,
     },
     "attention/softmax": {
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>, false>"
@@ -120,10 +130,40 @@ KERNELS = {
         "aten::amax": None,
     },
     "normalization": {
+        "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 128, true, 1, true>(cudnnTensorStruct)": (
+            "bn_fw_tr_1C11_kernel_NCHW"
+        ),
         "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3": None,
         "kernel_cutlass_kernel_flashinfernormkernelsrmsnormRMSNormKernel_object_at__tensorptrbf16gmem": "RMSNormKernel",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int)": (
             "vectorized_layer_norm"
+        ),
+    },
+    "pooling": {
+        "void at::native::(anonymous namespace)::max_pool_backward_nchw<float, float>(float const*)": (
+            "max_pool_backward_nchw"
+        ),
+        "aten::adaptive_avg_pool2d": None,
+    },
+    "embedding bag": {
+        "void split_embedding_codegen_forward_unweighted_kernel<float, float, float, long, 4>(float const*)": (
+            "split_embedding_codegen_forward_unweighted"
+        ),
+        "void fbgemm_gpu::permute_pooled_embs_kernel<float>(float const*, long const*)": "permute_pooled_embs",
+        "aten::_embedding_bag": None,
+    },
+    "sorting": {
+        "void cub::DeviceRadixSortOnesweepKernel<Policy, false, int>(int)": "DeviceRadixSortOnesweepKernel",
+        "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(x)": "gatherTopK",
+    },
+    "quantization": {
+        "void fbgemm_gpu::_float_to_fused8bitrowwise_cuda_kernel<float>(float const*)": (
+            "_float_to_fused8bitrowwise_cuda"
+        )
+    },
+    "layout": {
+        "void cudnn::ops::nchwToNhwcKernel<float, float, float, false, true, (cudnnKernelDataType_t)2>(x)": (
+            "nchwToNhwcKernel"
         ),
     },
     "optimizer": {

@@ -8,6 +8,7 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture
+from cs336sys.measure.profile.unknown_ranges import choose_ranges
 from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
 # Less than this share of the GPU's time given to phases means that the answers would be wrong, not imprecise.
@@ -65,6 +66,7 @@ class Profile:
             of all work whose launch was recorded where the phases were chosen by hand and need not cover everything.
         outside_ns: work launched before the first and after the last of those, or outside of the chosen ranges.
         configuration: what ``cs336sys nsys`` ran, as its report says.
+        phases_are: what the phases are in a capture without ours where none were chosen, one sentence.
     """
 
     profiler: str
@@ -77,6 +79,7 @@ class Profile:
     attributed_percent: float
     outside_ns: int
     configuration: dict[str, Any] | None = None
+    phases_are: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only, for a results file."""
@@ -100,13 +103,17 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
     attention are those of the launching thread.
 
     Args:
-        chosen: names of the ranges that are the phases; none for those of ``cs336sys nsys``.
+        chosen: names of the ranges that are the phases; none for those of ``cs336sys nsys``, or where it has none,
+            for what :func:`~cs336sys.measure.profile.unknown_ranges.choose_ranges` finds.
 
     Raises:
-        UsageError: a chosen range is unknown, the chosen ones overlap, the capture has none of ours and none was
-            chosen, or too little of the work can be given to phases.
+        UsageError: a chosen range is unknown, the chosen ones overlap, or phases have too little of the work.
     """
     names = capture.range_names()
+    phases_are = ""
+    if not chosen and not any(name in names for name in STEP_PHASES):
+        chosen, phases_are = choose_ranges(capture)
+        names = capture.range_names()
     phases = tuple(dict.fromkeys(chosen)) or tuple(name for name in STEP_PHASES if name in names)
     _check_names(phases, names)
     tables = capture.tables
@@ -140,17 +147,13 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
         attributed_percent=attributed_percent,
         outside_ns=outside_ns,
         configuration=capture.configuration(),
+        phases_are=phases_are,
     )
 
 
 def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
-    frequent = ", ".join(f"'{name}'" for name in list(names)[:8])
     if not names:
         raise UsageError("the capture holds no ranges, so kernels have no phase: annotate the program with NVTX ranges")
-    if not phases:
-        raise UsageError(
-            f"the capture has none of the ranges {', '.join(STEP_PHASES)}: choose others with --range, of {frequent}"
-        )
     for name in phases:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)

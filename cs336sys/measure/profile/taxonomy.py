@@ -4,11 +4,19 @@ import functools
 import re
 
 MATMUL = "matmul"
+CONVOLUTION = "convolution"
 ATTENTION_SOFTMAX = "attention/softmax"
 ELEMENTWISE = "elementwise"
 REDUCTION = "reduction"
 NORMALIZATION = "normalization"
 OPTIMIZER = "optimizer"
+POOLING = "pooling"
+# Of embedding bags and jagged tensors, as recommendation models have them.
+EMBEDDING_BAG = "embedding bag"
+SORTING = "sorting"
+QUANTIZATION = "quantization"
+# Transpositions, from NCHW to NHWC and the like.
+LAYOUT = "layout"
 COPY = "copy"
 COMMUNICATION = "communication"
 # Views, allocation and autograd's bookkeeping: only where CPU operations stand in for kernels.
@@ -17,10 +25,16 @@ UNCLASSIFIED = "unclassified"
 
 KERNEL_CATEGORIES = (
     MATMUL,
+    CONVOLUTION,
     ATTENTION_SOFTMAX,
     ELEMENTWISE,
     REDUCTION,
     NORMALIZATION,
+    POOLING,
+    EMBEDDING_BAG,
+    SORTING,
+    QUANTIZATION,
+    LAYOUT,
     OPTIMIZER,
     COPY,
     COMMUNICATION,
@@ -31,7 +45,7 @@ KERNEL_CATEGORIES = (
 # The first pattern found anywhere in the full name decides, whatever its case; so what is more special stands first:
 # flash attention is made of cutlass, and a fused normalization is a reduction too.
 _PATTERNS = (
-    (COMMUNICATION, r"nccl|nvshmem|multimem|_shot_all_reduce|c10d::"),
+    (COMMUNICATION, r"nccl|rccl|mscclKernel|nvshmem|multimem|_shot_all_reduce|c10d::|record_param_comms"),
     # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
     (
         ATTENTION_SOFTMAX,
@@ -45,6 +59,17 @@ _PATTERNS = (
     (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
     (ATTENTION_SOFTMAX, r"softmax"),
+    # FBGEMM's are no products, though its name ends like one.
+    (EMBEDDING_BAG, r"embedding_?bag|split_embedding|embedding_codegen|bounds_check_indices|jagged|pooled_emb"),
+    # cuDNN's and MIOpen's; a product of matrices may be what they compute by.
+    (
+        CONVOLUTION,
+        r"fprop|wgrad|dgrad|winograd|scudnn|convol|im2col|col2im|im2d2col|fft2d|gcnAsmConv|naive_conv|implicit_gemm"
+        r"|igemm_(fwd|bwd|wrw)|conv_depthwise|\bconv\d?d_|_conv\d?d(?=[_<(]|$)",
+    ),
+    (QUANTIZATION, r"quantiz|FP8_?quant|to_fp8|FloatToH?FP8|fused_?8bit|int8_quant"),
+    # AMD's are named after Tensile's indices.
+    (MATMUL, r"^Cijk_|rocblas|hipblas"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
     # CuTe DSL calls all kernels kernel_cutlass_..., normalizations too.
     (MATMUL, r"nvjet|gemm|gemv|(?<!kernel_)cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
@@ -52,12 +77,18 @@ _PATTERNS = (
     # Optimizers over lists of tensors: torch's foreach and fused ones, inductor's foreach.
     (OPTIMIZER, r"multi_tensor|foreach|triton_for_|adam|_fused_sgd"),
     # A reduction that takes a reciprocal root is RMSNorm or layer norm.
-    (NORMALIZATION, r"(layer|rms|group|batch)_?norm|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt"),
+    (
+        NORMALIZATION,
+        r"(layer|rms|group|batch|instance)_?norm|\bbn_(fw|bw)|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt",
+    ),
+    (POOLING, r"pool"),
+    (SORTING, r"radix|sort|top_?k|bitonic|::unique"),
+    (LAYOUT, r"nchwToNhwc|nhwcToNchw|nchwAddPadding|(?<!aten::)(transpose|permute)|tensorTransformGeneric"),
     (
         COPY,
         r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|FillFunctor|fill_kernel|^aten::(copy_|fill_|zero_|cat|clone)$",
     ),
-    (REDUCTION, r"reduce|triton_(red|per)_|DeviceScan|scan_|radix|cumsum|argmax"),
+    (REDUCTION, r"reduce|triton_(red|per)_|DeviceScan|scan_|cumsum|argmax"),
     (REDUCTION, r"^aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_log_softmax\w*|logsumexp|all|any)$"),
     (ELEMENTWISE, r"elementwise|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout"),
     (ELEMENTWISE, r"^aten::(add|sub|rsub|mul|div|neg|exp|log|pow|square|sqrt|rsqrt|reciprocal|sigmoid|silu|tanh)_?$"),

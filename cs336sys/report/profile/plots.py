@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 # What matrix products take stands out from what moves memory.
 _COLORS = (
     "#4c72b0",  # matmul
+    "#1f9e89",  # convolution
     "#c44e52",  # attention/softmax
     "#dd8452",  # elementwise
     "#ccb974",  # reduction
     "#8172b3",  # normalization
+    "#5e8c31",  # pooling
+    "#b5651d",  # embedding bag
+    "#a3467f",  # sorting
+    "#c8a2c8",  # quantization
+    "#b0a990",  # layout
     "#55a868",  # optimizer
     "#937860",  # copy
     "#da8bc3",  # communication

@@ -1,0 +1,117 @@
+import sys
+
+import pytest
+
+from cs336sys.course_package import CoursePackage, course_package, first_folder, set_aside_others
+from cs336sys.errors import UsageError
+from cs336sys.sizes import choose_size
+from cs336sys.user_code import digest, source_file
+from cs336sys.workload import UserCode, Workload
+
+SIZE = choose_size("tiny")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text("import torch\nfrom blocks import attention\n\ndef build(size):\n import late\n")
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "__init__.py").write_text("")
+    (tmp_path / "blocks" / "attention.py").write_text("from . import masks\n")
+    (tmp_path / "blocks" / "masks.py").write_text("")
+    (tmp_path / "late.py").write_text("")
+    (tmp_path / "other.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize("changed", ["mine.py", "blocks/attention.py", "blocks/masks.py", "late.py"])
+def test_the_digest_is_of_the_file_and_of_what_it_imports_from_its_folder(folder, changed):
+    reference = f"{folder}/mine.py:build"
+    before = digest([reference])
+    (folder / "other.py").write_text("x = 1")
+    assert digest([reference]) == before
+    with (folder / changed).open("a") as file:
+        file.write("# edited\n")
+    assert digest([reference]) != before
+
+
+def test_modules_are_named_as_they_are_imported():
+    assert source_file("cs336_basics.model:BasicsTransformerLM").name == "model.py"
+    assert source_file("json:loads").name == "__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ("mine.py", "'mine.py' names no function: write FILE.py:NAME or package.module:NAME"),
+        ("mine.py:", "'mine.py:' names no function"),
+        ("a b:c", "'a b:c' names no function"),
+        ("gone.py:build", "'gone.py:build': there is no file gone.py"),
+        ("gone:build", "there is no module gone; a file is named with its ending, gone.py"),
+        ("json.gone:build", "there is no module json.gone"),
+    ],
+)
+def test_a_reference_to_nothing_is_one_sentence(reference, sentence):
+    with pytest.raises(UsageError) as raised:
+        source_file(reference)
+    assert sentence in str(raised.value)
+
+
+def test_a_cell_of_ours_is_configured_as_before_there_were_others():
+    own = Workload(SIZE).configuration()
+    assert not {"model", "loss", "batch", "blocks", "code_digest"} & own.keys()
+    users = Workload(SIZE, optimizer="mine.py:adam", user=UserCode("mine.py:build", code_digest="12ab"))
+    assert users.configuration() == own | {
+        "model": "mine.py:build",
+        "optimizer": "mine.py:adam",
+        "code_digest": "12ab",
+    }
+    assert Workload.from_configuration(users.configuration()) == users
+    assert "/" not in Workload(SIZE, user=UserCode("../a/mine.py:build")).name
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"kernels": "fused"}, "--kernels fused takes the place of modules of cs336_basics"),
+        ({"state_dtype": "split", "optimizer": "adamw", "precision": "bf16"}, "--state-dtype split keeps weights"),
+        ({"optimizer": "none"}, "unknown optimizer 'none'"),
+    ],
+)
+def test_what_a_model_of_the_users_cannot_be_trained_with_is_refused(settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Workload(SIZE, user=UserCode("mine.py:build"), **settings)
+
+
+def test_options_about_a_model_need_one():
+    with pytest.raises(UsageError, match=r"--blocks layers.\*: is about a model of yours; give --model, too"):
+        UserCode(blocks="layers.*")
+
+
+def test_the_course_package_of_this_checkout_is_ours():
+    package = course_package()
+    assert package.name == "ours"
+    package.require_needed()
+
+
+def test_a_course_package_of_another_shape_is_one_sentence_and_makes_way_for_a_model(tmp_path, monkeypatch):
+    theirs = tmp_path / "cs336_basics"
+    theirs.mkdir()
+    (theirs / "nn_utils.py").write_text("from torch.nn.functional import cross_entropy\n")
+    (theirs / "optimizer.py").write_text("class AdamW: ...\n")
+    (theirs / "model.py").write_text("class TransformerLM: ...\nclass Linear: ...\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    package = course_package()
+    assert package == CoursePackage(theirs, is_ours=False)
+    assert package.name.startswith(f"{tmp_path.name}/cs336_basics ")
+    with pytest.raises(UsageError) as raised:
+        package.require_needed()
+    assert (
+        "has no model.BasicsTransformerLM, model.Embedding, model.RMSNorm, model.scaled_dot_product_attention: take it "
+        "off PYTHONPATH and give its model by --model, see docs/your_model.md" in str(raised.value)
+    )
+    (theirs / "optimizer.py").unlink()
+    with pytest.raises(UsageError, match="module optimizer"):
+        package.require_needed()
+    set_aside_others()
+    assert str(tmp_path) not in sys.path
+    assert first_folder() != theirs
