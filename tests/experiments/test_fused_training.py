@@ -9,7 +9,8 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import bench
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.summary import timeline_peaks
-from cs336sys.experiments.training import TrainStep
+from cs336sys.experiments.training import TrainStep, build_compared_model
+from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import MemoryWorkload, Workload
@@ -118,3 +119,13 @@ def test_without_triton(settings, what, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
         TrainStep(workload(**settings), CPU)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
+def test_every_state_is_compared_with_a_plain_model(state_dtype):
+    plain = plainly_trained(workload(state_dtype=state_dtype, compile="block"))
+    assert (plain.kernels, plain.optimizer, plain.state_dtype, plain.compile) == ("reference", "course", "fp32", "off")
+    started = dict(build_compared_model(workload(state_dtype=state_dtype), CPU).named_parameters())
+    in_bf16 = [name for name, weight in started.items() if weight.dim() > 1 and torch.equal(weight, weight.bfloat16())]
+    assert len(in_bf16) == (7 if state_dtype == "split" else 0)
+    assert {weight.dtype for weight in started.values()} == {torch.float32}
