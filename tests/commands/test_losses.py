@@ -1,0 +1,59 @@
+"""``losses`` as a user runs it, on the CPU."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
+LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]
+
+
+def test_curves_of_two_ways(tmp_path):
+    text = tmp_path / "texts"
+    text.mkdir()
+    (text / "a.md").write_text("a text of few words, again and again. " * 20)
+    (text / "picture.png").write_bytes(b"\xff" * 100)
+    picture = tmp_path / "losses.svg"
+    saved = tmp_path / "losses.jsonl"
+    options = [
+        "--text",
+        str(text),
+        "--steps",
+        "30",
+        "--learning-rate",
+        "0.03",
+        "--precision",
+        "fp32,bf16",
+        "--format",
+        "json",
+    ]
+    result = CliRunner().invoke(app, [*LOSSES, *options, "--plot", str(picture), "--save", str(saved)])
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(result.stdout)["tables"]
+    first, second = table["rows"]
+    assert first["first_loss"] == pytest.approx(5.55, abs=0.5)
+    assert first["last_loss"] < first["first_loss"]
+    assert "mean_difference" not in first or first["mean_difference"] is None
+    assert 0 < second["largest_difference"] < 0.2
+    assert abs(second["mean_difference"]) <= second["largest_difference"]
+    assert "precision bf16" in picture.read_text()
+
+    shown = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
+    assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "error: --text: give a file to learn from, or a folder of them; several with --text again"),
+        (["--text", "nowhere.md"], "error: --text nowhere.md: there is no such file or folder"),
+        (["--text", "README.md", "--learning-rate", "0"], "error: --learning-rate 0: must be a positive number"),
+    ],
+)
+def test_mistakes_are_one_sentence(options, sentence):
+    result = CliRunner().invoke(app, [*LOSSES, *options])
+    assert result.exit_code == 2
+    assert result.stderr == f"{sentence}\n"
