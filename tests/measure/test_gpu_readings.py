@@ -1,5 +1,6 @@
 """Readings of a GPU during a measurement, from a library and a reader that are stand-ins."""
 
+import statistics
 import threading
 import time
 
@@ -117,3 +118,22 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
     assert max(columns["sm_clock_mhz"]) <= told.max_sm_clock_mhz
     assert max(columns["sm_clock_mhz"]) >= 0.5 * told.max_sm_clock_mhz
     assert 0 < max(columns["power_w"]) <= 1.2 * told.power_limit_w
+
+
+@pytest.mark.gpu
+def test_readings_cost_launches_nothing_that_can_be_measured():
+    """Launches of small kernels with and without readings, in turn, so that a busy machine slows both alike."""
+    device = torch.device("cuda")
+    value = torch.zeros(16, device=device)
+
+    def launch_ms(reading):
+        with reading:
+            started = time.perf_counter()
+            for _ in range(20_000):
+                value.add_(1)
+            torch.cuda.synchronize()
+            return 1e3 * (time.perf_counter() - started)
+
+    launch_ms(GpuReadings(None))
+    ratios = [launch_ms(reading_gpu(device)) / launch_ms(GpuReadings(None)) for _ in range(15)]
+    assert statistics.median(ratios) < 1.02
