@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.cuda_graphs import require_graphs
+from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import (
@@ -20,7 +21,6 @@ from cs336sys.experiments.training import (
     set_matmul_precision,
     train_for_check,
 )
-from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import (
     OPTIMIZER_SETTINGS,
     STEPS,
@@ -44,7 +44,7 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     Samples (ms): one series a phase, ``step`` and ``wall``. Derived columns: see ``docs/columns.md``.
     """
     workload = Workload.from_configuration(configuration)
-    with telling_user_errors(workload):
+    with user_models.telling_user_errors(workload):
         return _measure(workload, progress)
 
 
@@ -148,6 +148,19 @@ def check_training(
     plain = plainly_trained(workload)
     if plain == workload:
         return None, None
+    if workload.is_ours:
+        return _checked(workload, plain, device, progress)
+    with user_models.nothing_dropped():
+        checked = _checked(workload, plain, device, progress)
+    if workload.compile != "off":
+        # It was compiled without dropout.
+        torch.compiler.reset()
+    return checked
+
+
+def _checked(
+    workload: Workload, plain: Workload, device: torch.device, progress: Progress
+) -> tuple[Difference | None, Outcome | None]:
     if workload.cuda_graph == "on":
         require_graphs(device)
     progress("checking: launched steps")

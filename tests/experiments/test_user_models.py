@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import user_models
+from cs336sys.experiments import bench, user_models
 from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import count_step, counted_columns
@@ -160,7 +160,7 @@ def line_with(text):
         ("no_parameters", {}, "returned a Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
-        ("InPlace", {}, "RuntimeError: one of the variables needed for gradient computation has been modified"),
+        ("InPlace", {}, "the backward pass needs what was changed in place; doctor --model names the line"),
         ("Encoder", {"loss": f"{FILE}:of_each"}, "of_each returned a tensor of shape (32,): a loss is one number"),
         ("Encoder", {"loss": f"{FILE}:without_gradients"}, "the loss depends on no parameter"),
         ("Classifier", {**IMAGES, "batch": f"{FILE}:half_a_batch"}, "(1, 3, 16, 16): the batch should come first, 2"),
@@ -223,3 +223,13 @@ def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):
 
     assert "BasicsTransformerLM" in vars(cs336_basics.model)
     assert user_models.load(f"{FILE}:BasicsTransformerLM") is cs336_basics.model.BasicsTransformerLM
+
+
+def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
+    """Of a step in CUDA graphs, which draws other random numbers than a launched one."""
+    x = torch.ones(1000)
+    kept = []
+    monkeypatch.setattr(bench, "_checked", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
+    bench.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
+    assert kept == [True]
+    assert not torch.equal(F.dropout(x, 0.5), x)

@@ -11,6 +11,7 @@
 
 from cs336sys.experiments.user_models.attention import (
     as_written,
+    nothing_dropped,
     replace_attention,
     torch_attention,
     without_dropout,
@@ -48,6 +49,7 @@ __all__ = [
     "load",
     "make_batch",
     "make_optimizer",
+    "nothing_dropped",
     "optimizer_class",
     "references_of",
     "replace_attention",

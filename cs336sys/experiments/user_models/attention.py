@@ -109,17 +109,35 @@ def watched_attention(called: Callable[..., None], *, computes: bool = True) -> 
         yield
 
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS = {
+    name: getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+}
 
 _drops = True
 
 
 def without_dropout() -> None:
     """From now on no model of this process drops anything: what is checked must be the same twice."""
+    _let_drop(False)
+
+
+@contextlib.contextmanager
+def nothing_dropped() -> Iterator[None]:
+    """As :func:`without_dropout`, within this alone; attention is chosen when a model is built."""
+    before = _drops
+    _let_drop(False)
+    try:
+        yield
+    finally:
+        _let_drop(before)
+
+
+def _let_drop(drops: bool) -> None:
     global _drops
-    _drops = False
-    for name in _DROPOUTS:
-        setattr(F, name, _kept)
+    _drops = drops
+    for name, function in _DROPOUTS.items():
+        setattr(F, name, function if drops else _kept)
 
 
 def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

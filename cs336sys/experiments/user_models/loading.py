@@ -221,8 +221,12 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        where = line_of(error, [source_file(reference) for reference in references]) or failed
-        raise UserCodeError(f"{where}: {type(error).__name__}: {_first_line(error)}") from error
+        line = line_of(error, [source_file(reference) for reference in references])
+        told = f"{line or failed}: {type(error).__name__}: {_first_line(error)}"
+        if "modified by an inplace operation" in told:
+            # In the backward pass no line of the user's runs.
+            told = f"{line or failed}: the backward pass needs what was changed in place; doctor --model names the line"
+        raise UserCodeError(told) from error
 
 
 def line_of(error: BaseException, files: list[Path]) -> str:
