@@ -404,7 +404,7 @@ def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
     )
     (package / "optimizer.py").write_text("from torch.optim import SGD\nclass AdamW(SGD):\n    pass\n")
     (package / "model.py").write_text(
-        "import sys, torch\nprint('another model', file=sys.stderr)\n"
+        "import sys, torch\nfrom torch.nn import Embedding, Linear, RMSNorm\nprint('another model', file=sys.stderr)\n"
         "def scaled_dot_product_attention(Q, K, V, mask=None):\n    return V\n"
         "class TransformerBlock(torch.nn.Module):\n    pass\n"
         "class BasicsTransformerLM(torch.nn.Module):\n"
