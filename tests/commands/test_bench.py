@@ -423,3 +423,37 @@ def test_anybodys_own_cs336_basics_takes_the_place_of_ours(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "another model" in done.stderr
     assert json.loads(done.stdout)["tables"][0]["rows"][0]["status"] == "ok"
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A file of the user's, with a model that does not depend on anything."""
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n"
+        "def build(size):\n"
+        "    if size.context > 16:\n"
+        "        raise ValueError('too long')\n"
+        "    return nn.Sequential(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
+    )
+    return tmp_path / "mine.py"
+
+
+def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_again(mine):
+    saved = mine.with_name("r.jsonl")
+    arguments = ["--context", "32", "--warmup", "1", "--model", f"{mine}:build", "--format", "json"]
+    arguments += ["--save", str(saved), "--resume"]
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    (table, *_) = json.loads(result.stdout)["tables"]
+    assert [(row["context"], row["status"]) for row in table["rows"]] == [(16, "ok"), (32, "error")]
+    assert table["rows"][0]["parameters"] == 8 * 10_000 + 8 * 10_000 + 10_000
+    # The gradients of the embedding are no product.
+    assert table["rows"][0]["tflops"] == pytest.approx(6e-9 * 32 * 80_000 / table["rows"][0]["step_ms_mean"])
+    assert f"model {mine}:build, code " in table["title"]
+    assert "error: mine.py, line 5: ValueError: too long" in table["notes"]
+    assert "Traceback" not in result.stderr
+    invoke(*arguments)
+    assert len(read_results(saved).cells) == 3, "the one that failed is tried again"
+    mine.write_text(mine.read_text() + "# edited\n")
+    invoke(*arguments)
+    assert len(read_results(saved).cells) == 5

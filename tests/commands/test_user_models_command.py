@@ -8,48 +8,12 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 FILE = Path(__file__).parents[1] / "user_models.py"
 TINY = ["--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1", "--warmup", "1"]
 
 
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def mine(tmp_path):
-    """A file of the user's, with a model that does not depend on anything."""
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n\n"
-        "def build(size):\n"
-        "    if size.context > 16:\n"
-        "        raise ValueError('too long')\n"
-        "    return nn.Sequential(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
-    )
-    return tmp_path / "mine.py"
-
-
-def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_again(mine):
-    arguments = ["bench", *TINY, "--context", "16,32", "--model", f"{mine}:build", "--format", "json"]
-    arguments += ["--save", mine.with_name("r.jsonl"), "--resume"]
-    result = invoke(*arguments)
-    assert result.exit_code == 1
-    (table, *_) = json.loads(result.stdout)["tables"]
-    assert [(row["context"], row["status"]) for row in table["rows"]] == [(16, "ok"), (32, "error")]
-    assert table["rows"][0]["parameters"] == 8 * 10_000 + 8 * 10_000 + 10_000
-    # The gradients of the embedding are no product.
-    assert table["rows"][0]["tflops"] == pytest.approx(6e-9 * 32 * 80_000 / table["rows"][0]["step_ms_mean"])
-    assert f"model {mine}:build, code " in table["title"]
-    assert "error: mine.py, line 5: ValueError: too long" in table["notes"]
-    assert "Traceback" not in result.stderr
-    again = invoke(*arguments[:-1], "--resume", "--context", "16")
-    assert "1 of 2 cells" in again.stderr or again.stderr.count("ok") < 2, again.stderr
-    saved = mine.with_name("r.jsonl").read_text().count('"kind": "cell"')
-    mine.write_text(mine.read_text() + "# edited\n")
-    invoke(*arguments)
-    assert mine.with_name("r.jsonl").read_text().count('"kind": "cell"') == saved + 2
 
 
 @pytest.mark.parametrize(
