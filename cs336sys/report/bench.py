@@ -59,15 +59,19 @@ def _derived_of_rounds(
     mfu_percent = first["mfu_percent"]
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
     busy_ms = known_values(rounds, "gpu_busy_ms")
+    surroundings = {
+        "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
+        "gpu_readings": joined_readings(rounds),
+    }
     return (
         first
         | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops, first.get("flops"))
         | {
             "peak_gib": largest_known(rounds, "peak_gib"),
-            "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
-            "gpu_readings": joined_readings(rounds),
             "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
         }
+        # Cells of earlier versions have none.
+        | {name: value for name, value in surroundings.items() if name in first}
     )
 
 

@@ -68,6 +68,20 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
     }
 
 
+def test_what_was_observed_beside_the_steps_is_of_all_rounds():
+    readings = [{"time_s": [0.1, 0.2], "sm_clock_mhz": clocks} for clocks in ([1980, 1900], [1500, 1400])]
+    rounds = [
+        replace(one, derived=one.derived | {"peak_resident_gib": gib, "gpu_readings": read})
+        for one, gib, read in zip((cell(1, (10.0,)), cell(2, (30.0,))), (0.7, 0.6), readings, strict=True)
+    ]
+    (pooled,) = pool_bench_rounds(rounds)
+    assert pooled.derived["peak_resident_gib"] == 0.7
+    assert pooled.derived["gpu_readings"] == {
+        "time_s": [0.1, 0.2, 0.1, 0.2],
+        "sm_clock_mhz": [1980, 1900, 1500, 1400],
+    }
+
+
 def test_what_is_not_known_stays_unknown():
     """On a CPU there is no peak memory and no busy time, and of an unknown GPU no MFU."""
     unknown = {"peak_gib": None, "gpu_busy_ms": None, "mfu_percent": None}
