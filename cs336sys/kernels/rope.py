@@ -149,8 +149,10 @@ def _rotate(
     row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
     tiles = shape[0] * triton.cdiv(num_rows, row_tile)
     heads = HEADS
-    while heads > 1 and tiles * triton.cdiv(shape[1], heads) < MIN_PROGRAMS * num_multiprocessors(x.device):
-        heads //= 2
+    # The interpreter, which runs one program after another, is best off with few.
+    if x.is_cuda:
+        while heads > 1 and tiles * triton.cdiv(shape[1], heads) < MIN_PROGRAMS * num_multiprocessors(x.device):
+            heads //= 2
     num_programs = tiles * triton.cdiv(shape[1], heads)
     with torch.cuda.device_of(x):
         _rope_kernel[(num_programs,)](
