@@ -77,7 +77,7 @@ class Library:
     def start(self) -> None:
         """Has the C++ compiled in a process beside this one, unless it is or cannot be; says so once a machine.
 
-        Compiling takes 12 to 22 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
+        Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
         The other process goes on when this one ends, so that the next finds the library; of several that compile at
         once, ranks for instance, all but one wait for that one.
         """
@@ -108,7 +108,7 @@ class Library:
         if is_first:
             print(
                 f"cs336sys: first attention on this machine: its kernels are compiled now, and beside them, once, the "
-                f"C++ that shortens later calls ({compiler()}, up to half a minute)",
+                f"C++ that shortens later calls ({compiler()}, up to a minute)",
                 file=sys.stderr,
             )
 
