@@ -258,8 +258,8 @@ def _optimizer(text: str) -> str:
     return one_of(OPTIMIZERS)(text)
 
 
-def _user_code(model: ModelOptions, optimizer: str) -> UserCode:
-    """What is the user's, with the digest of its files.
+def _user_code(model: ModelOptions, optimizers: list[tuple[str, str]]) -> UserCode:
+    """What is the user's, with the digest of its files: one for all cells, which differ in what they name.
 
     Raises:
         UsageError: a file does not exist, or an option is about a model that is not given.
@@ -271,7 +271,7 @@ def _user_code(model: ModelOptions, optimizer: str) -> UserCode:
                 source_file(reference)
             except UsageError as error:
                 raise UsageError(f"--{option} {error}") from error
-    named = [reference for reference in (*given.values(), optimizer) if reference and is_user_code(reference)]
+    named = [name for name in (*given.values(), *(name for name, _ in optimizers)) if name and is_user_code(name)]
     return UserCode(**given, blocks=model.blocks, code_digest=digest(named) if named else None)
 
 
@@ -301,12 +301,14 @@ def expand_workloads(
         os.environ[DEBUG_VARIABLE] = "1"
     precisions = precision.precisions()
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
+    optimizers = implementation.optimizers()
+    user = _user_code(model, optimizers)
     choices = product(
         precisions,
         split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
         split_list(implementation.attention, "--attention", one_of(ATTENTION)),
         split_list(implementation.kernels, "--kernels", one_of(MODEL_KERNELS)),
-        implementation.optimizers(),
+        optimizers,
         split_list(implementation.cuda_graph, "--cuda-graph", one_of(CUDA_GRAPH)),
         split_list(steps.warmup, "--warmup", at_least(0)),
     )
@@ -323,7 +325,7 @@ def expand_workloads(
             state_dtype,
             warmup=warmup,
             steps=steps.steps,
-            user=_user_code(model, optimizer),
+            user=user,
             **asdict(run),
         )
         for size, (chosen, compile, attention, kernels, (optimizer, state_dtype), cuda_graph, warmup) in product(

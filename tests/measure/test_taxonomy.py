@@ -155,6 +155,9 @@ KERNELS = {
     "sorting": {
         "void cub::DeviceRadixSortOnesweepKernel<Policy, false, int>(int)": "DeviceRadixSortOnesweepKernel",
         "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(x)": "gatherTopK",
+        "void cub::DeviceUniqueByKeySweepKernel<Policy, long const*, long const*, long*>(x)": (
+            "DeviceUniqueByKeySweepKernel"
+        ),
     },
     "quantization": {
         "void fbgemm_gpu::_float_to_fused8bitrowwise_cuda_kernel<float>(float const*)": (

@@ -82,7 +82,9 @@ _PATTERNS = (
         r"(layer|rms|group|batch|instance)_?norm|\bbn_(fw|bw)|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt",
     ),
     (POOLING, r"pool"),
-    (SORTING, r"radix|sort|top_?k|bitonic|::unique"),
+    (SORTING, r"radix|sort|top_?k|bitonic|::unique|UniqueByKey|DeviceCompactInit"),
+    # The gradient of an embedding.
+    (ELEMENTWISE, r"compute_grad_weight|krn_partial|compute_num_of_partial_segments"),
     (LAYOUT, r"nchwToNhwc|nhwcToNchw|nchwAddPadding|(?<!aten::)(transpose|permute)|tensorTransformGeneric"),
     (
         COPY,
