@@ -19,12 +19,8 @@ from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.fuse import rotation_base
 from cs336sys.kernels.operators import as_rows
+from cs336sys.kernels.rope import rope
 from cs336sys.kernels.swiglu import swiglu
-
-# Whether attention reads and writes each head by itself, (B, H, S, D), or the heads of a token side by side.
-HEAD_MAJOR = False
-# Whether the gradient of a linear layer's input is a product with a transposed copy of the weight.
-TRANSPOSES_WEIGHTS = False
 
 # (query, key, value), each (B, H, S, D), to (B, H, S, D), causal.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,11 +61,12 @@ class TransformerBlock(torch.autograd.Function):
         normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)
         heads = []
         for weight, is_rotated in ((q, True), (k, True), (v, False)):
+            # One after the other, so that one projection at a time exists beside its rotation. Heads stay side by side:
+            # attention was no faster with each head by itself, 52 ms for 32 of 32,768 x 128 on an H200 either way.
             head = _heads(normalized @ weight.mT, x, settings.num_heads)
-            strides = torch.empty(head.shape, device="meta").stride() if HEAD_MAJOR else head.stride()
             if is_rotated and settings.theta is not None:
-                head = ops.rope(head, None, settings.theta, False, strides, head.dtype)
-            heads.append(head.contiguous() if HEAD_MAJOR else head)
+                head = rope(head, theta=settings.theta)
+            heads.append(head)
         del normalized, head
         with torch.set_grad_enabled(is_trained):
             # A graph of attention's own, which keeps query, key, value, output and logsumexp.
@@ -109,7 +106,7 @@ class TransformerBlock(torch.autograd.Function):
         del product
         grad_gate_weight = grad_gate.mT @ normalized if needs_gate else None
         grad_up_weight = grad_up.mT @ normalized if needs_up else None
-        grad_normalized = _input_gradient(grad_up, up_weight, _input_gradient(grad_gate, gate_weight))
+        grad_normalized = (grad_gate @ gate_weight).addmm_(grad_up, up_weight)
         del grad_gate, grad_up, normalized
         # Of the sum of attention's output and x, which also goes on around the feed-forward network.
         grad_total, _, grad_norm2 = ops.rms_norm_backward(
@@ -118,19 +115,16 @@ class TransformerBlock(torch.autograd.Function):
 
         heads, attended = ctx.attention
         grad_o = grad_total.mT @ _rows(attended.detach()) if needs_o else None
-        grad_attended = _heads(_input_gradient(grad_total, o), x, settings.num_heads)
-        if HEAD_MAJOR:
-            grad_attended = grad_attended.contiguous()
+        grad_attended = _heads(grad_total @ o, x, settings.num_heads)
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
         if not keeps_graph:
             # Whoever holds on to the loss holds on to this node.
             ctx.attention = None
         if settings.theta is not None:
-            token_major = _heads(rows, x, settings.num_heads).stride()
             for index in range(2):
                 one = grad_heads[index]
-                grad_heads[index] = ops.rope(one, None, settings.theta, True, token_major, one.dtype)
+                grad_heads[index] = ops.rope(one, None, settings.theta, True, None, one.dtype)
         grad_q, grad_k, grad_v = (_rows(one) for one in grad_heads)
         del grad_heads
         normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
@@ -138,9 +132,7 @@ class TransformerBlock(torch.autograd.Function):
             one.mT @ normalized if is_needed else None
             for one, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
         ]
-        grad_normalized = _input_gradient(grad_q, q)
-        for one, weight in ((grad_k, k), (grad_v, v)):
-            _input_gradient(one, weight, grad_normalized)
+        grad_normalized = (grad_q @ q).addmm_(grad_k, k).addmm_(grad_v, v)
         grad_x, _, grad_norm1 = ops.rms_norm_backward(
             grad_normalized, grad_total, rows, norm1, inverse1, x.dtype, x.dtype
         )
@@ -148,13 +140,6 @@ class TransformerBlock(torch.autograd.Function):
             None, grad_x.view(x.shape), grad_norm1, *grad_weights, grad_o,
             grad_norm2, grad_gate_weight, grad_up_weight, grad_down,
         )  # fmt: skip
-
-
-def _input_gradient(grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-    """grad (T, d_out) weight (d_out, d_in), added to ``total`` in place if there is one."""
-    if TRANSPOSES_WEIGHTS:
-        weight = weight.mT.contiguous().mT
-    return grad @ weight if total is None else total.addmm_(grad, weight)
 
 
 def _heads(rows: Tensor, like: Tensor, num_heads: int) -> Tensor:

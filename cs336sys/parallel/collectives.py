@@ -178,10 +178,10 @@ class MeanScatter(_Mean):
 
 
 class SliceGather(_Launched):
-    """Completes tensors of which every rank has one slice, on GPUs in one launch.
+    """Completes tensors of which every rank has one slice, in place and, on GPUs, in one launch.
 
     Args:
-        tensors: contiguous, of W * n elements; rank r has filled in the r-th n, unless :meth:`start` is given them.
+        tensors: contiguous, of W * n elements; rank r has filled in the r-th n.
         what: what they are, for the note on an error.
     """
 
@@ -193,16 +193,10 @@ class SliceGather(_Launched):
         self._whole = [_real(tensor) for tensor in tensors]
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
 
-    def start(self, slices: Sequence[Tensor] = ()) -> None:
-        """Launch; the slices of other ranks are overwritten.
-
-        Args:
-            slices: this rank's, of the shapes and dtypes of what they are slices of, if they are elsewhere; they are
-                read until the gather has ended.
-        """
-        own_slices = [_real(own) for own in slices] or self._own
+    def start(self) -> None:
+        """Launch; the slices of other ranks are overwritten."""
         if through_host(self._whole[0]):
-            for tensor, own in zip(self._whole, own_slices, strict=True):
+            for tensor, own in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, own.cpu())
                 tensor.copy_(on_host)
@@ -211,10 +205,10 @@ class SliceGather(_Launched):
         if not self._whole[0].is_cuda:
             # Gloo's coalesced all-gather occasionally corrupts the heap (torch 2.13: of 339 runs in which two ranks
             # trained a small model, 8 were ended by a signal; with one all-gather after another, none of 347).
-            self._works = [group._allgather_base(*pair) for pair in zip(self._whole, own_slices, strict=True)]
+            self._works = [group._allgather_base(*pair) for pair in zip(self._whole, self._own, strict=True)]
             return
         gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-        self._works = [gather(self._whole, own_slices)]
+        self._works = [gather(self._whole, self._own)]
 
 
 class SliceExchange(_Launched):

@@ -18,8 +18,7 @@ class ShardedUnit:
 
     All gathered parameters share one block of memory, which is allocated for gathering and released by freeing. Rows
     are gathered straight to where they are used: this rank's are cast to their position in the block, then those of the
-    other ranks are gathered around them, for all parameters in one launch. Where nothing is cast or padded, the gather
-    copies this rank's, too.
+    other ranks are gathered around them, for all parameters in one launch.
 
     Attributes:
         name: the name of the unit.
@@ -101,11 +100,8 @@ class ShardedUnit:
         self._under_way = True
         self._storage.resize_(self.gathered_bytes)
         with on_side_stream(self._stream), torch.no_grad():
-            if all(map(_is_gathered_as_it_is, self.parameters)):
-                self._gather.start([shard.detach().view(-1).view(torch.uint8) for shard in self._shards])
-            else:
-                torch._foreach_copy_(self._own, self._shards)
-                self._gather.start()
+            torch._foreach_copy_(self._own, self._shards)
+            self._gather.start()
 
     def use(self) -> None:
         """Wait for the parameters to arrive (on a GPU, let the current stream wait), and put them into the modules."""
@@ -169,9 +165,3 @@ class ShardedUnit:
         for parameter in self.parameters:
             parameter.full.grad = parameter.kept = None
         self._scatter.drop()
-
-
-def _is_gathered_as_it_is(parameter: ShardedParameter) -> bool:
-    """Whether the slice can be sent from where it is: no cast, equally many rows on every rank, dense in memory."""
-    shard = parameter.shard
-    return shard.dtype == parameter.gathered_dtype and parameter.divides_evenly and shard.is_contiguous()
