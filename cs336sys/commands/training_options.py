@@ -303,11 +303,12 @@ def expand_workloads(
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
     optimizers = implementation.optimizers()
     user = _user_code(model, optimizers)
+    chosen_kernels = split_list(implementation.kernels, "--kernels", one_of(MODEL_KERNELS))
     choices = product(
         precisions,
         split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
         split_list(implementation.attention, "--attention", one_of(ATTENTION)),
-        split_list(implementation.kernels, "--kernels", one_of(MODEL_KERNELS)),
+        chosen_kernels,
         optimizers,
         split_list(implementation.cuda_graph, "--cuda-graph", one_of(CUDA_GRAPH)),
         split_list(steps.warmup, "--warmup", at_least(0)),
@@ -331,4 +332,6 @@ def expand_workloads(
         for size, (chosen, compile, attention, kernels, (optimizer, state_dtype), cuda_graph, warmup) in product(
             sizes, choices
         )
+        # Fused kernels alone compute with split weights; without any, the workload says so.
+        if state_dtype != "split" or kernels == "fused" or "fused" not in chosen_kernels
     ]

@@ -15,13 +15,14 @@ from cs336sys.kernels.adamw import AdamW
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import MemoryWorkload, Workload
 
-CPU = torch.device("cpu")
+# Where kernels run: on a CPU in the interpreter, where there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALLEST = ModelSize("smallest", 16, 32, num_layers=1, num_heads=2, vocab_size=32, context=4, batch_size=1)
 
 
 def workload(size=SMALLEST, **settings):
     settings = {"kernels": "fused", "precision": "bf16", "optimizer": "adamw", "attention": "sdpa"} | settings
-    return Workload(size, device="cpu", warmup=0, **settings)
+    return Workload(size, device=DEVICE.type, warmup=0, **settings)
 
 
 def silent(stage):
@@ -34,7 +35,7 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
         return [step.loss.detach()]
 
     monkeypatch.setattr(bench, "train_for_check", one_step)
-    difference, wrong = bench.check_training(workload(), CPU, silent)
+    difference, wrong = bench.check_training(workload(), DEVICE, silent)
     assert wrong is None
     assert 0 < difference.relative < 0.1
     attach = AdamW.attach_copy
@@ -46,7 +47,7 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
             attach(self, parameter, copy)
 
     monkeypatch.setattr(AdamW, "attach_copy", forget_one)
-    difference, wrong = bench.check_training(workload(), CPU, silent)
+    difference, wrong = bench.check_training(workload(), DEVICE, silent)
     assert wrong.status == "wrong"
     assert difference.parameter == "the copy of layers.0.ffn.w1.weight"
     assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
@@ -118,14 +119,14 @@ def test_states_that_cannot_be(settings, sentence):
 def test_without_triton(settings, what, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
-        TrainStep(workload(**settings), CPU)
+        TrainStep(workload(**settings), DEVICE)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
 def test_every_state_is_compared_with_a_plain_model(state_dtype):
     plain = plainly_trained(workload(state_dtype=state_dtype, compile="block"))
     assert (plain.kernels, plain.optimizer, plain.state_dtype, plain.compile) == ("reference", "course", "fp32", "off")
-    started = dict(build_compared_model(workload(state_dtype=state_dtype), CPU).named_parameters())
+    started = dict(build_compared_model(workload(state_dtype=state_dtype), DEVICE).named_parameters())
     in_bf16 = [name for name, weight in started.items() if weight.dim() > 1 and torch.equal(weight, weight.bfloat16())]
     assert len(in_bf16) == (7 if state_dtype == "split" else 0)
     assert {weight.dtype for weight in started.values()} == {torch.float32}
