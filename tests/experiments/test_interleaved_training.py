@@ -21,7 +21,7 @@ def cell(attention, **settings):
 @pytest.fixture(autouse=True)
 def attention_as_it_was():
     yield
-    use_attention("reference")
+    use_attention(Workload(SIZE))
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, 
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ProfileWorkload, Workload
 
-_SETTINGS = SETTING_COLUMNS | {"profiler": Column("profiler", "profiler")}
+# Beside the number of kernels that a phase launched.
+_MODEL_KERNELS = Column("model_kernels", "kernels of the model")
+_SETTINGS = SETTING_COLUMNS | {"kernels": _MODEL_KERNELS, "profiler": Column("profiler", "profiler")}
 _ALWAYS_SHOWN = ("context", "precision")
 
 
@@ -87,7 +89,9 @@ def _measured(cells: Sequence[Cell]) -> list[Measured]:
 
 def _labels(cell: Cell) -> dict[str, Any]:
     training = ProfileWorkload.from_configuration(cell.configuration).training
-    return cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
+    values = cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
+    values[_MODEL_KERNELS.key] = values.pop("kernels", None)
+    return values
 
 
 def _profilers(cells: Sequence[Cell]) -> list[str]:
