@@ -33,7 +33,7 @@ KINDS = {
 }
 
 # What a sweep adds to a workload's own configuration.
-ADDED = {"round", "interleave", "interleaved", "warmup", "steps"}
+ADDED = {"round", "interleave", "interleaved", "warmup", "steps", "board"}
 
 
 @pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
