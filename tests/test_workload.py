@@ -39,6 +39,9 @@ ADDED = {"round", "interleave", "interleaved", "warmup", "steps", "board"}
 @pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
 def test_saved_configurations_come_back_as_they_are(path):
     for cell in read_results(path).cells:
+        if cell.command == "precision":
+            # Sums and dtypes of the course's toy model, which no workload describes.
+            continue
         configuration = KINDS[cell.command].from_configuration(cell.configuration).configuration()
         for name, value in LATER_SETTINGS.items():
             if name not in cell.configuration:
