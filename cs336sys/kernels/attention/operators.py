@@ -164,12 +164,9 @@ def _backward_plan(
     results = [Operand(grad) for grad in grads]
     problem = make_problem(query, key, operands, is_causal, float32_precision, window)
     plan_class = BackwardPlan
-    # The Hopper kernels add up dQ in no fixed order, exist for some head dimensions only, and write by TMA.
-    may_take_hopper = (
-        not deterministic
-        and problem.head_dim in availability.BACKWARD_HEAD_DIMS
-        and all(operand.fits_tma for operand in (*results, *(() if out is None else (out,))))
-    )
+    # The Hopper kernels add up dQ in no fixed order, and write by TMA.
+    written_or_read = (*results, *(() if out is None else (out,)))
+    may_take_hopper = not deterministic and all(operand.fits_tma for operand in written_or_read)
     if may_take_hopper and _takes_hopper(kernels, query, problem, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
     return plan_class(problem, operands, out, results, query.device, deterministic)
@@ -464,7 +461,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
         kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
-            D 16, 32, 64, 128 or 256, with H_kv = H and without window; a deterministic backward, and that of D 256, is
+            D 16, 32, 64, 128 or 256, with H_kv = H and without window; a deterministic backward is
             plain Triton's) or "auto" (for either pass what was measured to be faster).
         window: if causal, query i sees only the last so many keys, i - window < j <= i.
         return_logsumexp: return the logsumexp as well.

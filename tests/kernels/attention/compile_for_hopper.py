@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from cs336sys.kernels.attention import native_call, operators
-from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
 from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
 from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel, prepare_kernel
@@ -110,6 +110,7 @@ def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
         "tensor_core": len(re.findall(r"\bHG?MMA\.", sass)),
         "exp2_beside_product": exp2_beside_product(sass),
         "tma_load": len(re.findall(r"\bUTMALDG\.", sass)),
+        "vector_reduce": len(re.findall(r"\bREDG?\.\S*F32x4", sass)),
         "tma_reduce": len(re.findall(r"\bUTMAREDG\.", sass)),
     }
 
@@ -186,11 +187,9 @@ def compile_configuration(
 
     forward_names = ["forward", "combine"][: len(forward.steps)]
     compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
-    if kernels == "hopper" and query.shape[-1] not in availability.BACKWARD_HEAD_DIMS:
-        return report
     backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels, window)
     passes = [launch._kernel for launch, _ in backward.steps]
-    others = prepare_kernel, convert_grad_query_kernel
+    others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
     step_names = [None if one in others else next(names) for one in passes]
     compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)

@@ -5,8 +5,6 @@ import importlib.util
 import torch
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-# The backward keeps dK and dV in registers: with 256 they would take all. Plain Triton's backward runs there.
-BACKWARD_HEAD_DIMS = HEAD_DIMS[:-1]
 DTYPES = (torch.float16, torch.bfloat16)
 OLDEST_TRITON = (3, 6)
 

@@ -1,14 +1,16 @@
-"""FlashAttention backward for Hopper in Gluon, head dimension 128: dK, dV in registers, dQ added up in memory by TMA.
+"""FlashAttention backward for Hopper in Gluon, head dimension 128: dK, dV in registers, dQ added up in memory.
 
 A program takes 128 keys of one sequence, 64 for each of two warpgroups, and streams the queries that see them in tiles
 of 64, loaded by one more warp. Tiles of scores are transposed, S^T = K Q^T, because P^T and dS^T are then the left
 operands of dV and dK, which the tensor cores take from registers. Each warpgroup computes, for one tile of queries,
 
-    S^T = K Q^T    dP^T = V dO^T    P^T = exp2(S^T - L)    dV += P^T dO    dS^T = P^T (dP^T - D)    dK += dS^T Q
+    dP^T = V dO^T - D    P^T = exp2(S^T - L)    dV += P^T dO    dS^T = P^T dP^T to shared memory
+    dQ = dS K    dK += dS^T Q    S^T = K Q^T - L of the next tile
 
-and puts dS^T into shared memory. When both have, each multiplies dS K for all 128 keys and its half of the head
-dimension, and a TMA reduction adds that to the float32 sum of dQ: dQ leaves the multiprocessor once for 128 keys, not
-once for 64. Up to head dimension 64 there are registers for another division of labour: backward_reducer.
+of dQ, when both have written dS^T, for all 128 keys and its half of the head dimension: dQ leaves the multiprocessor
+once for 128 keys, not once for 64, and while dK and the next S^T are computed. L and D are what the sums of S^T and
+dP^T start from. Up to head dimension 64 there are registers for another division of labour: backward_reducer; 256 has
+backward_wide.
 
 Barriers work as in forward.py. ``grad_scores_ready`` counts both warpgroups. The two buffers of dS^T need no
 barrier of the other direction: a warpgroup announces tile i - 1 only after its dQ of tile i - 2 is complete, and nobody
@@ -26,35 +28,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, issue_scores, item, load_tiles
-from cs336sys.kernels.attention.hopper.gluon import (
-    seen_as,
-    store_wait,
-    thread_barrier,
-    tma_reduce_add,
-    tma_store,
+from cs336sys.kernels.attention.hopper.backward_tiles import (
+    FIRST,
+    ROWS,
+    SECOND,
+    add_grad_query,
+    grad_weights_start,
+    item,
+    load_tiles,
+    scores_start,
 )
+from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
 
 @gluon.jit
 def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    _, _, _, _, _, _, grad_key, grad_value = tensors
-    key_tiles, value_tiles, grad_query_tiles = buffers[0], buffers[1], buffers[7]
+    _, _, _, _, _, grad_key, grad_value, _ = tensors
+    value_tiles, grad_key_tiles = buffers[1], buffers[7]
     results_ready = barriers[6]
     batch, head, first_key = load_tiles(tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
         row = first_key + consumer * ROWS
-        grad_key_tile = _as_result(grad_query_tiles.index(consumer), grad_key.block_type.shape[3], key_tiles)
-        tma_store(grad_key, [batch, head, row, 0], grad_key_tile)
+        tma_store(grad_key, [batch, head, row, 0], grad_key_tiles.index(consumer))
         tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
     store_wait(0)
-
-
-@gluon.jit
-def _as_result(grad_query_tile, HEAD_DIM: gl.constexpr, like):
-    """A warpgroup's half tile of dQ in float32 seen as a whole tile in 16 bits: both have the same size."""
-    return seen_as(grad_query_tile, like.dtype, [ROWS, HEAD_DIM], like.layout)
 
 
 @gluon.jit
@@ -70,9 +68,9 @@ def _consumer(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    _, key, _, _, _, grad_query_sum, _, _ = tensors
+    _, key, _, _, _, _, _, grad_query_sum = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
-    logsumexp_ring, delta_ring, grad_scores_tiles, grad_query_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
+    logsumexp_ring, delta_ring, grad_scores_tiles, grad_key_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready = barriers
     _, num_queries, num_keys, padded_queries = shape
     dtype: gl.constexpr = key.dtype
@@ -83,36 +81,41 @@ def _consumer(
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, grad_layout, 2)
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
-    key_tile = key_tiles.index(CONSUMER)
-    value_tile = value_tiles.index(CONSUMER)
-    grad_query_tile = grad_query_tiles.index(CONSUMER)
 
-    first_key, sequence, first, end = item(schedule, num_queries, CAUSAL)
+    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
+    # For each tile of queries a half tile of the first warpgroup and one of the second.
+    sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
+    mbarrier.wait(query_ready.index(0), 0, pred=first < end)
+    logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
+    scores = warpgroup_mma(
+        key_tiles.index(CONSUMER),
+        query_ring.index(0).permute([1, 0]),
+        scores_start(logsumexps, scale_log2, first * ROWS, first_key, num_keys, CAUSAL),
+        is_async=True,
+    )
+    scores = warpgroup_mma_wait(0, [scores])
     for tile in range(first, end):
         use = tile - first
         slot = use % STAGES
-        parity = (use // STAGES) & 1
-        scores = issue_scores(tile, use, True, key_tile, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
-        mbarrier.wait(grad_out_ready.index(slot), parity)
+        # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
+        # and keep them in registers, of which there are none to spare.
+        zero = use >> 30
+        grad_weights = grad_weights_start(delta_ring.index(slot).reshape([ROWS]).load(query_layout))
+        mbarrier.wait(grad_out_ready.index(slot), (use // STAGES) & 1)
         grad_weights = warpgroup_mma(
-            value_tile, grad_out_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
+            value_tiles.index(zero + CONSUMER), grad_out_ring.index(slot).permute([1, 0]), grad_weights, is_async=True
         )
-        scores = warpgroup_mma_wait(1, [scores])
-        # Here and below, loaded no earlier than needed, for want of registers.
-        logsumexp = logsumexp_ring.index(slot).reshape([ROWS]).load(query_layout)
-        weights = gl.exp2(scores * scale_log2 - logsumexp[None, :])
+        weights = gl.exp2(scores * scale_log2)
         left = gl.convert_layout(weights.to(dtype), left_layout)
         grad_value_sum = warpgroup_mma(left, grad_out_ring.index(slot), grad_value_sum, is_async=True)
         grad_weights = warpgroup_mma_wait(1, [grad_weights])
-        delta = delta_ring.index(slot).reshape([ROWS]).load(query_layout)
-        grad_scores = (weights * (grad_weights - delta[None, :])).to(dtype)
+        grad_scores = (weights * grad_weights).to(dtype)
 
         buffer = use % 2
         grad_scores_tiles.index(2 * buffer + CONSUMER).store(grad_scores)
@@ -120,38 +123,42 @@ def _consumer(
         thread_barrier()
         mbarrier.arrive(grad_scores_ready.index(buffer), count=1)
         left = gl.convert_layout(grad_scores, left_layout)
-        grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
+        # After the last tile what follows from here is of what happens to lie in the ring, and nobody reads it.
+        next_slot = (use + 1) % STAGES
+        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=tile + 1 < end)
+        logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer).permute([1, 0]),
-            key_tiles.index(0).slice(CONSUMER * HALF, HALF, 1),
+            key_tiles.index(zero).slice(CONSUMER * HALF, HALF, 1),
             half_zeros,
             use_acc=False,
             is_async=True,
         )
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]),
-            key_tiles.index(1).slice(CONSUMER * HALF, HALF, 1),
+            key_tiles.index(zero + 1).slice(CONSUMER * HALF, HALF, 1),
             grad_query,
             is_async=True,
         )
-        grad_value_sum, grad_key_sum, grad_query = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, grad_query])
+        grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
+        # Products finish in the order of their issue: one outstanding means that dQ is there.
+        grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
+        add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
+        # Not before dQ has left: S^T takes its registers.
+        scores = warpgroup_mma(
+            key_tiles.index(zero + CONSUMER),
+            query_ring.index(next_slot).permute([1, 0]),
+            scores_start(logsumexps, scale_log2, (tile + 1) * ROWS, first_key, num_keys, CAUSAL),
+            is_async=True,
+        )
+        grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
-        # The reduction of the tile before must have read what this one overwrites.
-        store_wait(0)
-        thread_barrier()
-        grad_query_tile.store(grad_query)
-        fence_async_shared()
-        thread_barrier()
-        row = sequence * padded_queries + tile * ROWS
-        tma_reduce_add(grad_query_sum, [row, CONSUMER * HALF], grad_query_tile)
 
-    # Only this warpgroup reads its values and its tile of dQ, so they make room for the results. The producer stores
-    # them, because it has registers to spare for the coordinates.
-    store_wait(0)
-    thread_barrier()
-    value_tile.store(grad_value_sum.to(dtype))
-    _as_result(grad_query_tile, HEAD_DIM, key_tiles).store((grad_key_sum * scale).to(dtype))
+    # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it has
+    # registers to spare for the coordinates.
+    value_tiles.index(CONSUMER).store(grad_value_sum.to(dtype))
+    grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(results_ready.index(CONSUMER), count=1)
@@ -171,9 +178,9 @@ def backward_kernel(
     value,
     grad_out,
     statistics,
-    grad_query_sum,
     grad_key,
     grad_value,
+    grad_query_sum,
     schedule,
     num_heads,
     num_queries,
@@ -188,8 +195,8 @@ def backward_kernel(
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel`` writes them,
-    grad_query_sum (sequences * padded_queries, HEAD_DIM) in float32, the others (batch, head, row, element).
+    All tensors but the last two are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
     """
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -199,8 +206,7 @@ def backward_kernel(
     grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
     # Two buffers of two warpgroups' tiles.
     grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout)
-    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    grad_query_tiles = gl.allocate_shared_memory(gl.float32, [2, ROWS, HEAD_DIM // 2], grad_query_layout)
+    grad_key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
@@ -223,7 +229,7 @@ def backward_kernel(
         mbarrier.init(results_ready.index(consumer), count=1)
     fence_async_shared()
 
-    tensors = (query, key, value, grad_out, statistics, grad_query_sum, grad_key, grad_value)
+    tensors = (query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
     buffers = (
         key_tiles,
         value_tiles,
@@ -232,7 +238,7 @@ def backward_kernel(
         logsumexp_ring,
         delta_ring,
         grad_scores_tiles,
-        grad_query_tiles,
+        grad_key_tiles,
     )
     barriers = (
         key_ready,
@@ -244,18 +250,13 @@ def backward_kernel(
         results_ready,
     )
     shape = (num_heads, num_queries, num_keys, padded_queries)
+    # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL),
-            ),
-            (
-                _consumer,
-                (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL),
-            ),
             (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
+            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL)),
+            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, 24],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
     )

@@ -73,7 +73,7 @@ def _consumer(
     key_tile = key_tiles.index(CONSUMER)
     value_tile = value_tiles.index(CONSUMER)
 
-    first_key, _, first, end = item(schedule, num_queries, CAUSAL)
+    first_key, _, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -138,7 +138,7 @@ def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    _, sequence, first, end = item(schedule, num_queries, CAUSAL)
+    _, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     mbarrier.wait(key_ready.index(0), 0)
     for tile in range(first, end):
         use = tile - first

@@ -1,7 +1,4 @@
-"""What both backward kernels for Hopper do: find their tiles, load them by TMA, and begin masked scores.
-
-The kernels, ``backward`` and ``backward_reducer``, differ in who computes dQ.
-"""
+"""What the backward kernels for Hopper share: finding their tiles, loading them by TMA, and how their sums start."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,10 +17,10 @@ _query_tiles = gluon.jit(query_tiles)
 
 
 @gluon.jit
-def item(schedule, num_queries, CAUSAL: gl.constexpr):
-    """(first key, sequence, first tile of queries, end of the tiles) of this program."""
+def item(schedule, num_queries, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr):
+    """(first key, sequence, first tile of queries, end of the tiles) of this program, which has KEY_ROWS keys."""
     entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
-    first_key = gl.load(entry) * (2 * ROWS)
+    first_key = gl.load(entry) * KEY_ROWS
     first, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
     return first_key, gl.load(entry + 1), first, end
 
@@ -40,7 +37,7 @@ def load_tiles(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr
     key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
     grad_out_ready, tile_free = barriers[3], barriers[4]
     num_heads, num_queries, _, _ = shape
-    first_key, sequence, first, end = item(schedule, num_queries, CAUSAL)
+    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
@@ -65,6 +62,77 @@ def load_tiles(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr
 
 
 @gluon.jit
+def needs_mask(first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+    """Whether a query of a tile does not see one of 64 keys."""
+    # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
+    masked = first_key + ROWS > num_keys
+    if CAUSAL:
+        masked = masked or first_query < first_key + ROWS - 1
+    return masked
+
+
+@gluon.jit
+def masked_start(start, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+    """``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
+
+    The mask is what the sums start from: registers are scarcer once they are complete.
+    """
+    layout: gl.constexpr = start.type.layout
+    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    keys = gl.where(keys < num_keys, keys, NOBODY_SEES)
+    if CAUSAL:
+        queries = first_query + gl.arange(0, start.shape[1], gl.SliceLayout(0, layout))
+        visible = keys[:, None] <= queries[None, :]
+    else:
+        visible = (keys < NOBODY_SEES)[:, None]
+    return gl.where(visible, start, float("-inf"))
+
+
+@gluon.jit
+def scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+    """What the sums of S^T start from: -L / scale_log2, so that P^T is exp2(scale_log2 S^T), and -inf for unseen keys.
+
+    ``logsumexps``: of the tile's queries, in registers. So no thread waits for them between S and P, when products read
+    all that shared memory can deliver and a load takes hundreds of clocks.
+    """
+    QUERIES: gl.constexpr = logsumexps.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    start = gl.zeros([ROWS, QUERIES], gl.float32, layout) + (logsumexps * (-1.0 / scale_log2))[None, :]
+    if needs_mask(first_query, first_key, num_keys, CAUSAL):
+        start = masked_start(start, first_query, first_key, num_keys, CAUSAL)
+    return start
+
+
+@gluon.jit
+def grad_weights_start(deltas):
+    """-D of the tile's queries, what the sums of dP^T start from: then dS^T is P^T times dP^T."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, deltas.shape[0], 16])
+    return gl.zeros([ROWS, deltas.shape[0]], gl.float32, layout) - deltas[None, :]
+
+
+@gluon.jit
+def add_grad_query(sums, grad_query):
+    """Adds a warpgroup's tile of 64 queries and N columns of dQ to 64 N float32 numbers, 16 bytes a thread at a time.
+
+    They lie in memory as ``convert.py`` describes.
+    """
+    COLUMNS: gl.constexpr = grad_query.shape[1]
+    fours = grad_query.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16 * COLUMNS, 2, 2])
+    left, right = gl.split(fours)
+    first, third = gl.split(left)
+    second, fourth = gl.split(right)
+    addresses = sums + 4 * gl.arange(0, 16 * COLUMNS, first.type.layout)
+    gl.inline_asm_elementwise(
+        "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "=r,l,f,f,f,f",
+        [addresses.to(gl.int64, bitcast=True), first, second, third, fourth],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def issue_scores(
     tile,
     use,
@@ -85,19 +153,8 @@ def issue_scores(
     slot = use % STAGES
     mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1, pred=there_is_one)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    last_key = first_key + ROWS - 1
-    # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-    masked = last_key >= num_keys
-    if CAUSAL:
-        masked = masked or tile * ROWS < last_key
+    masked = needs_mask(tile * ROWS, first_key, num_keys, CAUSAL)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)
     if masked:
-        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        keys = gl.where(keys < num_keys, keys, NOBODY_SEES)
-        if CAUSAL:
-            queries = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-            visible = keys[:, None] <= queries[None, :]
-        else:
-            visible = (keys < NOBODY_SEES)[:, None]
-        start = gl.where(visible, start, float("-inf"))
+        start = masked_start(start, tile * ROWS, first_key, num_keys, CAUSAL)
     return warpgroup_mma(key_operand, query_ring.index(slot).permute([1, 0]), start, use_acc=masked, is_async=True)

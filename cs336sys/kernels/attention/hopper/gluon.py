@@ -8,7 +8,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
-    "seen_as",
     "store_wait",
     "thread_barrier",
     "tma_load",
@@ -24,14 +23,6 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
-@builtin
-def seen_as(buffer, dtype, shape, layout, _semantic=None):
-    """The same shared memory with another dtype, shape and layout."""
-    # A method of the buffer, named _reinterpret up to 3.8 and reinterpret after it.
-    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 if hasattr(gl, "barrier"):  # from 3.7

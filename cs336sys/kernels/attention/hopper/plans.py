@@ -9,14 +9,12 @@ from triton.experimental.gluon import language as gl
 
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
+from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
 from cs336sys.kernels.attention.hopper.forward import forward_kernel
 from cs336sys.kernels.attention.hopper.gluon import TensorDescriptor
 from cs336sys.kernels.attention.hopper.schedule import as_table, key_tiles, ordered_items, share_out
-from cs336sys.kernels.attention.hopper.settings import (
-    BACKWARD_KEY_ROWS,
-    hopper_backward_settings,
-    hopper_forward_settings,
-)
+from cs336sys.kernels.attention.hopper.settings import hopper_backward_settings, hopper_forward_settings
 from cs336sys.kernels.attention.plan import (
     BACKWARD_L2_BYTES,
     FORWARD_L2_BYTES,
@@ -33,6 +31,12 @@ from cs336sys.kernels.attention.triton.plans import BackwardPlan
 WARPGROUP_ROWS = 64
 # A program of the backward kernel streams tiles of these many queries.
 BACKWARD_QUERY_ROWS = 64
+
+_BACKWARD_KERNELS = {
+    "exchange": backward_kernel,
+    "reducer": reducer_backward_kernel,
+    "wide": wide_backward_kernel,
+}
 
 _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -107,26 +111,26 @@ class HopperForwardPlan(Plan):
 
 
 class HopperBackwardPlan(BackwardPlan):
-    """The launches of a fused backward: the prepare and convert kernels of plain Triton around the Hopper kernel."""
+    """The launches of a fused backward: the Hopper kernel between one that prepares and one that converts dQ."""
 
     def _add_launches(self, deterministic: bool) -> None:
         self.fused, self._num_splits = True, 1
-        self._pad(BACKWARD_QUERY_ROWS, BACKWARD_KEY_ROWS)
+        self._settings = hopper_backward_settings(self._problem)
+        self._pad(BACKWARD_QUERY_ROWS, self._settings.key_rows)
         self._add_prepared([self._only_pass()])
 
     def _only_pass(self) -> Launch:
-        problem = self._problem
-        settings = hopper_backward_settings(problem)
+        problem, settings = self._problem, self._settings
         row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
         per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
-        num_tiles = triton.cdiv(problem.num_keys, BACKWARD_KEY_ROWS)
+        num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
         # The first keys have the most queries under a causal mask.
         items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
         num_programs = num_tiles * problem.num_sequences
         self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
-            reducer_backward_kernel if settings.reducer else backward_kernel,
+            _BACKWARD_KERNELS[settings.kernel],
             num_programs,
             (
                 self._operands[0].shape[1],
@@ -147,19 +151,44 @@ class HopperBackwardPlan(BackwardPlan):
         )
 
     def _only_pass_descriptors(self) -> list[Descriptors]:
-        rows = self._problem.num_sequences * self._padded_queries
-        head_dim = self._problem.head_dim
-        # The reducer adds whole tiles of dQ, each of two consumers without one half a tile.
-        sum_columns = head_dim if hopper_backward_settings(self._problem).reducer else head_dim // 2
+        dtype, head_dim = self._problem.dtype, self._problem.head_dim
         statistics = (2 * self._problem.num_sequences, self._padded_queries)
-        dtype = self._problem.dtype
-        return [
+        descriptors: list[Descriptors] = [
             *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._operands),
             GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], torch.float32),
-            GluonDescriptors((rows, head_dim), (head_dim, 1), [BACKWARD_QUERY_ROWS, sum_columns], torch.float32),
-            *(_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:]),
         ]
+        if self._settings.kernel == "reducer":
+            sums = (self._problem.num_sequences * self._padded_queries, head_dim)
+            descriptors.append(
+                GluonDescriptors(sums, (head_dim, 1), [BACKWARD_QUERY_ROWS, head_dim], torch.float32),
+            )
+        descriptors += (_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:])
+        return descriptors
 
-    def _results_of_pass(self, grads: Sequence[str]) -> Sequence[str]:
-        # The kernel adds dQ to its sum.
-        return *grads[1:], "schedule"
+    def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
+        # The kernel adds dQ to its sum, the reducer by TMA, the others by address.
+        results = *grads[1:], grad_query_sum
+        if self._settings.kernel == "reducer":
+            results = grad_query_sum, *grads[1:]
+        return *self._read_by_pass, statistics, *results, "schedule"
+
+    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
+        if self._settings.kernel == "reducer":
+            super()._add_convert(sums, rows, key_sums)
+            return
+        problem = self._problem
+        num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
+        convert = Launch(
+            convert_register_order_kernel,
+            problem.num_sequences * num_tiles,
+            (
+                self._grad_strides[0],
+                num_tiles,
+                self._operands[0].shape[1],
+                problem.num_queries,
+                1.0 / math.sqrt(problem.head_dim),
+            ),
+            # Each of two warpgroups has the tile of one half of the head dimension.
+            (problem.head_dim, problem.head_dim // 2),
+        )
+        self._then(convert, sums[0], "grad_query")

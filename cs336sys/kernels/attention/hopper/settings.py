@@ -32,19 +32,25 @@ class HopperForwardSettings:
 
 @dataclass(frozen=True)
 class HopperBackwardSettings:
-    """Rings of ``num_stages`` tiles; ``reducer``: a third warpgroup computes dQ, otherwise the two of dK and dV do."""
+    """Rings of ``num_stages`` tiles; ``kernel``: who computes dQ, and how two warpgroups share dK and dV.
+
+    "exchange": the warpgroups of dK and dV also compute dQ; "reducer": a third one does; "wide": the two share 64 keys
+    by columns of the head dimension.
+    """
 
     num_stages: int
-    reducer: bool
+    kernel: str
 
     @property
     def registers(self) -> tuple[int, ...]:
         """Of a thread of the consumers and of the reducer; beside the producer's 24 that is all there are."""
-        return (208, 72) if self.reducer else (240,)
+        return (208, 72) if self.kernel == "reducer" else (240,)
 
+    @property
+    def key_rows(self) -> int:
+        """The keys of a program."""
+        return 64 if self.kernel == "wide" else 128
 
-# The keys of a backward program.
-BACKWARD_KEY_ROWS = 128
 
 # All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full".
 
@@ -78,9 +84,14 @@ def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
         # 1x16x16384x64: 2.740, without reducer 3.277. 8x16x2048x64: 0.466, 0.544. Full 1x16x16384x64: 5.552, 6.536.
         # Three stages gained nothing: 2.995 against 2.956 while K and V were still read from shared memory;
         # 1x16x16384x32: 1.927, 1.970.
-        return HopperBackwardSettings(num_stages=2, reducer=True)
-    # 1x16x16384x128: 5.099, three stages 5.101. 8x16x2048x128: 0.846, 0.849.
-    return HopperBackwardSettings(num_stages=2, reducer=False)
+        return HopperBackwardSettings(num_stages=2, kernel="reducer")
+    if problem.head_dim == 256:
+        # 1x16x16384x256: 13.28 (Triton 20.10); S^T of the next tile beside dK 15.01, dQ in two halves around dK 13.38.
+        # A third stage does not fit into shared memory.
+        return HopperBackwardSettings(num_stages=2, kernel="wide")
+    # 1x16x16384x128: 4.44; the producer behind the consumers, with one warp, 4.60, and L read only when S^T is issued,
+    # beside dK, 5.55; dQ by TMA reduction 4.86, and without S^T ahead 4.93; before all of that 5.48.
+    return HopperBackwardSettings(num_stages=2, kernel="exchange")
 
 
 def hopper_forward_is_faster(problem: Problem) -> bool:
@@ -112,10 +123,13 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
 
 def hopper_backward_is_faster(problem: Problem) -> bool:
     """As ``hopper_forward_is_faster``, for a backward that need not be deterministic."""
-    load = _items_per_multiprocessor(problem, problem.num_keys, BACKWARD_KEY_ROWS)
-    if problem.head_dim in (16, 256):
-        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. For 256 there is no kernel.
+    load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
+    if problem.head_dim == 16:
+        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257.
         enough = False
+    elif problem.head_dim == 256:
+        # 1x16x16384x256: 13.28, Triton 20.10. Shorter ones are not measured.
+        enough = problem.num_queries >= 2048 and load >= 8
     elif problem.head_dim == 32:
         # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
         enough = problem.num_queries > 8192 and load >= 4

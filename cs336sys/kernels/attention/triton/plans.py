@@ -123,6 +123,7 @@ class BackwardPlan(Plan):
     """The launches of the backward kernels: prepare if need be, one or two passes, and in the fused form convert."""
 
     given = BACKWARD_TENSORS
+    _read_by_pass = "query", "key", "value", "grad_out"
 
     def __init__(
         self,
@@ -189,22 +190,6 @@ class BackwardPlan(Plan):
             ),
             (problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given),
         )
-        convert = Launch(
-            convert_grad_query_kernel,
-            problem.num_sequences * num_tiles,
-            (
-                *self._grad_strides,
-                num_tiles,
-                num_heads,
-                problem.group_size,
-                problem.num_queries,
-                problem.num_keys,
-                self._padded_queries,
-                self._padded_keys,
-                1.0 / math.sqrt(problem.head_dim),
-            ),
-            (problem.head_dim, self._block_dim, rows, key_sums),
-        )
         statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
         results: Sequence[str] = grads
@@ -217,10 +202,31 @@ class BackwardPlan(Plan):
             results = grads[0], *sums[1:]
         self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums)
         for launch in passes:
-            read = "query", "key", "value", "grad_out", statistics, sums[0]
-            self._then(launch, *read, *self._results_of_pass(results))
+            self._then(launch, *self._tensors_of_pass(statistics, sums[0], results))
         if self.fused:
-            self._then(convert, *sums, *grads)
+            self._add_convert(sums, rows, key_sums)
+
+    def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
+        """The launch that makes gradients of the sums of dQ, dK and dV, with ``rows`` a program."""
+        problem = self._problem
+        num_tiles = triton.cdiv(max(self._padded_queries, self._padded_keys if key_sums else 0), rows)
+        convert = Launch(
+            convert_grad_query_kernel,
+            problem.num_sequences * num_tiles,
+            (
+                *self._grad_strides,
+                num_tiles,
+                self._operands[0].shape[1],
+                problem.group_size,
+                problem.num_queries,
+                problem.num_keys,
+                self._padded_queries,
+                self._padded_keys,
+                1.0 / math.sqrt(problem.head_dim),
+            ),
+            (problem.head_dim, self._block_dim, rows, key_sums),
+        )
+        self._then(convert, *sums, *self.given[6:])
 
     def _pass_launch(self, one: BackwardPass) -> Launch:
         problem, tile = self._problem, one.tile
@@ -276,9 +282,10 @@ class BackwardPlan(Plan):
             **_options(tile),
         )
 
-    def _results_of_pass(self, grads: Sequence[str]) -> Sequence[str]:
-        """What a prepared pass is given to write the gradients of query, key and value to, and all behind it."""
-        return *grads, grads[0]  # stands in for the output
+    def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
+        """What a prepared pass is called with; ``grads``: what it writes the gradients of query, key and value to."""
+        # The last stands in for the output.
+        return *self._read_by_pass, statistics, grad_query_sum, *grads, grads[0]
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
         """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused.

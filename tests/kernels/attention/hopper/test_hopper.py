@@ -1,5 +1,6 @@
 """The Hopper kernels: what refuses them anywhere, and what they compute on a GPU that has them."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from attention_checks import STRIDES, assert_exact, assert_matches_float64, rand
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, operators
 from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.problem import Problem
 from cs336sys.kernels.attention.reference import reference_attention
@@ -109,7 +111,7 @@ def test_auto_leaves_the_rest_to_triton(changes):
         (128, 2048, 64, True, True),
         (16, 16384, 128, True, True),
         (128, 2048, 128, True, True),
-        (16, 16384, 256, True, False),
+        (16, 16384, 256, True, True),
         (100, 512, 256, True, False),
         (1, 16384, 256, False, False),
         (16, 1024, 64, False, False),
@@ -161,6 +163,25 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
     assert takes_hopper_backward(whole, whole) == chosen
     assert not takes_hopper_backward(narrow, whole)
     assert not takes_hopper_backward(whole, narrow)
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), [(16, 16), (128, 64)])
+def test_converts_sums_that_lie_as_a_matrix_product_leaves_them_in_registers(head_dim, columns, device):
+    num_heads, num_queries = 3, 100
+    expected = torch.randn(2, num_heads, num_queries, head_dim, device=device)
+    sums = torch.empty(2 * num_heads * 2, head_dim // columns, columns // 8, 4, 8, 4, 2, 2, device=device)
+    padded = torch.nn.functional.pad(expected, (0, 0, 0, 28)).view(12, 64, head_dim)
+    for part, eight, warp, lane, register in itertools.product(
+        range(head_dim // columns), range(columns // 8), range(4), range(32), range(4)
+    ):
+        row = 16 * warp + lane // 4 + 8 * (register // 2)
+        column = columns * part + 8 * eight + 2 * (lane % 4) + register % 2
+        sums[:, part, eight, warp, lane // 4, lane % 4, register // 2, register % 2] = padded[:, row, column]
+    grad_query = torch.empty_like(expected)
+    convert_register_order_kernel[(12,)](
+        sums, grad_query, grad_query.stride()[:3], 2, num_heads, num_queries, 0.5, head_dim, columns
+    )
+    torch.testing.assert_close(grad_query, expected / 2)
 
 
 @on_hopper
@@ -235,12 +256,11 @@ def test_scores_so_low_that_their_sum_overflows_backward(head_dim, device):
 
 @on_hopper
 @HEAD_DIMS
-def test_backward_is_plain_triton_where_dk_and_dv_take_too_many_registers(head_dim, device):
+def test_takes_its_kernels_in_both_passes(head_dim, device):
     operators.forget_plans()
     inputs = random_inputs((2, 2), 300, 300, head_dim, torch.bfloat16, device)
     flash_attention(*inputs, True, implementation="hopper").sum().backward()
-    backward = "HopperBackwardPlan" if head_dim in availability.BACKWARD_HEAD_DIMS else "BackwardPlan"
-    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", backward]
+    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
 
 
 @on_hopper

@@ -257,17 +257,21 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
                 assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
 
 
-def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
+def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
     """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get."""
+    is_wide, has_reducer = kernel == "wide", kernel == "reducer"
     barriers = Barriers(
         key_ready=1,
         query_ready=1,
         grad_out_ready=1,
         tile_free=2,
+        query_free=2,
+        grad_out_free=2,
+        weights_ready=2,
         grad_scores_ready=2,
         grad_scores_free=1,
         grad_query_done=1,
-        results_ready=1,
+        results_ready=2 if is_wide else 1,
     )
     memory = {}
     sums = collections.defaultdict(list)
@@ -283,21 +287,25 @@ def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
         for tile in range(first, end):
             use = tile - first
             slot = use % stages
-            yield from wait("tile_free", slot, parity=((use // stages) & 1) ^ 1)
             for name in ("query", "grad_out"):
+                free = f"{name}_free" if is_wide else "tile_free"
+                yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
                 memory[name, slot] = tile
                 barriers.arrive(f"{name}_ready", slot)
                 yield
         for consumer in range(2):
-            yield from wait("results_ready", consumer, parity=0)
-            assert memory["key" if has_reducer else "grad_query", consumer] == "dK"
+            yield from wait("results_ready", 0 if is_wide else consumer, parity=0)
+            assert memory["grad_key" if kernel == "exchange" else "key", consumer] == "dK"
             assert memory["value", consumer] == "dV"
 
-    def add_grad_query(name, tile, buffer):
+    def both(name, *where):
+        return [memory[name, *where, consumer] for consumer in range(2)]
+
+    def add_grad_query(name, tile, *buffer, columns=(0, 1)):
         """dS of both consumers is there when the product begins, and still there when it is complete."""
         for _ in range(2):
-            assert [memory["grad_scores", buffer, consumer] for consumer in range(2)] == [tile, tile]
-            assert [memory["key", consumer] for consumer in range(2)] == ["input", "input"]
+            assert both("grad_scores", *buffer) == [tile, tile]
+            assert [memory["key", which] for which in columns] == ["input"] * len(columns)
             yield
         sums[name].append(tile)
 
@@ -308,13 +316,11 @@ def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
 
     def consumer(me):
         yield from wait("key_ready", parity=0)
-        if has_reducer and first < end:
+        if first < end:
             scores = yield from scores_of(first)
         for tile in range(first, end):
             use = tile - first
             slot, buffer = use % stages, use % 2
-            if not has_reducer:
-                scores = yield from scores_of(tile)
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
             assert scores == memory["grad_out", slot] == tile
             yield
@@ -323,11 +329,11 @@ def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
             memory["grad_scores", buffer, me] = tile
             barriers.arrive("grad_scores_ready", buffer)
             yield
+            if tile + 1 < end:
+                scores = yield from scores_of(tile + 1)
             if not has_reducer:
                 yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
                 yield from add_grad_query(("dQ", me), tile, buffer)
-            elif tile + 1 < end:
-                scores = yield from scores_of(tile + 1)
             assert memory["query", slot] == memory["grad_out", slot] == tile
             sums["dK", me].append(tile)
             barriers.arrive("tile_free", slot)
@@ -335,8 +341,42 @@ def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
         memory["value", me] = "dV"
         if has_reducer:
             yield from wait("grad_query_done", parity=0)
-        memory["key" if has_reducer else "grad_query", me] = "dK"
+        memory["key" if has_reducer else "grad_key", me] = "dK"
         barriers.arrive("results_ready", me)
+
+    def wide_consumer(me):
+        yield from wait("key_ready", parity=0)
+        for tile in range(first, end):
+            use = tile - first
+            slot, buffer = use % stages, use % 2
+            scores = yield from scores_of(tile)
+            yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
+            assert scores == memory["grad_out", slot] == tile
+            assert both("value") == ["input", "input"]
+            memory["weights", buffer, me] = tile
+            barriers.arrive("weights_ready")
+            yield
+            yield from wait("weights_ready", parity=use & 1)
+            assert both("weights", buffer) == [tile, tile]
+            yield
+            memory["grad_scores", me] = tile
+            barriers.arrive("grad_scores_ready")
+            yield
+            yield from wait("grad_scores_ready", parity=use & 1)
+            yield from add_grad_query(("dQ", me), tile, columns=(me,))
+            # dV is complete as well.
+            assert both("weights", buffer) == [tile, tile]
+            assert memory["grad_out", slot] == tile
+            barriers.arrive("grad_out_free", slot)
+            yield
+            assert both("grad_scores") == [tile, tile]
+            assert memory["query", slot] == tile
+            sums["dK", me].append(tile)
+            barriers.arrive("query_free", slot)
+            yield
+        memory["value", me] = "dV"
+        memory["key", me] = "dK"
+        barriers.arrive("results_ready", 0)
 
     def reducer():
         yield from wait("key_ready", parity=0)
@@ -347,20 +387,18 @@ def simulate_backward(first_key, num_queries, is_causal, has_reducer, stages=2):
             barriers.arrive("grad_scores_free", use % 2)
         barriers.arrive("grad_query_done")
 
-    coroutines = [producer(), consumer(0), consumer(1)]
+    coroutines = [producer(), *((wide_consumer if is_wide else consumer)(me) for me in range(2))]
     return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
 
 
 @CAUSAL
-@pytest.mark.parametrize("has_reducer", [False, True], ids=["exchange", "reducer"])
+@pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
 @pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
-def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
-    first_key, num_queries, has_reducer, is_causal
-):
+def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_key, num_queries, kernel, is_causal):
     for seed in range(20):
-        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, has_reducer)
+        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel)
         _run_in_random_order(coroutines, seed)
-        names = [("dK", 0), ("dK", 1), *(["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)])]
+        names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
         assert [sums[name] for name in names] == [list(tiles)] * len(names)
 
 

@@ -1,0 +1,278 @@
+"""FlashAttention backward for Hopper in Gluon, head dimension 256: two warpgroups share 64 keys by columns.
+
+dK and dV of 64 keys, the fewest that a warpgroup's matrix instruction takes, would be 256 registers of each of its
+threads. So both warpgroups of a program work on the same 64 keys: each computes S^T and dP^T for one half of a tile of
+64 queries, writes its half of P^T and dS^T to shared memory, and multiplies the whole of them for one half of the head
+dimension:
+
+    S^T = K Q^T - L    dP^T = V dO^T - D    P^T = exp2(S^T)    for 32 queries
+    dV += P^T dO                                               for 128 columns, when both have written P^T
+    dS^T = P^T dP^T                                            for 32 queries
+    dQ = dS K    dK += dS^T Q                                  for 128 columns, when both have written dS^T
+
+dQ leaves the registers for the sum in memory while dK is computed.
+
+Barriers work as in forward.py; ``weights_ready`` and ``grad_scores_ready`` count both warpgroups. P^T has two buffers:
+who writes that of tile i has seen dS^T of tile i - 1 announced by both, and so knows dV of tile i - 2 complete, but not
+that of tile i - 1. dS^T needs one: who writes it has seen P^T of the same tile announced, after dQ and dK of the last.
+
+Sources: equations 13 to 19 of the handout; Shah et al., "FlashAttention-3" (2024), appendix B.1.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336sys.kernels.attention.hopper.backward_tiles import (
+    FIRST,
+    ROWS,
+    SECOND,
+    add_grad_query,
+    grad_weights_start,
+    item,
+    scores_start,
+)
+from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
+
+# The queries of a tile for which one warpgroup computes scores.
+HALF_ROWS = gl.constexpr(ROWS.value // 2)
+
+
+@gluon.jit
+def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
+    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
+    key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
+    query_free, grad_out_free, results_ready = barriers[4], barriers[5], barriers[8]
+    num_heads, num_queries, _, _ = shape
+    first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
+    batch = sequence // num_heads
+    head = sequence % num_heads
+    mbarrier.expect(key_ready.index(0), key.block_type.nbytes)
+    tma_load(key, [batch, head, first_key, 0], key_ready.index(0), key_tiles.index(0))
+    mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
+    tma_load(value, [batch, head, first_key, 0], value_ready.index(0), value_tiles.index(0))
+    for tile in range(first, end):
+        use = tile - first
+        slot = use % STAGES
+        fresh = ((use // STAGES) & 1) ^ 1
+        first_query = tile * ROWS
+        mbarrier.wait(query_free.index(slot), fresh)
+        mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
+        tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
+        tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
+        tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
+        mbarrier.wait(grad_out_free.index(slot), fresh)
+        mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
+        tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
+    mbarrier.wait(results_ready.index(0), 0)
+    tma_store(grad_key, [batch, head, first_key, 0], key_tiles.index(0))
+    tma_store(grad_value, [batch, head, first_key, 0], value_tiles.index(0))
+    store_wait(0)
+
+
+@gluon.jit
+def _consumer(
+    tensors,
+    buffers,
+    barriers,
+    schedule,
+    shape,
+    scale,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    _, key, _, _, _, _, _, grad_query_sum = tensors
+    key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
+    logsumexp_ring, delta_ring, weights_tiles, grad_scores_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
+    key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
+    query_free, grad_out_free, weights_ready = barriers[4], barriers[5], barriers[6]
+    grad_scores_ready, results_ready = barriers[7], barriers[8]
+    _, num_queries, num_keys, padded_queries = shape
+    dtype: gl.constexpr = key.dtype
+    HEAD_DIM: gl.constexpr = key.block_type.shape[3]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    FIRST_ROW: gl.constexpr = CONSUMER * HALF_ROWS
+    FIRST_COLUMN: gl.constexpr = CONSUMER * HALF
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_ROWS, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
+
+    first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
+    grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
+    grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
+    # For each tile of queries a half tile of the first warpgroup and one of the second.
+    sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
+    mbarrier.wait(key_ready.index(0), 0)
+    mbarrier.wait(value_ready.index(0), 0)
+    for tile in range(first, end):
+        use = tile - first
+        slot = use % STAGES
+        # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
+        # and keep them in registers, of which there are none to spare.
+        zero = use >> 30
+        key_tile = key_tiles.index(zero)
+        # Both before a product of this warpgroup is on its way.
+        mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
+        logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
+        scores = scores_start(logsumexps, scale_log2, tile * ROWS + FIRST_ROW, first_key, num_keys, CAUSAL)
+        deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
+        grad_weights = grad_weights_start(deltas)
+        query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
+        scores = warpgroup_mma(key_tile, query_rows.permute([1, 0]), scores, is_async=True)
+        mbarrier.wait(grad_out_ready.index(slot), (use // STAGES) & 1)
+        grad_out_rows = grad_out_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
+        grad_weights = warpgroup_mma(
+            value_tiles.index(zero), grad_out_rows.permute([1, 0]), grad_weights, is_async=True
+        )
+        scores = warpgroup_mma_wait(1, [scores])
+        weights = gl.exp2(scores * scale_log2)
+        weights_tile = weights_tiles.index(use % 2)
+        weights_tile.slice(FIRST_ROW, HALF_ROWS, 1).store(weights.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(weights_ready.index(0), count=1)
+        mbarrier.wait(weights_ready.index(0), use & 1)
+        grad_out_columns = grad_out_ring.index(slot).slice(FIRST_COLUMN, HALF, 1)
+        grad_value_sum = warpgroup_mma(weights_tile, grad_out_columns, grad_value_sum, is_async=True)
+        grad_weights = warpgroup_mma_wait(1, [grad_weights])
+        grad_scores = (weights * grad_weights).to(dtype)
+
+        grad_scores_tile = grad_scores_tiles.index(0)
+        grad_scores_tile.slice(FIRST_ROW, HALF_ROWS, 1).store(grad_scores)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(grad_scores_ready.index(0), count=1)
+        mbarrier.wait(grad_scores_ready.index(0), use & 1)
+        grad_query = warpgroup_mma(
+            grad_scores_tile.permute([1, 0]),
+            key_tile.slice(FIRST_COLUMN, HALF, 1),
+            half_zeros,
+            use_acc=False,
+            is_async=True,
+        )
+        query_columns = query_ring.index(slot).slice(FIRST_COLUMN, HALF, 1)
+        grad_key_sum = warpgroup_mma(grad_scores_tile, query_columns, grad_key_sum, is_async=True)
+        # Products finish in the order of their issue: one outstanding means that dQ is there.
+        grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
+        mbarrier.arrive(grad_out_free.index(slot), count=1)
+        add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
+        grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
+        mbarrier.arrive(query_free.index(slot), count=1)
+
+    # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ is
+    # complete. The producer stores the results.
+    value_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store(grad_value_sum.to(dtype))
+    key_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store((grad_key_sum * scale).to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(results_ready.index(0), count=1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads",
+        "num_queries",
+        "num_keys",
+        "padded_queries",
+    ]
+)
+def wide_backward_kernel(
+    query,
+    key,
+    value,
+    grad_out,
+    statistics,
+    grad_key,
+    grad_value,
+    grad_query_sum,
+    schedule,
+    num_heads,
+    num_queries,
+    num_keys,
+    padded_queries,
+    scale,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """dK and dV of 64 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
+
+    All tensors but the last two are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
+    """
+    dtype: gl.constexpr = query.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    key_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout)
+    value_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout)
+    query_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
+    grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
+    weights_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], layout)
+    grad_scores_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], layout)
+    statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    key_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    value_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    query_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    grad_out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    grad_scores_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    results_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    mbarrier.init(key_ready.index(0), count=1)
+    mbarrier.init(value_ready.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(query_ready.index(stage), count=1)
+        mbarrier.init(grad_out_ready.index(stage), count=1)
+        mbarrier.init(query_free.index(stage), count=2)
+        mbarrier.init(grad_out_free.index(stage), count=2)
+    mbarrier.init(weights_ready.index(0), count=2)
+    mbarrier.init(grad_scores_ready.index(0), count=2)
+    mbarrier.init(results_ready.index(0), count=2)
+    fence_async_shared()
+
+    tensors = (query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
+    buffers = (
+        key_tiles,
+        value_tiles,
+        query_ring,
+        grad_out_ring,
+        logsumexp_ring,
+        delta_ring,
+        weights_tiles,
+        grad_scores_tiles,
+    )
+    barriers = (
+        key_ready,
+        value_ready,
+        query_ready,
+        grad_out_ready,
+        query_free,
+        grad_out_free,
+        weights_ready,
+        grad_scores_ready,
+        results_ready,
+    )
+    shape = (num_heads, num_queries, num_keys, padded_queries)
+    gl.warp_specialize(
+        [
+            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL)),
+            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL)),
+            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 24],
+    )
