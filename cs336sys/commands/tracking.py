@@ -1,7 +1,6 @@
 """``--track``: every measured cell is a run of an experiment tracker, with its parameters, figures and files."""
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -221,7 +220,7 @@ def _as_tracked(
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json_text(value)
 
 
 def _one_line(error: Exception) -> str:

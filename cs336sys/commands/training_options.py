@@ -119,8 +119,8 @@ DryRunOption = Annotated[
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which models, and their batches."""
+class SizeOptions:
+    """Which sizes of the Transformer, and their batches."""
 
     panel: ClassVar = MODEL
     size: Annotated[list[str], typer.Option(help=f"{_SIZES}.", autocompletion=among(SIZES))] = field(
@@ -133,11 +133,6 @@ class ModelOptions:
     d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}", show_default=False)] = None
     num_layers: NumLayersOption = None
     num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}", show_default=False)] = None
-    model: ModelOption = None
-    loss: LossOption = None
-    batch: BatchOption = None
-    blocks: BlocksOption = None
-    debug: DebugOption = False
 
     def sizes(self) -> list[ModelSize]:
         """Every combination of sizes, contexts and batch sizes, in their order.
@@ -162,6 +157,27 @@ class ModelOptions:
                 split_list(self.batch_size, "--batch-size", at_least(1)) if self.batch_size else [None],
             )
         ]
+
+
+@dataclass(frozen=True)
+class SharedSizeOptions(SizeOptions):
+    """Which sizes, and batches that the ranks share."""
+
+    batch_size: Annotated[
+        list[str],
+        typer.Option(help="Batches of all ranks together. Default: the size's own.", show_default=False),
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ModelOptions(SizeOptions):
+    """Which models, sizes or a user's, and their batches."""
+
+    model: ModelOption = None
+    loss: LossOption = None
+    batch: BatchOption = None
+    blocks: BlocksOption = None
+    debug: DebugOption = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from cs336sys.workload import STATE_DTYPES
 
 
 def keep(
-    model: options.SharedModelOptions = options.SharedModelOptions(["8b"]),
+    model: options.SharedSizeOptions = options.SharedSizeOptions(["8b"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
     state_dtype: Annotated[
         list[str],

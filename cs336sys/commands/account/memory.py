@@ -1,6 +1,5 @@
 """``account memory``: what a rank holds for each way of sharing out training state."""
 
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -16,16 +15,8 @@ from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
 
-@dataclass(frozen=True)
-class _SharedModelOptions(options.ModelOptions):
-    batch_size: Annotated[
-        list[str],
-        typer.Option(help="Batches of all ranks together. Default: the size's own.", show_default=False),
-    ] = field(default_factory=list)
-
-
 def memory(
-    model: _SharedModelOptions = _SharedModelOptions(["xl"]),
+    model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
     world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
     strategy: Annotated[
         list[str],

@@ -21,7 +21,7 @@ OnePrecisionOption = Annotated[
 
 
 def activations(
-    model: options.ModelOptions = options.ModelOptions(["2.7b"]),
+    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
     precision: OnePrecisionOption = "fp32",
     attention: AttentionOption = "reference",
     output: OutputOptions = OutputOptions(),
@@ -39,7 +39,7 @@ def activations(
 
 
 def flops(
-    model: options.ModelOptions = options.ModelOptions(["2.7b"]),
+    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
