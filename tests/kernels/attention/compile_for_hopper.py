@@ -110,6 +110,7 @@ def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
         "tensor_core": len(re.findall(r"\bHG?MMA\.", sass)),
         "exp2_beside_product": exp2_beside_product(sass),
         "tma_load": len(re.findall(r"\bUTMALDG\.", sass)),
+        "touched_early": touched_early(sass),
         "vector_reduce": len(re.findall(r"\bREDG?\.\S*F32x4", sass)),
         "tma_reduce": len(re.findall(r"\bUTMAREDG\.", sass)),
     }
@@ -130,6 +131,41 @@ def exp2_beside_product(sass: str) -> list[int]:
     _, *stretches = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, ", sass)
     counts = [stretch.count("MUFU.EX2") for stretch in stretches if stretch.startswith("0x1")]
     return [count for count in counts if count]
+
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([\w.]+)\s*(.*?);")
+WITHOUT_RESULT = ("ST", "RED", "WARPGROUP", "BAR", "BRA", "UTMA", "SYNCS", "ISETP", "FSETP", "PLOP", "R2UR", "MEMBAR")
+
+
+def touched_early(sass: str) -> list[str]:
+    """Instructions that write a left operand in registers, or use the sums, of a product that may still be running.
+
+    In the order of the listing: products that are committed together end together, and a wait leaves the last n.
+    """
+    running: list[list[tuple[set[int], set[int]]]] = [[]]
+    found = []
+    for instruction in INSTRUCTION.finditer(sass):
+        name, operands = instruction[1], instruction[2].split(", ")
+        used = [int(number) for number in re.findall(r"\bR(\d+)\b", instruction[2])]
+        if name.startswith("HGMMA"):
+            columns = int(re.search(r"\.64x(\d+)x", name)[1])
+            left = re.match(r"R(\d+)", operands[1])
+            first = int(operands[0].removeprefix("R"))
+            lefts = set() if left is None else set(range(int(left[1]), int(left[1]) + 4))
+            running[-1].append((lefts, set(range(first, first + columns // 2))))
+            if "gsb0" in operands[-1]:
+                running.append([])
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            # The last is what is not committed yet.
+            running = running[-1 - int(operands[-1], 16) :]
+        else:
+            width = next((n for suffix, n in ((".128", 4), (".64", 2), (".WIDE", 2)) if suffix in name), 1)
+            has_result = re.match(r"R\d", operands[0]) and not name.startswith(WITHOUT_RESULT)
+            written = set(range(used[0], used[0] + width)) if has_result else set()
+            products = [product for committed in running for product in committed]
+            if any(written & lefts or (written | set(used)) & sums for lefts, sums in products):
+                found.append(instruction[0])
+    return found
 
 
 # In the place of the C++, which is not compiled here.

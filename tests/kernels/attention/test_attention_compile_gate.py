@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from compile_for_hopper import MORE_TRITON_CONFIGURATIONS
+from compile_for_hopper import MORE_TRITON_CONFIGURATIONS, touched_early
 
 from cs336sys.kernels.attention import native_call
 
@@ -85,6 +85,27 @@ def test_half_precision_spills_nothing_elsewhere(compiled):
 def test_matrix_products_are_serialized_only_where_a_register_limit_was_chosen(compiled):
     for name, kernel in kernels(compiled, *HALF):
         assert not kernel["serialized"] or kernel["limited"], name
+
+
+def test_nothing_touches_the_registers_of_a_running_product(compiled):
+    """A known fault of the assembler of triton 3.6 to 3.8, seen in its listing."""
+    for name, kernel in kernels(compiled, *HALF, *HOPPER):
+        assert kernel["touched_early"] == [], name
+
+
+def test_registers_that_are_touched_early_are_found():
+    product = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;\n"
+    other = "/*0020*/ HGMMA.64x32x16.F32.BF16 R64, gdesc[UR4], R64, gsb0 ;\n"
+    wait_for_both, wait_for_one = (f"/*0030*/ WARPGROUP.DEPBAR.LE gsb0, {left} ;\n" for left in ("0x0", "0x1"))
+    overwrites, reads = "/*0040*/ F2FP.BF16 R11, R90, R91 ;\n", "/*0050*/ @P0 FADD R90, R55, R91 ;\n"
+    beside, stores = "/*0060*/ FADD R90, R56, R91 ;\n", "/*0070*/ STS.128 [R8], R92 ;\n"
+    loads_around = "/*0080*/ LDS.128 R5, [R90] ;\n"
+    for early in (overwrites, reads, loads_around):
+        assert touched_early(product + early) == [early.strip()]
+        assert touched_early(product + other + wait_for_one + early) == []
+    assert touched_early(product + beside + stores) == []
+    assert touched_early(other + product + wait_for_one + overwrites) == [overwrites.strip()]
+    assert touched_early(other + product + wait_for_both + overwrites) == []
 
 
 def test_large_shapes_load_by_tma(compiled):
