@@ -1,0 +1,181 @@
+"""A training workload that several ranks share."""
+
+import math
+from dataclasses import dataclass, replace
+
+from cs336sys.accounting.checkpointing import (
+    kept_blocks,
+    recomputed_flops,
+)
+from cs336sys.accounting.flops import attention_flops, model_flops
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
+from cs336sys.accounting.sharding.step import FULLY_SHARDED
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload.configured import Configured, check_choices
+from cs336sys.workload.training import Workload
+
+# How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last synchronizes
+# nothing, and is what the others are compared with.
+BUCKETED_STRATEGIES = ("bucketed", "bucketed-step")
+DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", *BUCKETED_STRATEGIES, "torch")
+SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
+STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
+BACKENDS = ("auto", "gloo", "nccl")
+BLOCK_CHECKPOINTING = ("none", "block")
+
+# In place of a bucket size: buckets of whole blocks.
+WHOLE_BLOCKS = "block"
+
+
+def bucket_name(bucket_mb: float | str) -> str:
+    """What a bucket size is called: ``25 MB``, ``blocks``."""
+    return f"{bucket_mb}s" if isinstance(bucket_mb, str) else f"{bucket_mb:g} MB"
+
+
+@dataclass(frozen=True)
+class ParallelWorkload(Configured):
+    """A training workload that several ranks share, and how they do it.
+
+    Attributes:
+        training: its batch is that of all ranks together, each takes an equal part; its mode is ``train``.
+        strategy: one of :data:`STRATEGIES`.
+        backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
+        bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
+            for :data:`BUCKETED_STRATEGIES`, else None.
+        gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
+        high_priority: let NCCL's kernels go before others that wait for the GPU.
+        trace: a directory for the Chrome trace of one more step on rank 0.
+        timeout_s: how long a rank waits for the others.
+        prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
+        checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
+            ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
+    """
+
+    training: Workload
+    strategy: str
+    world_size: int = 2
+    backend: str = "auto"
+    bucket_mb: float | str | None = None
+    gradient_dtype: str = "fp32"
+    high_priority: bool = False
+    trace: str | None = None
+    timeout_s: float = 120.0
+    prefetch: int | None = None
+    checkpointing: str = "none"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "strategy": STRATEGIES,
+            "backend": BACKENDS,
+            "gradient_dtype": PRECISIONS,
+            "checkpointing": BLOCK_CHECKPOINTING,
+        }
+        if kept_blocks(self.checkpointing) is not None:
+            del choices["checkpointing"]
+            self._check_kept()
+        check_choices(self, choices)
+        if self.backend == "nccl" and self.training.device == "cpu":
+            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+        if self.training.mode != "train":
+            raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
+        if self.world_size < 1:
+            raise UsageError(f"--world-size {self.world_size}: must be at least 1")
+        if (self.bucket_mb is not None) != (self.strategy in BUCKETED_STRATEGIES):
+            raise UsageError(
+                f"bucket size {self.bucket_mb}: {' and '.join(BUCKETED_STRATEGIES)} need one, and others have none"
+            )
+        if isinstance(self.bucket_mb, str):
+            if self.bucket_mb != WHOLE_BLOCKS:
+                raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")
+        elif self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+            raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+        if self.checkpointing != "none" and self.training.compile == "model":
+            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
+        if (self.prefetch is not None) != (self.strategy == "fsdp"):
+            raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
+        if self.training.size.batch_size % self.world_size:
+            raise UsageError(
+                f"--batch-size {self.training.size.batch_size}: {self.world_size} ranks cannot share it equally; "
+                f"choose a multiple of {self.world_size}"
+            )
+
+    def _check_kept(self) -> None:
+        training, blocks = self.training, kept_blocks(self.checkpointing)
+        if not training.is_ours:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} knows the parts of this project's model alone: choose block"
+            )
+        if training.attention == "reference":
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
+                "no logsumexp; choose flash or sdpa"
+            )
+        if blocks is not None and blocks > training.size.num_layers:
+            raise UsageError(f"--checkpoint {self.checkpointing}: the model has {training.size.num_layers} blocks")
+        if training.size.d_ff == training.size.d_model and not self.writes_out_blocks:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} tells products apart by their widths: d_ff and d_model are both "
+                f"{training.size.d_ff}"
+            )
+
+    @property
+    def writes_out_blocks(self) -> bool:
+        """Whether blocks that choose what to keep have a backward pass of their own: fused kernels without autocast."""
+        training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
+        return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
+
+    @property
+    def share(self) -> int:
+        """Sequences a rank."""
+        return self.training.size.batch_size // self.world_size
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether half precision is autocast's; fully sharded models compute in the dtype that is gathered instead."""
+        return self.strategy not in FULLY_SHARDED
+
+    @property
+    def computed_flops(self) -> int:
+        """FLOPs a step of all ranks, with what is computed again: by checkpoints, and the scores in the backward pass
+        of attention that keeps none of them.
+        """
+        training, size = self.training, self.training.size
+        again = 0
+        if training.attention != "reference":
+            shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
+            again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
+        if kept_blocks(self.checkpointing) is not None:
+            return model_flops(size) + again + flops_again(self.kept_step)
+        return model_flops(size) + again + recomputed_flops(size, self.checkpointing)
+
+    @property
+    def kept_step(self) -> KeptStep:
+        """What accounting needs to know of a step whose blocks choose what to keep; of another, as if none kept gate
+        and up.
+        """
+        training = self.training
+        state_dtype = training.state_dtype if self.has_half_weights else "fp32"
+        blocks, ahead = kept_blocks(self.checkpointing) or 0, 1 if self.prefetch is None else self.prefetch
+        return KeptStep(training.size, self.world_size, training.precision, state_dtype, blocks, ahead)
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether slices of weights and their gradients are in half precision from step to step."""
+        return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
+
+    @property
+    def unsynchronized(self) -> "ParallelWorkload":
+        """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
+        return replace(
+            self,
+            strategy="unsynchronized",
+            bucket_mb=None,
+            gradient_dtype="fp32",
+            trace=None,
+            prefetch=None,
+            checkpointing="none" if self.writes_out_blocks else self.checkpointing,
+        )

@@ -1,0 +1,303 @@
+"""One model, its batch, and how its steps run; its memory recorded, its loss followed, its kernels profiled."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cs336sys.accounting.activations import ATTENTION, block_activations
+from cs336sys.accounting.checkpointing import (
+    checkpointed_moments,
+    parse_checkpointing,
+)
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.fused import FusedStep, fused_moments
+from cs336sys.accounting.hardware import model_flops_utilization
+from cs336sys.accounting.memory import PeakMemory
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.results import Samples
+from cs336sys.sizes import PRECISIONS, ModelSize
+from cs336sys.workload.configured import DEVICES, Configured, check_choices
+
+PHASES_OF_MODE = {
+    "forward": ("forward",),
+    "forward-backward": ("forward", "backward"),
+    "train": ("forward", "backward", "optimizer"),
+}
+MODES = tuple(PHASES_OF_MODE)
+COMPILE_MODES = ("off", "block", "model")
+OPTIMIZERS = ("course", "fused", "adamw")
+STATE_DTYPES = ("fp32", "bf16", "split")
+MODEL_KERNELS = ("reference", "fused")
+CUDA_GRAPH = ("off", "on")
+SYNCHRONIZE = ("step", "none")
+
+# What ``bench`` compares: one model trained in different ways.
+COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph", "kernels", "state_dtype")
+
+
+@dataclass(frozen=True)
+class UserCode(Configured):
+    """Functions of the user in the place of ours, as :mod:`cs336sys.user_code` names them; None is ours.
+
+    Attributes:
+        model: a size -> a module.
+        loss: what the module returns, and the targets -> a scalar.
+        batch: a size, a ``torch.Generator`` and a device -> inputs and targets.
+        blocks: patterns of the names of the model's blocks, separated by commas: ``encoder.layers.*``.
+        code_digest: of their files, and of the optimizer's.
+    """
+
+    model: str | None = None
+    loss: str | None = None
+    batch: str | None = None
+    blocks: str | None = None
+    code_digest: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "blocks"):
+            if self.model is None and getattr(self, field) is not None:
+                raise UsageError(f"--{field} {getattr(self, field)}: is about a model of yours; give --model, too")
+
+    def configuration(self) -> dict[str, Any]:
+        """What is given: without any, a cell is the same as before there was any such choice."""
+        return {name: value for name, value in super().configuration().items() if value is not None}
+
+
+_CHOICES = {
+    "mode": MODES,
+    "precision": PRECISIONS,
+    "compile": COMPILE_MODES,
+    "attention": ATTENTION,
+    "optimizer": OPTIMIZERS,
+    "cuda_graph": CUDA_GRAPH,
+    "kernels": MODEL_KERNELS,
+    "state_dtype": STATE_DTYPES,
+    "device": DEVICES,
+    "synchronize": SYNCHRONIZE,
+}
+
+
+@dataclass(frozen=True)
+class Workload(Configured):
+    """One model, its batch, and how its steps run.
+
+    Attributes:
+        mode: the phases of a step: ``forward`` (without gradients), ``forward-backward``, or ``train``.
+        precision: ``fp32``, or autocast to ``bf16`` or ``fp16`` over forward and loss (fp16 scales the loss).
+        compile: ``off``; ``block`` compiles one Transformer block, which all blocks reuse, and the loss; ``model``
+            compiles the whole model and the loss.
+        attention: which implementation takes the place of the model's ``scaled_dot_product_attention``.
+        optimizer: ``course`` is ``cs336_basics.optimizer.AdamW``, ``fused`` torch's fused AdamW, ``adamw`` that of
+            ``cs336sys.kernels.adamw``, or a function of
+            the user that makes one of parameters.
+        cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
+        kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in.
+        state_dtype: of ``adamw``: moments in ``fp32``, or in ``bf16``; ``split`` keeps the blocks' weights as bf16 and
+            what fp32 has beyond it. With fused kernels in half precision, the last two have gradients in it, too.
+        tf32: whether fp32 matrix products may use TF32.
+        synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
+        user: what of it is the user's.
+    """
+
+    size: ModelSize
+    mode: str = "train"
+    precision: str = "fp32"
+    compile: str = "off"
+    attention: str = "reference"
+    optimizer: str = "course"
+    cuda_graph: str = "off"
+    kernels: str = "reference"
+    state_dtype: str = "fp32"
+    device: str = "auto"
+    tf32: bool = False
+    synchronize: str = "step"
+    warmup: int = 5
+    steps: int = 10
+    seed: int = 0
+    user: UserCode = UserCode()
+
+    def __post_init__(self) -> None:
+        check_choices(self, _CHOICES)
+        if not self.is_ours and self.kernels == "fused":
+            raise UsageError("--kernels fused takes the place of modules of cs336_basics: leave it out with --model")
+        if not self.is_ours and self.state_dtype == "split":
+            raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")
+        if self.state_dtype != "fp32" and self.optimizer != "adamw":
+            raise UsageError(f"--state-dtype {self.state_dtype}: optimizer '{self.optimizer}' has none; choose adamw")
+        if self.state_dtype == "split" and self.kernels != "fused":
+            raise UsageError("--state-dtype split keeps the weights that --kernels fused computes with: choose fused")
+        if self.state_dtype == "split" and self.precision != "bf16":
+            raise UsageError(
+                f"--state-dtype split keeps weights in bf16: precision '{self.precision}' has none; choose bf16"
+            )
+        if self.warmup < 0:
+            raise UsageError(f"--warmup {self.warmup}: must be at least 0")
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps}: must be at least 1")
+
+    def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
+        """The moments of a step that can be its peak, on paper; the same for compiled workloads, which need less.
+
+        Args:
+            checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
+        """
+        if self.kernels == "fused":
+            return fused_moments(self._fused_step, checkpointing)
+        moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
+        if self.state_dtype == "bf16":
+            return [replace(moment, optimizer_state=moment.optimizer_state // 2) for moment in moments]
+        return moments
+
+    @property
+    def block_activations(self) -> int:
+        """Bytes that a block saves for its backward pass."""
+        if self.kernels == "fused":
+            return self._fused_step.block
+        return block_activations(self.size, self.precision, self.attention).total
+
+    @property
+    def _fused_step(self) -> FusedStep:
+        return FusedStep(self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype)
+
+    def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
+        """The widest of them."""
+        return max(self.widest_moments(checkpointing), key=lambda moment: moment.total)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.size.batch_size * self.size.context
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the model is ``BasicsTransformerLM``, of which formulas know everything."""
+        return self.user.model is None
+
+    @property
+    def parameters(self) -> int | None:
+        """How many the model has, by the formula; None for a model of the user's."""
+        return count_parameters(self.size) if self.is_ours else None
+
+    @property
+    def flops(self) -> int | None:
+        """Model FLOPs a step, of the mode's phases: the optimizer's are negligible and not counted.
+
+        None for a model of the user's, whose operations are counted.
+        """
+        return model_flops(self.size, backward=self.mode != "forward") if self.is_ours else None
+
+    def rates(self, step: Samples, peak_tflops: float | None, flops: int | None = None) -> dict[str, float | None]:
+        """:meth:`throughput`, ``tflops`` and ``mfu_percent`` of the mean step (ms); no MFU where no peak is known.
+
+        Args:
+            flops: a step's, where they were counted.
+        """
+        seconds = step.mean / 1e3
+        flops = self.flops if flops is None else flops
+        utilization = None if flops is None else model_flops_utilization(flops, seconds, peak_tflops)
+        return {
+            **self.throughput(step),
+            "tflops": None if flops is None else flops / seconds / 1e12,
+            "mfu_percent": None if utilization is None else 100 * utilization,
+        }
+
+    def throughput(self, step: Samples) -> dict[str, float | None]:
+        """``tokens_per_s`` of the mean step (ms).
+
+        A batch of the user's need not consist of tokens: ``examples_per_s`` counts what lies along its first dimension.
+        """
+        seconds = step.mean / 1e3
+        if self.user.batch is None:
+            return {"tokens_per_s": self.tokens / seconds}
+        return {"tokens_per_s": None, "examples_per_s": self.size.batch_size / seconds}
+
+    @property
+    def name(self) -> str:
+        """A file name without its ending, different for workloads that differ in more than device, steps and seed."""
+        size = self.size
+        parts = [] if self.user.model is None else [self.user.model]
+        parts += [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
+        parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
+        parts += [*(["fused-kernels"] if self.kernels == "fused" else []), self.optimizer]
+        parts += [self.state_dtype] if self.state_dtype != "fp32" else []
+        parts += [*(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(parts).replace("/", "x"))
+
+
+# Kept by a cell of memprof: every allocation worth a look.
+LARGEST_ALLOCATIONS = 40
+
+
+@dataclass(frozen=True)
+class MemoryWorkload(Configured):
+    """A training workload whose memory is recorded.
+
+    Attributes:
+        checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
+        trace: also predict the step on fake tensors.
+        snapshot: a directory for the recorded step's pictures and files.
+    """
+
+    training: Workload
+    checkpointing: str = "none"
+    trace: bool = True
+    snapshot: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "checkpointing", parse_checkpointing(self.checkpointing))
+        except UsageError as error:
+            raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
+        if self.checkpointing != "none" and self.training.compile == "model":
+            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
+
+    @property
+    def name(self) -> str:
+        """A file name without its ending, different for workloads that differ in anything but steps and seed."""
+        return f"{self.training.name}-{self.checkpointing}".replace("=", "")
+
+
+@dataclass(frozen=True)
+class LossWorkload(Configured):
+    """A training workload whose loss is followed while it learns a text.
+
+    Attributes:
+        training: ``steps`` of it are taken, each on a batch of its own.
+        text: files, separated by commas, whose bytes are the tokens.
+        learning_rate, weight_decay: of the optimizer, constant.
+    """
+
+    training: Workload
+    text: str
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.training.mode != "train":
+            raise UsageError(f"mode '{self.training.mode}': a model that learns can only train")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
+
+
+PROFILERS = ("auto", "nsys", "torch")
+
+
+@dataclass(frozen=True)
+class ProfileWorkload(Configured):
+    """A training workload that is run under a profiler.
+
+    Attributes:
+        profiler: ``nsys``, ``torch`` (torch.profiler), or ``auto``: nsys for a GPU where it is installed.
+        keep: a directory for the profiler's files.
+    """
+
+    training: Workload
+    profiler: str = "auto"
+    keep: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"profiler": PROFILERS})
+        if self.profiler == "nsys" and self.training.device == "cpu":
+            raise UsageError("profiler 'nsys' traces work on a GPU: with device cpu choose torch")
