@@ -88,7 +88,8 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
             cells = shown_cells(one)
             assert not any("round" in cell.configuration for cell in cells), "rounds are pooled"
             shown = saved_tables(one, cells, Presentation(compare_precision=one.command == "nsys"), mark=False)
-            assert shown[0].name == FIRST_TABLES.get(one.command, one.command)
+            is_board = any(cell.configuration.get("board") for cell in cells)
+            assert shown[0].name == ("board" if is_board else FIRST_TABLES.get(one.command, one.command))
             machine = one.run.machine
             device = machine["gpu"] or machine["cpu"]
             assert any(device in table.title and machine["torch"] in table.title for table in shown)
