@@ -54,7 +54,10 @@ _PATTERNS = (
     # FlashAttention 3, all of it in the namespace flash; 4, which CuTe DSL calls by module and class run together.
     (ATTENTION_SOFTMAX, r"\bflash::|flash_?att(n|ention)"),
     # This project's kernels, by the names of their functions.
-    (ATTENTION_SOFTMAX, r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|combine)_kernel$"),
+    (
+        ATTENTION_SOFTMAX,
+        r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|combine)_kernel$",
+    ),
     (ELEMENTWISE, r"^(_rope|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
     (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums)_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
