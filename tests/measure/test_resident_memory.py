@@ -8,7 +8,6 @@ import pytest
 
 from cs336sys.measure import memory
 
-
 # In a process of its own: where an allocator has kept what others freed, new memory may raise no peak.
 PEAKS = """
 import json
