@@ -6,8 +6,12 @@ The fixtures are for tests that start ranks.
 import os
 import signal
 
+import cs336_basics.model
 import pytest
 import torch
+
+# Who builds a model with another attention leaves that in the module; this is read before any test runs.
+OWN_ATTENTION = cs336_basics.model.scaled_dot_product_attention
 
 # The slowest tests start ranks two or three times, at 2 to 5 s each on two busy cores.
 TEST_LIMIT_S = 90
@@ -43,6 +47,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multigpu") and count < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs, found {count}"))
+
+
+@pytest.fixture
+def own_attention(monkeypatch):
+    """The model's attention is its own, whatever an earlier test of this process has built."""
+    monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", OWN_ATTENTION)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336sys.accounting.flops import FlopCounts, attention_flops, flops_by_component, linear_flops, model_flops
 from cs336sys.sizes import SIZES, ModelSize, choose_size
 
+pytestmark = pytest.mark.usefixtures("own_attention")
+
 
 def test_linear_layer_worked_by_hand():
     # 5 rows of 7 inputs and 3 outputs: 2 * 5 * 7 * 3; its backward is two products of that size.

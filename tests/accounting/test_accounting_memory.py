@@ -19,6 +19,8 @@ from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.kernels.attention.tiled import FlashAttentionTorch
 from cs336sys.sizes import SIZES, ModelSize
 
+pytestmark = pytest.mark.usefixtures("own_attention")
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ATTENTION_FUNCTIONS = {

@@ -22,6 +22,8 @@ from cs336_basics.model import (
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 
+pytestmark = pytest.mark.usefixtures("own_attention")
+
 CONFIG = {
     "vocab_size": 31,
     "context_length": 12,

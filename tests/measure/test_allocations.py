@@ -31,6 +31,8 @@ from cs336sys.measure.allocations.timeline import (
     thinned,
 )
 
+pytestmark = pytest.mark.usefixtures("own_attention")
+
 # A train step of one layer: weight 100, moments 200, activation 40 and a temporary 7 in the forward pass, a gradient of
 # 100 and a temporary 30 in the backward pass, a temporary 90 in the update.
 STEP = [

@@ -12,8 +12,7 @@ from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, 
 
 CPU = torch.device("cpu")
 
-# Who builds a model with another attention puts that into the module for good; this is read before any test runs.
-OWN_ATTENTION = cs336_basics.model.scaled_dot_product_attention
+pytestmark = pytest.mark.usefixtures("own_attention")
 
 
 class WrittenMarks:
@@ -36,8 +35,7 @@ class WrittenMarks:
 
 
 @pytest.fixture
-def model(monkeypatch):
-    monkeypatch.setattr(cs336_basics.model, "scaled_dot_product_attention", OWN_ATTENTION)
+def model(own_attention):
     torch.manual_seed(0)
     return cs336_basics.model.BasicsTransformerLM(
         vocab_size=11, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32

@@ -12,6 +12,8 @@ from cs336sys.accounting.activations import block_activations
 from cs336sys.measure.saved_tensors import saved_tensors
 from cs336sys.sizes import ModelSize
 
+pytestmark = pytest.mark.usefixtures("own_attention")
+
 
 class HandoutNorm(nn.Module):
     """RMSNorm as the handout's section 3.1 writes it."""
