@@ -298,7 +298,9 @@ def on_a_terminal(script):
             shown += block
     os.close(ours)
     assert process.wait() == 0
-    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", shown.decode()))
+    # What is written after a line was erased (2K) does not stand behind what was there.
+    ends = re.sub(r"\x1b\[2K", "\n", shown.decode())
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", ends))
 
 
 def test_what_workers_write_stands_above_the_bar():
