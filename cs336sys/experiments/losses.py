@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, build_model, set_matmul_precision
@@ -89,6 +88,6 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     return Outcome(
         "ok" if finite else "wrong",
         {"loss": Samples("nats", "of every step", values)},
-        {"parameters": count_parameters(training.size)},
+        {"parameters": sum(parameter.numel() for parameter in model.parameters())},
         None if finite else "a loss is no number",
     )

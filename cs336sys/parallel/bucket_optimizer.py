@@ -1,7 +1,8 @@
 """An optimizer step that runs while gradients are still being averaged, bucket by bucket.
 
-The all-reduces of large models last longer than the backward pass beside which they run. What is left of them hides
-behind the optimizer if that begins with the parameters whose gradients are there already.
+The all-reduces of large models may last longer than the backward pass beside which they run. What is left of them can
+run beside the optimizer if that begins with the parameters whose gradients are there already. It gains nothing where
+both want the same memory bandwidth: xl on two H200 with NVLink, in CUDA graphs, takes 63.7 ms, and 63.1 without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

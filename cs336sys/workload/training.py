@@ -277,6 +277,8 @@ class LossWorkload(Configured):
     def __post_init__(self) -> None:
         if self.training.mode != "train":
             raise UsageError(f"mode '{self.training.mode}': a model that learns can only train")
+        if self.training.user.batch is not None:
+            raise UsageError(f"--batch {self.training.user.batch}: losses takes its batches from --text; leave it out")
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
 

@@ -1,6 +1,7 @@
 """``losses`` as a user runs it, on the CPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -45,12 +46,19 @@ def test_curves_of_two_ways(tmp_path):
     assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
 
 
+MODELS = Path(__file__).parents[1] / "user_models.py"
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ([], "error: --text: give a file to learn from, or a folder of them; several with --text again"),
         (["--text", "nowhere.md"], "error: --text nowhere.md: there is no such file or folder"),
         (["--text", "README.md", "--learning-rate", "0"], "error: --learning-rate 0: must be a positive number"),
+        (
+            ["--text", "README.md", "--model", f"{MODELS}:ours", "--batch", f"{MODELS}:images"],
+            f"error: --batch {MODELS}:images: losses takes its batches from --text; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(options, sentence):
