@@ -40,8 +40,8 @@ RESERVED = {
     "rich.table": ("report.terminal",),
     "tabulate": ("report.tables",),
     "matplotlib": ("report",),
-    "mlflow": ("commands.tracking",),
-    "wandb": ("commands.tracking",),
+    "mlflow": ("commands.sweep.tracking",),
+    "wandb": ("commands.sweep.tracking",),
     "cs336_basics": ("experiments.optimizers", "experiments.training", "measure.phases"),
 }
 
@@ -50,20 +50,21 @@ SHARED_AMONG_SIBLINGS = {
     "commands": {
         f"commands.{name}"
         for name in (
-            "faults",
-            "lazy",
+            "invocation.faults",
+            "invocation.lazy",
             "options",
-            "output_options",
-            "tracking",
-            "completion",
-            "board",
-            "former_names",
-            "settings_file",
-            "progress",
-            "ranks",
-            "resuming",
-            "sweep",
-            "training_options",
+            "options.board",
+            "options.completion",
+            "options.former_names",
+            "options.output",
+            "options.reading",
+            "options.settings_file",
+            "options.training",
+            "sweep.progress",
+            "sweep.ranks",
+            "sweep.resuming",
+            "sweep.run",
+            "sweep.tracking",
         )
     },
     "experiments": {
@@ -166,7 +167,7 @@ def test_module_imports_only_what_its_layer_may(module):
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton import settings"),
         ("kernels.weighted_sum", "from cs336sys.parallel.fsdp import FSDP"),
         ("parallel.ddp", "from cs336sys.experiments.training import TrainStep"),
-        ("report.tables", "from cs336sys.commands.output_options import OutputOptions"),
+        ("report.tables", "from cs336sys.commands.options.output import OutputOptions"),
         ("results", "from tabulate import tabulate"),
     ],
 )
@@ -180,7 +181,7 @@ def test_a_wrong_import_is_found(module, source):
     [
         ("experiments.parallel.rank", "from cs336sys.experiments.training import TrainStep"),
         ("experiments.parallel.rank", "from cs336sys.experiments.parallel.step import ParallelStep"),
-        ("commands.account.model", "from cs336sys.commands.options import split_list"),
+        ("commands.account.model", "from cs336sys.commands.options.reading import split_list"),
         ("kernels.attention.operators", "from cs336sys.kernels.attention.hopper import availability"),
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton.plans import BackwardPlan"),
     ],

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.collectives import COLLECTIVES
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import byte_count, check_choice, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
-from cs336sys.commands.sweep import run_sweep
-from cs336sys.commands.training_options import DeviceOption
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import byte_count, check_choice, one_of, split_list
+from cs336sys.commands.options.training import DeviceOption
+from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload

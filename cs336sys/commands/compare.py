@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import split_list
-from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import split_list
 from cs336sys.errors import UsageError
 from cs336sys.measure.comparison import compare_pairs, match_cells
 from cs336sys.results import read_several

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import training_options as options
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import between, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.ranks import (
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import between, one_of, split_list
+from cs336sys.commands.sweep.ranks import (
     BackendOption,
     HighPriorityOption,
     TimeoutOption,
@@ -20,7 +20,7 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload

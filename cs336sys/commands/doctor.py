@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.output_options import OutputOptions
-from cs336sys.commands.training_options import (
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,
     DebugOption,

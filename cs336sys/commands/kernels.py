@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import run_sweep
-from cs336sys.commands.training_options import DeviceOption, SeedOption
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
+from cs336sys.commands.options.training import DeviceOption, SeedOption
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import CLASSIFIER, DEVICES, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import training_options as options
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands import training_options as options
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import one_of, split_list
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 

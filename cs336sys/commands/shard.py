@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.commands import training_options as options
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import at_least, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.ranks import (
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import at_least, one_of, split_list
+from cs336sys.commands.sweep.ranks import (
     BackendOption,
     HighPriorityOption,
     TimeoutOption,
@@ -21,7 +21,7 @@ from cs336sys.commands.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Cell
 from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
@@ -84,7 +84,7 @@ def shard(
 
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
-    from cs336sys.commands.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
+    from cs336sys.commands.options.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.board import sharding_tables
     from cs336sys.report.parallel.shard import shard_plan

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.faults import say
-from cs336sys.commands.lazy import LazyGroup
-from cs336sys.commands.options import at_least, between, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.invocation.faults import say
+from cs336sys.commands.invocation.lazy import LazyGroup
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results import Results, Status, read_results
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.lazy import LazyGroup
-from cs336sys.commands.options import OUTPUT, at_least, split_list
+from cs336sys.commands.invocation.faults import say
+from cs336sys.commands.invocation.lazy import LazyGroup
+from cs336sys.commands.options.reading import OUTPUT, at_least, split_list
 from cs336sys.errors import UsageError, choose_from
 
 # What stands behind the command's name is its own.

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import at_least, between, byte_count, check_choice, split_list
-from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import at_least, between, byte_count, check_choice, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 

@@ -9,9 +9,9 @@ from cs336sys.accounting.answers.parallelism import Mesh
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import check_choice, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import check_choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES
 

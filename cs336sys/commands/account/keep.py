@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands import training_options as options
-from cs336sys.commands.board import read_memory_limit
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import at_least, one_of, split_list
-from cs336sys.commands.output_options import OutputOptions
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.board import read_memory_limit
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import at_least, one_of, split_list
 from cs336sys.workload import STATE_DTYPES
 
 

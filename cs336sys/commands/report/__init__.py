@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import OUTPUT, check_choice, one_of, split_list
-from cs336sys.commands.training_options import DeviceOption
+from cs336sys.commands.invocation.faults import say
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.reading import OUTPUT, check_choice, one_of, split_list
+from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import SIZES
 from cs336sys.workload import DEVICES

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336sys.commands.faults import say
+from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import CapabilityError
 from cs336sys.processes.parent import Guarded
 from cs336sys.report.course.plan import why_not

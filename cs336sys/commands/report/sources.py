@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336sys.commands.faults import say
+from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import UsageError
 from cs336sys.results import Results, read_results
 

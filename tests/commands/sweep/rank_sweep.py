@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from cs336sys.commands.output_options import SweepOptions
-from cs336sys.commands.sweep import run_sweep
+from cs336sys.commands.options.output import SweepOptions
+from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch

@@ -11,9 +11,9 @@ from two_agents import run_two_agents
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.output_options import SweepOptions
-from cs336sys.commands.ranks import JoinedWorker, choose_world_sizes
-from cs336sys.commands.sweep import Sweep, run_sweep
+from cs336sys.commands.options.output import SweepOptions
+from cs336sys.commands.sweep.ranks import JoinedWorker, choose_world_sizes
+from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.processes import RankIdentity
@@ -150,5 +150,5 @@ def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
 def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
-    monkeypatch.setattr("cs336sys.commands.ranks._REPORT_S", 0.1)
+    monkeypatch.setattr("cs336sys.commands.sweep.ranks._REPORT_S", 0.1)
     JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).wait_for_report()

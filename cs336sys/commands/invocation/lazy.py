@@ -9,9 +9,9 @@ from typing import ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cs336sys.commands.former_names import former_names, with_todays_name
-from cs336sys.commands.options import OUTPUT, with_read_options
-from cs336sys.commands.settings_file import check_tables, defaults_of, overruled_settings
+from cs336sys.commands.options.former_names import former_names, with_todays_name
+from cs336sys.commands.options.reading import OUTPUT, with_read_options
+from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings
 from cs336sys.errors import UsageError, choose_from
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}

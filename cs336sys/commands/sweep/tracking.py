@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from cs336sys.commands.faults import say
+from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import CapabilityError, OutputError
 from cs336sys.results import Cell, Run, json_text
 

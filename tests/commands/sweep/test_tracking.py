@@ -8,10 +8,10 @@ import struct
 import pytest
 import typer
 
-from cs336sys.commands import tracking
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import run_sweep
-from cs336sys.commands.tracking import start_tracking
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import tracking
+from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.tracking import start_tracking
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.cells import Outcome
 from cs336sys.results import Cell, Run, Samples

@@ -6,8 +6,8 @@ import typer
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.kept_parts import choose_kept_blocks, kept_peak
-from cs336sys.commands.faults import say
-from cs336sys.commands.training_options import ImplementationOptions, StepsOptions
+from cs336sys.commands.invocation.faults import say
+from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.errors import UsageError
 from cs336sys.workload import ParallelWorkload
 

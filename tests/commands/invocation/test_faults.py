@@ -46,7 +46,7 @@ def test_what_a_command_starts_has_standard_streams_where_its_own_are_closed():
     child = "import sys; sys.stderr.write(str(None in (sys.stdin, sys.stdout, sys.stderr)))"
     script = (
         "import subprocess, sys\n"
-        "from cs336sys.commands.faults import open_closed_streams\n"
+        "from cs336sys.commands.invocation.faults import open_closed_streams\n"
         "open_closed_streams()\n"
         f"subprocess.run([sys.executable, '-c', {child!r}])\n"
     )

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cs336sys.commands.faults import interruption_code, say
-from cs336sys.commands.options import one_of, split_list
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.progress import showing_progress
-from cs336sys.commands.ranks import JoinedWorker
-from cs336sys.commands.resuming import known_cells, shown_run, turn_key
-from cs336sys.commands.tracking import TRACKERS, start_tracking
+from cs336sys.commands.invocation.faults import interruption_code, say
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import one_of, split_list
+from cs336sys.commands.sweep.progress import showing_progress
+from cs336sys.commands.sweep.ranks import JoinedWorker
+from cs336sys.commands.sweep.resuming import known_cells, shown_run, turn_key
+from cs336sys.commands.sweep.tracking import TRACKERS, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
 from cs336sys.results import Cell, Run, configuration_key, distinguishing_settings, read_results
@@ -110,8 +110,8 @@ def run_sweep(
 
     Args:
         fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
-        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.ranks`; where torchrun or Slurm
-            started these, ``fresh_worker`` has no effect.
+        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
+            Slurm started these, ``fresh_worker`` has no effect.
 
     Raises:
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read; the timeout is not positive.

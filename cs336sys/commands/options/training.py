@@ -1,7 +1,7 @@
 """The options that say which model is trained and how, shared by every command that trains one.
 
 A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
-of its options (see :func:`cs336sys.commands.options.with_read_options`).
+of its options (see :func:`cs336sys.commands.options.reading.with_read_options`).
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
 from cs336sys.course_package import course_package, set_aside_others
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.report.numbers import format_number

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import LONGEST_S, at_least, split_list
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.reading import LONGEST_S, at_least, split_list
 from cs336sys.errors import CapabilityError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options import at_least, between, one_of, split_list
+from cs336sys.commands.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.commands.resuming import known_cells, shown_run
+from cs336sys.commands.sweep.resuming import known_cells, shown_run
 from cs336sys.results import Cell, Results, Run, configuration_key, read_results
 
 ENVIRONMENT = {"torch_threads": 1, "git_commit": "15ad9114a32c", "source_digest": "0123456789abcdef"}
@@ -125,7 +125,7 @@ def test_a_title_names_the_machine_of_the_cells():
 
 def test_the_results_in_the_documentation_can_be_resumed():
     """Their runs say little of the code, so only --resume-any takes them."""
-    for path in sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz")):
+    for path in sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.jsonl.gz")):
         results = read_results(path)
         command = results.cells[0].command
         wanted = [cell for cell in results.cells if cell.command == command]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from cs336sys.commands.completion import among
-from cs336sys.commands.options import LONGEST_S, MEASURING, OUTPUT, split_list
-from cs336sys.commands.tracking import TRACKERS
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, split_list
+from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
 

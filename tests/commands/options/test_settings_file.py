@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.former_names import FORMER_NAMES
+from cs336sys.commands.options.former_names import FORMER_NAMES
 
 SETTINGS = """
 [bench]

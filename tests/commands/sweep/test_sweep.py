@@ -14,8 +14,8 @@ import types
 import pytest
 import typer
 
-from cs336sys.commands.output_options import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import Sweep, run_sweep
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome
 from cs336sys.measure.environment import new_run
@@ -31,7 +31,7 @@ STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
 def _find_fake_cells(monkeypatch):
     from pathlib import Path
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "measure"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "measure"))
 
 
 def sweep(actions, **options):
@@ -306,7 +306,7 @@ def on_a_terminal(script):
 def test_what_workers_write_stands_above_the_bar():
     lines = on_a_terminal(
         "import os, subprocess\n"
-        "from cs336sys.commands.progress import showing_progress\n"
+        "from cs336sys.commands.sweep.progress import showing_progress\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
         "    progress.at_stage('forward')\n"
         "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning of torch >&2', shell=True)\n"
@@ -322,7 +322,7 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
     """In its order, to the last byte, also while the process that writes lives on."""
     script = (
         "import os, subprocess, sys\n"
-        "from cs336sys.commands.progress import showing_progress\n"
+        "from cs336sys.commands.sweep.progress import showing_progress\n"
         "from cs336sys.results import Cell\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
         "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning >&2', shell=True)\n"
@@ -342,7 +342,7 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
 def test_a_log_on_a_full_disk_stops_nobody():
     script = (
         "import subprocess\n"
-        "from cs336sys.commands.progress import showing_progress\n"
+        "from cs336sys.commands.sweep.progress import showing_progress\n"
         "with showing_progress('bench', [{}], is_shown=True):\n"
         "    subprocess.run('yes | head -c 300000 >&2', shell=True, check=True, timeout=20)\n"
     )
@@ -387,7 +387,7 @@ def test_cool_down_is_between_measured_cells(tmp_path, monkeypatch):
     """Not before the first one, not for cells that are known, not between those that are measured in turn."""
     slept = []
     clock = types.SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
-    monkeypatch.setattr("cs336sys.commands.sweep.time", clock)
+    monkeypatch.setattr("cs336sys.commands.sweep.run.time", clock)
     monkeypatch.setattr("cs336sys.measure.cells.Worker", InstantWorker)
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path, cool_down=7.0)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.commands.former_names import with_todays_name
+from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.errors import UsageError, choose_from
 
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
