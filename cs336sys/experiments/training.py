@@ -113,11 +113,11 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
     if any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers())):
         # A user's function may have made parts of it elsewhere.
         model = model.to(device)
-    if workload.kernels == "fused":
-        require_kernels("--kernels fused")
+    if workload.fused_kernels:
+        require_kernels(f"--kernels {workload.kernels}")
         from cs336sys.kernels.fuse import fuse
 
-        fused = fuse(model, causal_attention(workload.attention))
+        fused = fuse(model, causal_attention(workload.attention), workload.fused_kernels)
         if workload.state_dtype == "split":
             fused.stack_weights(torch.bfloat16)
     if workload.compile == "model":
@@ -291,13 +291,17 @@ class TrainStep:
         if optimizer is None and workload.mode == "train":
             self.optimizer = build_optimizer(workload, self.model)
         self._fused: Fused | None = None
-        if workload.kernels == "fused":
+        self._loss_without_logits: Callable[..., Tensor] | None = None
+        if workload.fused_kernels:
             from cs336sys.kernels.fuse import fused_kernels
 
             self._fused = fused_kernels(self.model)
+            if self._fused is not None and "linear-cross-entropy" in workload.fused_kernels:
+                self._loss_without_logits = self._fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
-        writes_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
-        if self._fused is not None and self._fused.copies is None and half is not None and writes_copies:
+        has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        has_copies = has_copies and workload.kernels == "fused"
+        if self._fused is not None and self._fused.copies is None and half is not None and has_copies:
             in_half = workload.state_dtype == "bf16" and self.takes_half_gradients
             self._fused.keep_copies(half, self.optimizer, half if in_half else torch.float32)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
@@ -314,7 +318,7 @@ class TrainStep:
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
         self.phases_with_loss = self.phases
-        if self._fused is None:
+        if self._loss_without_logits is None:
             others = {name: run for name, run in self.phases.items() if name != "forward"}
             self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
@@ -409,12 +413,12 @@ class TrainStep:
 
     def forward(self) -> None:
         """Logits and loss; without gradients in mode ``forward``."""
-        if self._fused is None:
+        if self._loss_without_logits is None:
             self.compute_logits()
             self.compute_loss()
             return
         with self._precision():
-            self.loss = self._fused.loss(self.model, self.inputs, self.targets)
+            self.loss = self._loss_without_logits(self.model, self.inputs, self.targets)
 
     def compute_logits(self, watching: AbstractContextManager[None] = contextlib.nullcontext()) -> None:
         with self._precision(), watching:

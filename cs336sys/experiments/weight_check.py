@@ -50,7 +50,7 @@ def plainly_trained(workload: Workload) -> Workload:
     plain = replace(workload, cuda_graph="off")
     if workload.optimizer == "adamw":
         plain = replace(plain, optimizer="course", state_dtype="fp32", compile="off")
-    if workload.kernels == "fused":
+    if workload.fused_kernels:
         plain = replace(plain, kernels="reference", compile="off")
     return plain
 

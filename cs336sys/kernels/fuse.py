@@ -3,13 +3,13 @@
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError, UsageError, choose_from
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
@@ -34,6 +34,14 @@ STACKED = {
 # The model's last layer, by its name in the model.
 HEAD = "lm_head"
 
+# The classes whose forward passes each kernel replaces, by the kernel's name; that of the loss replaces the head's.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "rms-norm": ("RMSNorm", "TransformerBlock"),
+    "rope": ("RotaryEmbedding",),
+    "swiglu": ("SwiGLU",),
+    "linear-cross-entropy": (),
+}
+
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"
 
@@ -47,16 +55,18 @@ class Fused:
         copies: of the blocks' weights, after :meth:`keep_copies` or :meth:`stack_weights`.
     """
 
-    def __init__(self, model: nn.Module, forwards: dict[nn.Module, Callable]):
+    def __init__(self, model: nn.Module, forwards: dict[nn.Module, Callable], kernels: Collection[str]):
         self.copies: WeightCopies | None = None
         self._model = model
         self._modules = tuple(forwards)
+        self._lacks = [name for name in KERNELS if name not in kernels]
         for module, forward in forwards.items():
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in STACKED.get(type(module).__name__, ()):
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
-        self._head = getattr(model, HEAD, None)
+        head = getattr(model, HEAD, None)
+        self._head = head if head in forwards else None
         if self._head is not None:
             self._head.__dict__["targets"] = None
         model.__dict__[_HANDLE] = self
@@ -70,8 +80,10 @@ class Fused:
             targets: int64 (batch, sequence).
 
         Raises:
-            UsageError: the model has no ``lm_head``, or one with a bias.
+            UsageError: the model has no ``lm_head``, or one with a bias, or was fused without this kernel.
         """
+        if "linear-cross-entropy" in self._lacks:
+            raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
         if self._head is None or getattr(self._head, "bias", None) is not None:
             name = type(self._model).__name__
             raise UsageError(f"the loss without logits needs {HEAD}, without a bias: {name} has none")
@@ -100,6 +112,7 @@ class Fused:
 
         Raises:
             CapabilityError: this version of torch (before 2.10) has no gradients of another dtype than their weights'.
+            UsageError: the model was fused with some of the kernels only.
         """
         if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
@@ -119,12 +132,17 @@ class Fused:
         """Keep the blocks' weights themselves in ``dtype``, side by side. Call it before making an optimizer.
 
         A deep copy of the model afterwards has weights apart from what it computes with: make it before.
+
+        Raises:
+            UsageError: the model was fused with some of the kernels only.
         """
         for weight, copy in self._stack(dtype, apart=False):
             copy.copy_(weight.detach())
             weight.data = copy
 
     def _stack(self, dtype: torch.dtype, *, apart: bool) -> WeightCopies:
+        if self._lacks:
+            raise UsageError(f"copies of weights need all fused kernels: {', '.join(self._lacks)} is left out")
         self.copies = WeightCopies(apart=apart)
         for module in self._modules:
             for name, layers in STACKED.get(type(module).__name__, {}).items():
@@ -225,7 +243,7 @@ def _attention_of(module: types.ModuleType) -> Attention:
 FORWARDS: dict[str, Callable] = {"RMSNorm": _norm_forward, "SwiGLU": _feed_forward, "TransformerBlock": _block_forward}
 
 
-def fuse(model: nn.Module, attention: Attention | None = None) -> Fused:
+def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
     """Lets a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
     Modules are known by the names of their classes and attributes, those of ``cs336_basics.model``:
@@ -244,13 +262,23 @@ def fuse(model: nn.Module, attention: Attention | None = None) -> Fused:
     Args:
         attention: causal attention of query, key and value, each (..., heads, S, D), where there are copies of weights;
             None stands for ``scaled_dot_product_attention`` of the model's module, as without copies.
+        only: names of ``KERNELS``: ``rms-norm`` (with the block's addition), ``rope``, ``swiglu``,
+            ``linear-cross-entropy``. None stands for all; copies of weights need them all.
 
     Returns:
         A handle with ``undo()``, ``loss()``, ``keep_copies()`` and ``stack_weights()``.
 
     Raises:
-        UsageError: a class or an attribute is missing, or the model is fused already; the model is as it was.
+        UsageError: a class or an attribute is missing, ``only`` has a name that does not exist, or the model is fused
+            already; the model is as it was.
     """
+    kernels = KERNELS if only is None else only
+    for name in kernels:
+        if name not in KERNELS:
+            raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
+    replaced = {name for kernel in kernels for name in KERNELS[kernel]}
+    if only is None or set(only) == set(KERNELS):
+        replaced.add("CausalMultiHeadSelfAttention")
     names = {type(module).__name__ for module in model.modules()}
     for name in ATTRIBUTES:
         if name not in names:
@@ -270,6 +298,8 @@ def fuse(model: nn.Module, attention: Attention | None = None) -> Fused:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
+        if name not in replaced:
+            continue
         if name == "RotaryEmbedding":
             forwards[module] = _rotation_forward(rotation_base(model, path, module))
         elif name == "CausalMultiHeadSelfAttention":
@@ -280,9 +310,9 @@ def fuse(model: nn.Module, attention: Attention | None = None) -> Fused:
         else:
             forwards[module] = FORWARDS[name]
     head = getattr(model, HEAD, None)
-    if head is not None:
+    if head is not None and "linear-cross-entropy" in kernels:
         forwards[head] = _head_forward
-    return Fused(model, forwards)
+    return Fused(model, forwards, kernels)
 
 
 def _head_forward(head: Any, hidden: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def bench_plan(
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.parameters}
-        if workload.is_ours:
+        if workload.memory_is_known:
             peak = workload.predicted_peak()
             row |= peak_row(peak) | _fitting(peak.total_gib, capacity)
         rows.append(row)

@@ -62,9 +62,13 @@ def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column])
 
 
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """What a plan says of models of the user's, of which no formula knows."""
+    """What a plan says of models whose memory no formula knows: the user's, and ours with some fused kernels."""
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
-    return tuple(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names)
+    kernels = dict.fromkeys(one.kernels for one in workloads if one.is_ours and not one.memory_is_known)
+    return (
+        *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
+        *(f"kernels {some}: memory is predicted for fused or reference alone" for some in kernels),
+    )
 
 
 def machine_words(run: Run | None) -> list[str]:

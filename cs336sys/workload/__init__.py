@@ -33,6 +33,7 @@ from cs336sys.workload.training import (
     COMPARED_SETTINGS,
     COMPILE_MODES,
     CUDA_GRAPH,
+    FUSED_KERNELS,
     LARGEST_ALLOCATIONS,
     MODEL_KERNELS,
     MODES,
@@ -46,6 +47,7 @@ from cs336sys.workload.training import (
     ProfileWorkload,
     UserCode,
     Workload,
+    parse_kernels,
 )
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "DATA_PARALLEL_STRATEGIES",
     "DEVICES",
     "FULLY_SHARDED",
+    "FUSED_KERNELS",
     "IMPLEMENTATIONS",
     "KERNELS",
     "KERNEL_IMPLEMENTATIONS",
@@ -84,4 +87,5 @@ __all__ = [
     "UserCode",
     "Workload",
     "bucket_name",
+    "parse_kernels",
 ]

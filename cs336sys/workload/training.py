@@ -15,7 +15,7 @@ from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.workload.configured import DEVICES, Configured, check_choices
@@ -29,12 +29,31 @@ MODES = tuple(PHASES_OF_MODE)
 COMPILE_MODES = ("off", "block", "model")
 OPTIMIZERS = ("course", "fused", "adamw")
 STATE_DTYPES = ("fp32", "bf16", "split")
-MODEL_KERNELS = ("reference", "fused")
+# Kernels of ``cs336sys.kernels.fuse`` that a model can have one without the others.
+FUSED_KERNELS = ("rms-norm", "rope", "swiglu", "linear-cross-entropy")
+MODEL_KERNELS = ("reference", "fused", *FUSED_KERNELS)
 CUDA_GRAPH = ("off", "on")
 SYNCHRONIZE = ("step", "none")
 
 # What ``bench`` compares: one model trained in different ways.
 COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph", "kernels", "state_dtype")
+
+
+def parse_kernels(text: str) -> str:
+    """A choice of the model's kernels as it is kept: names of FUSED_KERNELS in their order.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text in ("reference", "fused"):
+        return text
+    names = text.split("+")
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{name} is in it {names.count(name)} times")
+        if name not in FUSED_KERNELS:
+            raise UsageError(f"{choose_from(name, MODEL_KERNELS)}; + joins several kernels, such as rms-norm+rope")
+    return "+".join(name for name in FUSED_KERNELS if name in names)
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,6 @@ _CHOICES = {
     "attention": ATTENTION,
     "optimizer": OPTIMIZERS,
     "cuda_graph": CUDA_GRAPH,
-    "kernels": MODEL_KERNELS,
     "state_dtype": STATE_DTYPES,
     "device": DEVICES,
     "synchronize": SYNCHRONIZE,
@@ -93,7 +111,9 @@ class Workload(Configured):
             ``cs336sys.kernels.adamw``, or a function of
             the user that makes one of parameters.
         cuda_graph: ``on`` captures each phase of the step in a CUDA graph, and replays them.
-        kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in.
+        kernels: ``fused`` lets norms, rotations, gates and the loss run as ``cs336sys.kernels.fuse`` puts them in, and
+            with ``adamw`` reads the copies of the weights that it writes; names of FUSED_KERNELS joined by ``+`` put
+            these in alone.
         state_dtype: of ``adamw``: moments in ``fp32``, or in ``bf16``; ``split`` keeps the blocks' weights as bf16 and
             what fp32 has beyond it. With fused kernels in half precision, the last two have gradients in it, too.
         tf32: whether fp32 matrix products may use TF32.
@@ -120,8 +140,14 @@ class Workload(Configured):
 
     def __post_init__(self) -> None:
         check_choices(self, _CHOICES)
-        if not self.is_ours and self.kernels == "fused":
-            raise UsageError("--kernels fused takes the place of modules of cs336_basics: leave it out with --model")
+        try:
+            object.__setattr__(self, "kernels", parse_kernels(self.kernels))
+        except UsageError as error:
+            raise UsageError(f"--kernels '{self.kernels}': {error}") from error
+        if not self.is_ours and self.fused_kernels:
+            raise UsageError(
+                f"--kernels {self.kernels} takes the place of modules of cs336_basics: leave it out with --model"
+            )
         if not self.is_ours and self.state_dtype == "split":
             raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")
         if self.state_dtype != "fp32" and self.optimizer != "adamw":
@@ -136,6 +162,27 @@ class Workload(Configured):
             raise UsageError(f"--warmup {self.warmup}: must be at least 0")
         if self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be at least 1")
+
+    @property
+    def fused_kernels(self) -> tuple[str, ...]:
+        """Those of FUSED_KERNELS that the model has."""
+        if self.kernels in ("reference", "fused"):
+            return FUSED_KERNELS if self.kernels == "fused" else ()
+        return tuple(self.kernels.split("+"))
+
+    @property
+    def memory_is_known(self) -> bool:
+        """Whether formulas know what a step holds: of our model, with all fused kernels or none."""
+        return self.is_ours and self.kernels in ("reference", "fused")
+
+    def require_all_kernels(self) -> None:
+        """Refuse a model with some of the fused kernels.
+
+        Raises:
+            UsageError: it has some, and not all.
+        """
+        if self.is_ours and not self.memory_is_known:
+            raise UsageError(f"--kernels {self.kernels}: memory is predicted for fused or reference alone; choose one")
 
     def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
         """The moments of a step that can be its peak, on paper; the same for compiled workloads, which need less.
@@ -220,7 +267,7 @@ class Workload(Configured):
         parts = [] if self.user.model is None else [self.user.model]
         parts += [size.name, f"s{size.context}", f"b{size.batch_size}", f"v{size.vocab_size}", self.mode]
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
-        parts += [*(["fused-kernels"] if self.kernels == "fused" else []), self.optimizer]
+        parts += [*([] if self.kernels == "reference" else [f"{self.kernels}-kernels"]), self.optimizer]
         parts += [self.state_dtype] if self.state_dtype != "fp32" else []
         parts += [*(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
         return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(parts).replace("/", "x"))
@@ -250,6 +297,7 @@ class MemoryWorkload(Configured):
             object.__setattr__(self, "checkpointing", parse_checkpointing(self.checkpointing))
         except UsageError as error:
             raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
+        self.training.require_all_kernels()
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
 

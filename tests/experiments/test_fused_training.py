@@ -12,8 +12,9 @@ from cs336sys.experiments.memory.summary import timeline_peaks
 from cs336sys.experiments.training import TrainStep, build_compared_model
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
+from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.workload import FUSED_KERNELS, MemoryWorkload, ParallelWorkload, Workload
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +111,35 @@ def test_fused_kernels_need_less_memory(name):
 def test_states_that_cannot_be(settings, sentence):
     with pytest.raises(UsageError, match=sentence):
         workload(**settings)
+
+
+def test_some_of_the_kernels():
+    step = TrainStep(workload(kernels="swiglu+rms-norm"), DEVICE)
+    assert step.workload.kernels == "rms-norm+swiglu"
+    assert list(step.phases_with_loss) == ["forward", "loss", "backward", "optimizer"]
+    replaced = {type(module).__name__ for module in step.model.modules() if "forward" in module.__dict__}
+    assert replaced == {"RMSNorm", "TransformerBlock", "SwiGLU"}
+    step()
+    # They read weights as autocast casts them: AdamW has no copies to write.
+    assert step.loss.isfinite()
+    assert fused_kernels(step.model).copies is None
+    assert tuple(KERNELS) == FUSED_KERNELS
+    for refuse in (MemoryWorkload, lambda training: ParallelWorkload(training, "naive", 1)):
+        with pytest.raises(UsageError, match=r"--kernels rms-norm\+swiglu: memory is predicted for fused or reference"):
+            refuse(step.workload)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "sentence"),
+    [
+        ("rope+ropes", "--kernels 'rope.ropes': choose from reference, fused, rms-norm, .*; did you mean rope?"),
+        ("rope+rope", "--kernels 'rope.rope': rope is in it 2 times"),
+        ("fused+rope", "--kernels 'fused.rope': choose from"),
+    ],
+)
+def test_kernels_that_cannot_be(kernels, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        workload(kernels=kernels)
 
 
 @pytest.mark.parametrize(

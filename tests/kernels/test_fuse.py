@@ -35,7 +35,7 @@ def called(monkeypatch):
 
         return count
 
-    for name in ("rms_norm", "rope", "swiglu"):
+    for name in ("rms_norm", "rope", "swiglu", "linear_cross_entropy"):
         monkeypatch.setattr(module, name, counted(name))
     return counts
 
@@ -62,6 +62,41 @@ def test_trains_as_without(model, called):
     assert list(model.state_dict()) == keys
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("only", "calls"),
+    [
+        ({"rms-norm"}, {"rms_norm": 5}),
+        ({"rope"}, {"rope": 4}),
+        ({"swiglu"}, {"swiglu": 2}),
+        ({"linear-cross-entropy"}, {"linear_cross_entropy": 1}),
+        ({"rope", "linear-cross-entropy"}, {"rope": 4, "linear_cross_entropy": 1}),
+    ],
+    ids=lambda names: "+".join(sorted(names)) if isinstance(names, set) else "",
+)
+def test_each_kernel_by_itself(model, called, only, calls):
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    expected = cross_entropy(model(tokens), tokens)
+    handle = fuse(model, only=only)
+    if "linear-cross-entropy" in only:
+        loss = handle.loss(model, tokens, tokens)
+    else:
+        loss = cross_entropy(model(tokens), tokens)
+        with pytest.raises(UsageError, match="fused without it"):
+            handle.loss(model, tokens, tokens)
+    torch.testing.assert_close(loss, expected)
+    assert called == calls
+    with pytest.raises(UsageError, match=r"copies of weights need all fused kernels: .* is left out"):
+        handle.keep_copies(torch.bfloat16)
+    handle.undo()
+    assert torch.equal(cross_entropy(model(tokens), tokens), expected)
+
+
+def test_a_kernel_that_does_not_exist(model):
+    with pytest.raises(UsageError, match=r"kernel 'rmsnorm': choose from rms-norm, rope, .*; did you mean rms-norm?"):
+        fuse(model, only=["rmsnorm"])
+    fuse(model)
 
 
 def test_undone(model, called):

@@ -32,6 +32,7 @@ from cs336sys.workload import (
     SYNCHRONIZE,
     UserCode,
     Workload,
+    parse_kernels,
 )
 
 _OWN = "Default: the size's own."
@@ -62,7 +63,7 @@ OptimizerOption = Annotated[
 KernelsOption = Annotated[
     list[str],
     typer.Option(
-        help="reference, fused (norms, gates, loss, ...).",
+        help="reference, fused, or rms-norm+rope+...",
         autocompletion=among(MODEL_KERNELS),
     ),
 ]
@@ -319,7 +320,7 @@ def expand_workloads(
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
     optimizers = implementation.optimizers()
     user = _user_code(model, optimizers)
-    chosen_kernels = split_list(implementation.kernels, "--kernels", one_of(MODEL_KERNELS))
+    chosen_kernels = split_list(implementation.kernels, "--kernels", parse_kernels)
     choices = product(
         precisions,
         split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
