@@ -192,10 +192,11 @@ class SliceGather(_Launched):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._whole = [_real(tensor) for tensor in tensors]
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
+        self._through_host = through_host(self._whole[0])
 
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
-        if through_host(self._whole[0]):
+        if self._through_host:
             for tensor, own in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
                 all_gather_single(on_host, own.cpu())

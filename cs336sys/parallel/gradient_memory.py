@@ -21,6 +21,11 @@ def owns_memory(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) <= 2 and storage.nbytes() == gradient.nbytes
 
 
+def in_own_memory(gradient: Tensor) -> Tensor:
+    """The gradient, or a copy if its memory has other users."""
+    return gradient if owns_memory(gradient) else gradient.clone()
+
+
 def graph_refusal(name: str) -> UsageError:
     """The error of a gradient that was computed with ``create_graph=True``: averaging it would not be in its graph."""
     return UsageError(

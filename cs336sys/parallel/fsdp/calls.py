@@ -1,7 +1,7 @@
 """Calls of modules whose parameters must be gathered first, and the dtypes of their inputs and outputs."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,9 +36,13 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compute_dtype is None:
             return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
-        cast = cast_floating((args, kwargs), self._compute_dtype)
-        with _changed_alike((*args, *kwargs.values()), (*cast[0], *cast[1].values())):
-            return self._runner.call(self._unit, self._parts, self._function, *cast)
+        cast_args = cast_floating(args, self._compute_dtype)
+        cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
+        converted = _converted((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
+        output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
+        for container in converted:
+            container.change_original()
+        return output
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -78,23 +82,31 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def _changed_alike(given: Sequence[Any], cast: Sequence[Any]) -> Iterator[None]:
-    """Change lists and dictionaries that were given as those are changed here that were converted in their place."""
-    converted = [
-        (original, copied, list(_parts(original)), list(_parts(copied)))
+class _Converted:
+    """A list or dictionary that a call was given, and the one with converted tensors that it got in its place."""
+
+    def __init__(self, original: Any, copied: Any):
+        self._original, self._copied = original, copied
+        # Held, because the call may remove them, and another object could then have the same id.
+        self._copied_parts = list(_parts(copied))
+        self._original_of = dict(zip(map(id, self._copied_parts), _parts(original), strict=True))
+
+    def change_original(self) -> None:
+        """Change the original as the call has changed the other one."""
+        if isinstance(self._original, list):
+            self._original[:] = [self._original_of.get(id(part), part) for part in self._copied]
+        else:
+            changed = {key: self._original_of.get(id(part), part) for key, part in self._copied.items()}
+            self._original.clear()
+            self._original.update(changed)
+
+
+def _converted(given: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
+    return [
+        _Converted(original, copied)
         for original, copied in zip(given, cast, strict=True)
         if copied is not original and isinstance(original, list | dict)
     ]
-    yield
-    for original, copied, parts, copied_parts in converted:
-        of_copy = {id(copied_part): part for copied_part, part in zip(copied_parts, parts, strict=True)}
-        if isinstance(original, list):
-            original[:] = [of_copy.get(id(part), part) for part in copied]
-        else:
-            changed = {key: of_copy.get(id(part), part) for key, part in copied.items()}
-            original.clear()
-            original.update(changed)
 
 
 def _parts(value: list[Any] | dict[Any, Any]) -> Iterable[Any]:
@@ -102,4 +114,4 @@ def _parts(value: list[Any] | dict[Any, Any]) -> Iterable[Any]:
 
 
 def _are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    return all(one is other for one, other in zip(left, right, strict=True))
+    return all(map(operator.is_, left, right))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cs336sys.parallel.collectives import MeanScatter, SliceExchange, through_host
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
+from cs336sys.parallel.gradient_memory import in_own_memory
 
 
 class GradientScatter:
@@ -85,13 +86,14 @@ class _GradientGroup:
 
     def __init__(self, parameters: Sequence[ShardedParameter], what: str):
         self._parameters = parameters
-        self._divides_evenly = parameters[0].divides_evenly
         self._shapes = [parameter.shard.shape for parameter in parameters]
         self._sizes = [parameter.shard.numel() for parameter in parameters]
         # How many elements each rank's slice has: of each parameter, and of all together.
         self._slice_sizes = [parameter.slice_sizes for parameter in parameters]
         self._rank_sizes = [sum(of_rank) for of_rank in zip(*self._slice_sizes, strict=True)]
         shard = parameters[0].shard
+        # Asking the process group for its backend takes a CPU 2 us, and this is needed for every layer.
+        self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
         self._scatter = MeanScatter(shard.dtype, shard.device, what)
         self._exchange = SliceExchange(what)
         # The means of all slices in one tensor, because they are made and dropped together.
@@ -108,9 +110,10 @@ class _GradientGroup:
     def start(self, gradients: list[Tensor]) -> None:
         shard = self._parameters[0].shard
         mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
-        if self._divides_evenly and gradients[0].dtype == shard.dtype and not through_host(shard):
-            self._sent = gradients
-            self._scatter.start(self._of_each(mean), gradients)
+        if self._can_scatter and gradients[0].dtype == shard.dtype:
+            # They are read, and by some backends divided, while the backward pass goes on.
+            self._sent = own = [in_own_memory(gradient) for gradient in gradients]
+            self._scatter.start(self._of_each(mean), own)
             return
         slices = [
             gradient.view(-1).split_with_sizes(sizes)

@@ -14,7 +14,7 @@ from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
-from cs336sys.parallel.gradient_memory import owns_memory, require_averageable
+from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_scaler import mark_slice
 
 
@@ -23,6 +23,7 @@ class ShardedParameter:
 
     Attributes:
         names: its names in the wrapped module; tied weights have several.
+        owners: the modules that hold it, each with the name of the attribute.
         shape: the shape of the whole parameter.
         rows: which rows this rank holds.
         divides_evenly: whether all ranks hold equally many rows.
@@ -35,6 +36,7 @@ class ShardedParameter:
     def __init__(self, planned: PlannedParameter, whole: nn.Parameter, compute_dtype: torch.dtype | None):
         """Copy this rank's rows of the whole parameter."""
         self.names = planned.names
+        self.owners = planned.owners
         self.shape = whole.shape
         world_size = dist.get_world_size()
         self.rows = own_rows(len(whole), dist.get_rank(), world_size)
@@ -46,14 +48,6 @@ class ShardedParameter:
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         mark_slice(self.shard)
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
-        # Where modules hold it. A module with its own __setattr__ is assigned to, others' dictionaries are written to.
-        self._dictionaries: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._setters: list[tuple[nn.Module, str]] = []
-        for owner, attribute in planned.owners:
-            if type(owner).__setattr__ is nn.Module.__setattr__:
-                self._dictionaries.append((owner._parameters, attribute))
-            else:
-                self._setters.append((owner, attribute))
         # The sum of the gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
 
@@ -75,32 +69,27 @@ class ShardedParameter:
         gather.wait()
         return padded[: self.shape[0]]
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Let the modules hold the shard or the full parameter."""
-        for parameters, attribute in self._dictionaries:
-            parameters[attribute] = parameter
-        for module, attribute in self._setters:
-            setattr(module, attribute, parameter)
-
     def take_gradient(self) -> Tensor | None:
         """Remove and return the whole gradient that autograd has left in ``full``; None if there is none.
-
-        It may be changed in place: if its memory has other users, it is a copy.
 
         Raises:
             UsageError: it is sparse.
         """
         gradient, self.full.grad = self.full.grad, None
-        if gradient is None:
-            return None
-        require_averageable(self.names[0], gradient, self.gathered_dtype)
-        return gradient if owns_memory(gradient) else gradient.clone()
+        if gradient is not None:
+            require_averageable(self.names[0], gradient, self.gathered_dtype)
+        return gradient
 
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
-        if gradient is not None:
-            self.kept = gradient.to(self.shard.dtype) if self.kept is None else self.kept.add_(gradient)
+        if gradient is None:
+            return
+        if self.kept is None:
+            # Later ones are added to it in place.
+            self.kept = in_own_memory(gradient.to(self.shard.dtype))
+        else:
+            self.kept.add_(gradient)
 
     def add_mean_gradient(self, gradient: Tensor) -> None:
         if self.shard.grad is None:

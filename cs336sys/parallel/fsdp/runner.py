@@ -15,7 +15,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
-from cs336sys.parallel.fsdp.left_tensors import kept_tensors, tensors_in
+from cs336sys.parallel.fsdp.left_tensors import containers_in, kept_tensors, tensors_in
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
@@ -88,15 +88,19 @@ class UnitRunner(SynchronizationSwitch):
         in_use = unit.depth > 0 or unit in self._inside
         if not in_use:
             self._use(unit)
-        inputs = list(tensors_in((args, kwargs)))
+        given = (*args, *kwargs.values())
+        containers = containers_in(given)
+        inputs = tensors_in(given) if containers else given
         unit.depth += 1
         try:
             output = function(*args, **kwargs)
         finally:
             unit.depth -= 1
         if torch.is_grad_enabled():
-            # Lists among the arguments may have more in them now.
-            left = [*kept_tensors(parts), *tensors_in((args, kwargs))]
+            left = kept_tensors(parts)
+            if containers:
+                # They may have more in them now.
+                left += tensors_in(containers)
             self._hook_outputs(unit, output, _left_since(left, unit, inputs))
         if not in_use:
             if self._order is not None and self._order.repeats():
@@ -162,7 +166,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def _hook_outputs(self, unit: ShardedUnit, output: Any, left: list[Tensor]) -> None:
         """Let autograd call :meth:`arrive` before it uses the gradient of any output, or of what else the call left."""
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
         if not tensors and output is not None:
             raise UsageError(
                 f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
 from cs336sys.parallel.collectives import SliceGather
@@ -67,8 +67,16 @@ class ShardedUnit:
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
         self._under_way = self._ready = False
+        # A module with its own __setattr__ is assigned to, the dictionaries of others are written to.
+        self._written: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self._assigned: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for parameter in parameters:
-            parameter.show(parameter.shard)
+            for owner, attribute in parameter.owners:
+                if type(owner).__setattr__ is nn.Module.__setattr__:
+                    self._written.append((owner._parameters, attribute, parameter.shard, parameter.full))
+                else:
+                    self._assigned.append((owner, attribute, parameter.shard, parameter.full))
+        self._show_shards()
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
         self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
@@ -108,8 +116,10 @@ class ShardedUnit:
         if self._under_way:
             self._gather.wait()
             self._under_way, self._ready = False, True
-            for parameter in self.parameters:
-                parameter.show(parameter.full)
+            for parameters, attribute, _, full in self._written:
+                parameters[attribute] = full
+            for module, attribute, _, full in self._assigned:
+                setattr(module, attribute, full)
 
     def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Record ``event`` on ``stream``, which has no other work, when the parameters have arrived."""
@@ -122,8 +132,7 @@ class ShardedUnit:
         self.use()
         self._ready = False
         self._storage.resize_(0)
-        for parameter in self.parameters:
-            parameter.show(parameter.shard)
+        self._show_shards()
 
     def keep_gradients(self) -> None:
         """Keep the gradients of a backward pass for a later reduction."""
@@ -165,3 +174,9 @@ class ShardedUnit:
         for parameter in self.parameters:
             parameter.full.grad = parameter.kept = None
         self._scatter.drop()
+
+    def _show_shards(self) -> None:
+        for parameters, attribute, shard, _ in self._written:
+            parameters[attribute] = shard
+        for module, attribute, shard, _ in self._assigned:
+            setattr(module, attribute, shard)
