@@ -101,25 +101,51 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
     """
     if attention not in ATTENTION:
         raise UsageError(f"unknown attention '{attention}': {choose_from(attention, ATTENTION)}")
+    parts = (
+        attention_activations(size, precision, attention, autocast=autocast),
+        feed_forward_activations(size, precision, autocast=autocast),
+    )
+    return SavedActivations(*(one + other for one, other in zip(*map(astuple, parts), strict=True)))
+
+
+def attention_activations(
+    size: ModelSize, precision: str, attention: str, *, autocast: bool = True
+) -> SavedActivations:
+    """What a block's attention and the norm before it add: the half of :func:`block_activations` (same arguments) that
+    :func:`feed_forward_activations` is not. Its residual stream is the block's input."""
     reference, casts = attention == "reference", autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context
     stream = tokens * size.d_model
     statistics = size.batch_size * size.num_heads * size.context
     scores = statistics * size.context if reference else 0
-    weights = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff
     return SavedActivations(
-        residual_stream=2 * 4 * stream,
-        norms=2 * 4 * (stream + tokens),
-        linear_inputs=(2 * 5 if casts else 2 * e) * stream + e * stream,
+        residual_stream=4 * stream,
+        norms=4 * (stream + tokens),
+        linear_inputs=(2 * 3 if casts else e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
         mask=size.context**2 if reference else 0,
         exponentials=4 * scores,
         probabilities=e * scores,
         attention_statistics=4 * statistics,
         attention_output=0 if reference else e * stream,
+        weight_copies=2 * 4 * size.d_model**2 if casts else 0,
+    )
+
+
+def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
+    """What a block's feed-forward layer and the norm before it add. Its residual stream is the sum that attention's
+    output was added to."""
+    casts = autocast and precision != "fp32"
+    e = ELEMENT_BYTES[precision]
+    tokens = size.batch_size * size.context
+    stream = tokens * size.d_model
+    return SavedActivations(
+        residual_stream=4 * stream,
+        norms=4 * (stream + tokens),
+        linear_inputs=(2 * 2 if casts else e) * stream,
         swiglu=5 * e * tokens * size.d_ff,
-        weight_copies=2 * weights if casts else 0,
+        weight_copies=2 * 3 * size.d_model * size.d_ff if casts else 0,
     )
 
 

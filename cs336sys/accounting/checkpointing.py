@@ -7,6 +7,9 @@ https://arxiv.org/abs/1604.06174, section 3; the 2026 handout, section 3.2). Str
 - ``none``: the activations of all ``N`` blocks are saved.
 - ``every=K``: stretches of ``K`` blocks, each with one checkpoint: about ``N s / K + K b`` bytes, least at
   ``K = sqrt(N s / b)``, and each block computed twice. ``block`` is ``every=1``.
+- ``sublayer``: each block's attention and its feed-forward layer, with the norm before each, have a checkpoint of their
+  own: two inputs a block, ``2 N s``, and the larger of ``a`` and ``f``, the parts of ``b = a + f`` that they save.
+- ``attention``, ``ffn``: only the one has; what the other saves stays: ``N s + N f + a``, ``N s + N a + f``.
 - ``nested``: halves, each a checkpoint, with halves of their own inside and so on down to single blocks: the least
   memory, at most ``b + s log2 N``, for about ``N/2 log2 N + N/2`` further block computations.
 """
@@ -20,7 +23,10 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ModelSize
 
 # every=K: groups of K blocks.
-_CHOICES = ("none", "block", "every=K", "nested")
+_CHOICES = ("none", "block", "every=K", "sublayer", "attention", "ffn", "nested")
+
+# Which layers of a block have checkpoints of their own, by the names of the model's modules.
+SUBLAYERS = {"sublayer": ("attn", "ffn"), "attention": ("attn",), "ffn": ("ffn",)}
 
 
 def parse_checkpointing(text: str) -> str:
@@ -34,7 +40,7 @@ def parse_checkpointing(text: str) -> str:
         if not count.isdecimal() or int(count) < 1:
             raise UsageError("a group has a whole number of blocks, at least 1, as in every=4")
         return "block" if int(count) == 1 else f"every={int(count)}"
-    if text not in ("none", "block", "nested"):
+    if text not in ("none", "block", "nested", *SUBLAYERS):
         raise UsageError(choose_from(text, _CHOICES))
     return text
 
@@ -84,6 +90,8 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     """
     if checkpointing == "none":
         return SavedBlocks(num_layers, num_layers), everything_saved(num_layers)
+    if checkpointing in SUBLAYERS:
+        return _sublayer_schedule(SUBLAYERS[checkpointing], num_layers)
     if checkpointing == "nested":
         pending = _pending_halves(num_layers)
         at_blocks = [
@@ -101,6 +109,17 @@ def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, li
     return SavedBlocks(num_layers, 0, len(sizes)), at_blocks
 
 
+def _sublayer_schedule(layers: tuple[str, ...], num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
+    """As without checkpoints, memory changes by a constant amount from block to block."""
+
+    def at(block: int, saved: int, name: str = "") -> SavedBlocks:
+        earlier = block - saved
+        attentions, feed_forwards = (0 if layer in layers else earlier for layer in ("attn", "ffn"))
+        return SavedBlocks(block, saved, len(layers) * earlier, name, attentions, feed_forwards, "attn" in layers)
+
+    return at(num_layers, 0), [at(block.block, 1, block.name) for block in everything_saved(num_layers)]
+
+
 def _pending_halves(num_layers: int) -> list[int]:
     """For each block, how many halves before it wait for their turn, each kept as its input."""
     if num_layers == 1:
@@ -112,7 +131,8 @@ def _pending_halves(num_layers: int) -> list[int]:
 def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True) -> int:
     """FLOPs that a training step spends on computing activations again, counted as in ``accounting.flops``.
 
-    torch ends a recomputation at the last tensor that it must save: before its last block's product with w2.
+    torch ends a recomputation at the last tensor that it must save: before its last block's product with w2, and that
+    of attention alone before the output projection.
 
     Args:
         causal: count the half of the attention square that the mathematics needs; False counts all of it.
@@ -120,6 +140,12 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
     if checkpointing == "none":
         return 0
     counts = flops_by_component(size, backward=False, causal=causal)
+    if checkpointing in SUBLAYERS:
+        last = linear_flops(size.batch_size * size.context, size.d_model, size.d_model, backward=False)
+        attention = counts.projections + counts.attention - size.num_layers * last
+        feed_forward = counts.feed_forward * 2 // 3
+        layers = SUBLAYERS[checkpointing]
+        return attention * ("attn" in layers) + feed_forward * ("ffn" in layers)
     block = (counts.total - counts.lm_head) // size.num_layers
     w2 = linear_flops(size.batch_size * size.context, size.d_ff, size.d_model, backward=False)
     blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
@@ -127,7 +153,13 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 
 
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
-    """How many times a block is computed again in a step, and how many of these end before their last product."""
+    """How many times a block is computed again in a step, and how many of these end before their last product.
+
+    Raises:
+        ValueError: the strategy computes parts of blocks again.
+    """
+    if checkpointing in SUBLAYERS:
+        raise ValueError(f"'{checkpointing}' computes no whole block again")
     if checkpointing == "none":
         return 0, 0
     if checkpointing == "nested":

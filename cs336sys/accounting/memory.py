@@ -10,7 +10,12 @@ precision itself.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from cs336sys.accounting.activations import ATTENTION, block_activations, saved_activations
+from cs336sys.accounting.activations import (
+    ATTENTION,
+    attention_activations,
+    feed_forward_activations,
+    saved_activations,
+)
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
@@ -95,14 +100,20 @@ class SavedBlocks:
     Attributes:
         block: the block that it has reached, from 1; those after it are done.
         saved: how many blocks have their activations saved: this one and the ones before it.
-        inputs: how many further blocks are kept as their input alone, ``4 T d``, to be computed again.
+        inputs: how many inputs of further blocks (or of their attention or feed-forward layers) are kept alone,
+            ``4 T d`` each, to be computed again.
         name: of the block, for people.
+        attentions, feed_forwards: how many further blocks have the activations of that layer alone saved.
+        attention_later: the block's own attention is kept as its input until its feed-forward layer is done.
     """
 
     block: int
     saved: int
     inputs: int = 0
     name: str = ""
+    attentions: int = 0
+    feed_forwards: int = 0
+    attention_later: bool = False
 
 
 def everything_saved(num_layers: int) -> list[SavedBlocks]:
@@ -233,10 +244,13 @@ def _backward_moments(
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
     without_blocks = saved_activations(replace(size, num_layers=0), precision, attention, autocast=autocast).total
-    one_block = block_activations(size, precision, attention, autocast=autocast).total
+    own_attention = attention_activations(size, precision, attention, autocast=autocast).total
+    own_feed_forward = feed_forward_activations(size, precision, autocast=autocast).total
 
     def held(blocks: SavedBlocks) -> int:
-        return blocks.saved * one_block + blocks.inputs * r * stream
+        attentions = blocks.saved + blocks.attentions
+        feed_forwards = blocks.saved + blocks.feed_forwards
+        return attentions * own_attention + feed_forwards * own_feed_forward + blocks.inputs * r * stream
 
     moments = [
         ("loss", 0, without_blocks + held(at_loss) + (4 + cast) * tokens * size.vocab_size),
@@ -248,6 +262,8 @@ def _backward_moments(
         later = count_parameters(size) - count_parameters(replace(size, num_layers=blocks.block))
         gradients = later + (size.vocab_size + 1) * size.d_model
         feed_forward = saved + r * stream + 2 * e * inner - copy * w2
+        if blocks.attention_later:
+            feed_forward -= own_attention - r * stream
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if attention == "reference":
             # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.

@@ -21,8 +21,9 @@ CheckpointOption = Annotated[
     list[str],
     typer.Option(
         "--checkpoint",
-        help="none; block: every block; every=K: groups of K blocks; nested: halves within halves.",
-        autocompletion=among(("none", "block", "every=", "nested")),
+        help="none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
+        "ffn alone; nested: halves within halves.",
+        autocompletion=among(("none", "block", "every=", "sublayer", "attention", "ffn", "nested")),
     ),
 ]
 TopOption = Annotated[int, typer.Option("--top", help="How many of the largest allocations to show.")]

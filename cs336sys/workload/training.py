@@ -7,6 +7,7 @@ from typing import Any
 
 from cs336sys.accounting.activations import ATTENTION, block_activations
 from cs336sys.accounting.checkpointing import (
+    SUBLAYERS,
     checkpointed_moments,
     parse_checkpointing,
 )
@@ -300,6 +301,19 @@ class MemoryWorkload(Configured):
         self.training.require_all_kernels()
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
+        if self.checkpointing in SUBLAYERS:
+            self._check_sublayers()
+
+    def _check_sublayers(self) -> None:
+        training, option = self.training, f"--checkpoint {self.checkpointing}"
+        if not training.is_ours:
+            raise UsageError(f"{option} knows the layers of this project's blocks alone: choose none or block")
+        if training.compile != "off":
+            raise UsageError(f"{option} looks into blocks: --compile {training.compile} leaves none to see; choose off")
+        if training.kernels != "reference":
+            raise UsageError(
+                f"{option} looks into blocks: --kernels {training.kernels} computes each as a whole; choose reference"
+            )
 
     @property
     def name(self) -> str:

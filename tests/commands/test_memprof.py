@@ -199,7 +199,7 @@ def test_dry_run_predicts_what_no_machine_here_could_hold():
         assert row["status"] is None
     assert len(found["allocations"]["rows"]) == 4
     strategies = [row["checkpointing"] for row in found["strategies"]["rows"]]
-    assert strategies == ["none", "block", "every=2", "every=4", "nested"]
+    assert strategies == ["none", "block", "every=2", "every=4", "sublayer", "attention", "ffn", "nested"]
     assert all("4 blocks" in note for note in found["strategies"]["notes"])
 
 
@@ -231,7 +231,10 @@ def test_forward_pass_has_nothing_to_checkpoint():
     [
         (["--size", "huge"], "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
         (["--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),
-        (["--checkpoint", "all"], "--checkpoint 'all': choose from none, block, every=K, nested"),
+        (
+            ["--checkpoint", "all"],
+            "--checkpoint 'all': choose from none, block, every=K, sublayer, attention, ffn, nested",
+        ),
         (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
         (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
         (["--top", "0"], "--top '0': must be between 1 and 40"),

@@ -114,6 +114,7 @@ def checkpointing(
         strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
     else:
         best = best_group_size(chosen, precision, mode, attention).best
-        strategies = list(dict.fromkeys(["none", "block", *neighbours(best, chosen), "every=4", "every=8", "nested"]))
+        groups = ["none", "block", *neighbours(best, chosen), "every=4", "every=8"]
+        strategies = [*dict.fromkeys(groups), "sublayer", "nested"]
     output.check()
     output.emit(checkpointing_tables(chosen, precision, attention, strategies, mode))

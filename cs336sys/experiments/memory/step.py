@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.accounting.checkpointing import group_sizes
+from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.training import TrainStep, blocks_of, build_model, keeping_input
 from cs336sys.experiments.user_models import first_part
@@ -185,6 +185,8 @@ def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: Region
         return nn.ModuleList(blocks)
     if checkpointing == "nested":
         return nn.ModuleList([_NestedCheckpoints(blocks, region)])
+    if checkpointing in SUBLAYERS:
+        return nn.ModuleList([_SublayerCheckpoints(block, SUBLAYERS[checkpointing], region) for block in blocks])
     groups, first = [], 0
     for count in group_sizes(checkpointing, len(blocks)):
         groups.append(_Checkpoint(blocks[first : first + count], region))
@@ -230,3 +232,17 @@ class _NestedCheckpoints(_Checkpoint):
             for half in (blocks[:middle], blocks[middle:]):
                 x = keeping_input(self._halves, half, x)
             return x
+
+
+class _SublayerCheckpoints(_Checkpoint):
+    """Computes what a block computes, with a checkpoint around its attention, its feed-forward layer, or each."""
+
+    def __init__(self, block: nn.Module, layers: Sequence[str], region: Region):
+        super().__init__([block], region)
+        self._layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        block: Any = self.blocks[0]
+        for name, parts in (("attn", (block.ln1, block.attn)), ("ffn", (block.ln2, block.ffn))):
+            x = x + (keeping_input(self._run, parts, x) if name in self._layers else self._run(parts, x))
+        return x

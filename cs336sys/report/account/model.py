@@ -11,7 +11,7 @@ from cs336sys.accounting.answers.model import (
     flops_answers,
     tensor_answers,
 )
-from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks, recomputed_flops
+from cs336sys.accounting.checkpointing import SUBLAYERS, predicted_peak, recomputed_blocks, recomputed_flops
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
@@ -135,7 +135,8 @@ def checkpointing_tables(
     step = model_flops(size)
     for strategy in strategies:
         peak = predicted_peak(size, precision, mode, attention, strategy)
-        repeated, _ = recomputed_blocks(size.num_layers, strategy)
+        # Parts of blocks are no number of blocks.
+        repeated = None if strategy in SUBLAYERS else recomputed_blocks(size.num_layers, strategy)[0]
         rows.append(
             {
                 "checkpointing": strategy,

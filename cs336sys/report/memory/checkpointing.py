@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cs336sys.accounting.checkpointing import (
+    SUBLAYERS,
     best_group_size,
+    predicted_peak,
     recomputed_flops,
 )
 from cs336sys.accounting.flops import model_flops
@@ -52,7 +54,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
 
 
 def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | None:
-    """Every group size that divides the blocks, the best one and its neighbours, no checkpoints and nested ones.
+    """Every group size that divides the blocks, the best one and its neighbours, and every other strategy.
 
     None where no workload has checkpoints: nobody asked.
     """
@@ -65,7 +67,8 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
         sizes = {k for k in range(1, layers + 1) if layers % k == 0 or abs(k - best) <= 1}
-        for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), "nested"]:
+        inside = [] if training.kernels == "fused" or training.compile != "off" else SUBLAYERS
+        for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), *inside, "nested"]:
             workload = MemoryWorkload(training, strategy)
             rows.append(workload.configuration() | _predicted(workload))
         notes[best_strategy(training)] = None
@@ -112,10 +115,16 @@ def best_strategy(training: Workload) -> str:
     size = training.size
     found = best_group_size(size, training.precision, training.mode, training.attention)
     strategy = "block" if found.best == 1 else f"every={found.best}"
+    settings = (size, training.precision, training.mode, training.attention)
+    peak, smaller = (predicted_peak(*settings, one).total_gib for one in (strategy, "sublayer"))
+    if smaller < peak:
+        strategy = "sublayer"
     return (
         f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
         f"without nesting {strategy} is predicted to hold the least. Checkpoints of K blocks hold about N s / K + K b "
         f"bytes, least at sqrt(N s / b) = {found.rule:.2g} with N = {size.num_layers} blocks, a block's input "
         f"s = {format_quantity(found.block_input, 'bytes')} and its activations "
-        f"b = {format_quantity(found.block_activations, 'bytes')}"
+        f"b = {format_quantity(found.block_activations, 'bytes')}. Groups of {found.best} peak at "
+        f"{format_quantity(peak, 'gib')}, checkpoints around attention and feed-forward layers each at "
+        f"{format_quantity(smaller, 'gib')}"
     )

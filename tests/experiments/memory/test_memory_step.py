@@ -20,6 +20,7 @@ from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload, Workload
 
 STRATEGIES = ("none", "block", "every=2", "nested")
+INSIDE_BLOCKS = ("sublayer", "attention", "ffn")
 CPU = torch.device("cpu")
 
 # In the first size attention scores are the largest, in the second the inner layer, in the third the parameters.
@@ -39,7 +40,7 @@ def silent(text):
     pass
 
 
-@pytest.mark.parametrize("checkpointing", STRATEGIES)
+@pytest.mark.parametrize("checkpointing", [*STRATEGIES, *INSIDE_BLOCKS])
 def test_checkpoints_change_no_gradient(checkpointing):
     plain = MemoryStep(workload(mode="train"), CPU)
     other = MemoryStep(workload(mode="train", checkpointing=checkpointing), CPU)
@@ -54,7 +55,7 @@ def test_checkpoints_change_no_gradient(checkpointing):
         assert torch.equal(parameter.grad, getattr(modules[module], own).grad), name
 
 
-@pytest.mark.parametrize("checkpointing", [*STRATEGIES, "every=3", "every=9"])
+@pytest.mark.parametrize("checkpointing", [*STRATEGIES, *INSIDE_BLOCKS, "every=3", "every=9"])
 def test_recomputed_flops_are_the_predicted_ones(checkpointing):
     step = MemoryStep(workload(checkpointing=checkpointing, layers=5), CPU)
     with FlopCounterMode(display=False) as counter:
@@ -100,6 +101,29 @@ def test_predictions_are_what_the_allocator_hands_out(size, attention, precision
     for phase, found in zip(traced, timeline_peaks(timeline), strict=True):
         if not (phase.phase == "loss" and precision == "bf16"):
             assert found.allocated == pytest.approx(phase.allocated, rel=0.001), phase.phase
+
+
+@pytest.mark.parametrize("checkpointing", INSIDE_BLOCKS)
+@pytest.mark.parametrize(
+    ("size", "attention", "precision"), [("scores", "reference", "bf16"), ("inner", "sdpa", "fp32")]
+)
+def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, precision, checkpointing):
+    """Of two moments, at the end of the loss, where bf16 has no cast of the logits' gradient yet, and the widest."""
+    cell = workload(size, checkpointing, mode="forward-backward", precision=precision, attention=attention)
+    traced = {peak.phase: peak.allocated for peak in timeline_peaks(traced_timeline(cell).timeline)}
+    predicted = {moment.moment: moment.total for moment in cell.training.widest_moments(checkpointing)}
+    assert traced["backward"] == pytest.approx(max(predicted.values()), rel=0.01)
+    cast = 2 * cell.training.tokens * cell.training.size.vocab_size if precision == "bf16" else 0
+    assert traced["loss"] == predicted["loss"] - cast
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"compile": "block"}, "--compile block leaves none to see"), ({"kernels": "fused"}, "--kernels fused computes")],
+)
+def test_checkpoints_inside_blocks_need_blocks_to_look_into(settings, words):
+    with pytest.raises(UsageError, match=f"--checkpoint ffn looks into blocks: {words}"):
+        workload(checkpointing="ffn", **settings)
 
 
 def test_watching_operations_adds_no_more_than_temporaries():
@@ -253,7 +277,7 @@ def test_checkpoints_around_a_compiled_model_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("checkpointing", STRATEGIES)
+@pytest.mark.parametrize("checkpointing", [*STRATEGIES, *INSIDE_BLOCKS])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gpu_cell(checkpointing, precision, tmp_path):
     """Counters, history and predictions agree on a GPU, and the snapshot opens."""
