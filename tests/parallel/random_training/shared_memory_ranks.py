@@ -92,11 +92,27 @@ def shared_memory(kind: str, wrapper: str, device: str = "cpu") -> dict[str, flo
     wrapped = WRAPPERS[wrapper](module)
     (wrapped(inputs[rank]) ** 2).mean().backward()
     wrapped.finish_gradient_synchronization()
-    if wrapper == "fsdp":
+    return _errors(wrapped, expected)
+
+
+def _errors(wrapped: nn.Module, expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is off the expected one; of FSDP's, this rank's rows."""
+    if isinstance(wrapped, FSDP):
         rows = {name: sharded.rows for name, sharded in wrapped.sharded_parameters.items()}
-        own = {name: whole[rows[name].start : rows[name].stop] for name, whole in expected.items()}
-        return {name: _error(parameter.grad, own[name]) for name, parameter in wrapped.module.named_parameters()}
-    return {name: _error(parameter.grad, expected[name]) for name, parameter in module.named_parameters()}
+        expected = {name: whole[rows[name].start : rows[name].stop] for name, whole in expected.items()}
+    return {name: _error(parameter.grad, expected[name]) for name, parameter in wrapped.module.named_parameters()}
+
+
+def divided_in_shared_memory() -> dict[str, float]:
+    """How far FSDP's fp16 gradients, which each rank divides before Gloo sums them, are off the mean."""
+    torch.manual_seed(0)
+    module = SumOfTwo()
+    inputs = [torch.randn(4, 6) for _ in range(dist.get_world_size())]
+    expected = _mean_gradients(copy.deepcopy(module), inputs)
+    wrapped = FSDP(module.half())
+    (wrapped(inputs[dist.get_rank()].half()) ** 2).mean().backward()
+    wrapped.finish_gradient_synchronization()
+    return _errors(wrapped, expected)
 
 
 def accumulated_in_shared_memory(wrapper: str) -> dict[str, float]:
@@ -111,7 +127,7 @@ def accumulated_in_shared_memory(wrapper: str) -> dict[str, float]:
         (wrapped(own) ** 2).mean().backward()
     (wrapped(own) ** 2).mean().backward()
     wrapped.finish_gradient_synchronization()
-    return {name: _error(parameter.grad, 2 * expected[name]) for name, parameter in module.named_parameters()}
+    return _errors(wrapped, {name: 2 * whole for name, whole in expected.items()})
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -18,10 +18,15 @@ def test_gradients_that_share_memory_are_not_averaged_in_it(ranks, kind, wrapper
             assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("wrapper", ["naive", "flat", "overlap", "bucketed"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_that_share_memory_are_not_accumulated_in_it(ranks, wrapper):
     for errors in ranks(2).run(shared_memory_ranks.accumulated_in_shared_memory, wrapper):
         assert max(errors.values()) < 1e-12, errors
+
+
+def test_gradients_that_share_memory_are_not_divided_in_it(ranks):
+    for errors in ranks(2).run(shared_memory_ranks.divided_in_shared_memory):
+        assert max(errors.values()) < 0.01, errors
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
