@@ -26,7 +26,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import BucketRule, bucket_rule
 from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
-from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_module, same_on_every_rank
 
@@ -76,11 +76,13 @@ class _Replicated(nn.Module):
             module: anything with parameters, on the device that it will be trained on.
             gradient_dtype: dtype in which real gradients are sent and summed, for example ``torch.bfloat16`` to halve
                 the traffic of fp32 gradients; ``grad`` keeps its own. None sends gradients in the dtype they have.
+                Parameters whose ``grad_dtype`` it is get and keep their gradients in it, and nothing is converted.
 
         Raises:
             UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or on every rank:
-                the module is wrapped already or has a wrapped part, a parameter has a ``grad_dtype`` of its own, or
-                modules or settings differ between ranks (naming the first difference).
+                the module is wrapped already or has a wrapped part, a parameter has a ``grad_dtype`` that
+                is neither its own dtype nor ``gradient_dtype``, or modules or settings differ between ranks (naming the
+                first difference).
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -91,8 +93,8 @@ class _Replicated(nn.Module):
         with same_on_every_rank() as lines:
             require_unwrapped(module)
             require_unsynchronized(module.named_parameters())
-            require_own_gradient_dtype(module.named_parameters())
-            lines += [self._settings(), *describe_module(module)]
+            require_own_gradient_dtype(module.named_parameters(), gradient_dtype)
+            lines += [self._settings(), *describe_module(module), *_other_gradient_dtypes(module)]
         broadcast_from_first([*module.parameters(), *module.buffers()])
         self._watch_gradients()
 
@@ -174,6 +176,12 @@ class _Replicated(nn.Module):
             for parameters in divide_into_buckets(trained, self._rule)
         ]
         self._synchronizer = GradientSynchronizer(buckets, self.overlaps)
+
+
+def _other_gradient_dtypes(module: nn.Module) -> list[str]:
+    """Which parameters have gradients in another dtype than their own."""
+    dtypes = ((name, gradient_dtype_of(one), one.dtype) for name, one in module.named_parameters())
+    return [f"{name}: gradients in {dtype}" for name, dtype, own in dtypes if dtype != own]
 
 
 class NaiveDDP(_Replicated):

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cs336sys.accounting.sharding.optimizer import ALIGNMENT
 from cs336sys.parallel.buckets import BucketRule, TensorSpec, assign_buckets, block_of
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
-from cs336sys.parallel.gradient_memory import owns_memory, require_averageable
+from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable
 
 
 class GradientBucket:
@@ -19,7 +19,7 @@ class GradientBucket:
     A gradient whose memory has other users is copied first: averaged in place, it would change theirs.
 
     Attributes:
-        parameters: by name; all have the same dtype and device.
+        parameters: by name; all have the same device, and gradients of the same dtype.
         waiting: ids of the parameters whose gradients are not ready yet in this step.
         collects_at_once: whether :meth:`collect` wants gradients as soon as they are ready, not only at the launch.
         present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
@@ -35,10 +35,11 @@ class GradientBucket:
         self.present: list[bool] = []
         self._strides = [_gradient_strides(parameter) for parameter in parameters.values()]
         sample = next(iter(parameters.values()))
-        is_cast = gradient_dtype is not None and sample.dtype.is_floating_point and sample.dtype != gradient_dtype
+        self._dtype = gradient_dtype_of(sample) or sample.dtype
+        is_cast = gradient_dtype is not None and self._dtype.is_floating_point and self._dtype != gradient_dtype
         self._wire_dtype = gradient_dtype if is_cast else None
         self._reduction = MeanReduction(
-            self._wire_dtype or sample.dtype, sample.device, f"gradients of {', '.join(parameters)}"
+            self._wire_dtype or self._dtype, sample.device, f"gradients of {', '.join(parameters)}"
         )
         # What takes part for parameters without a gradient here: zeros, and then the mean of all ranks' gradients.
         self._substitutes: dict[nn.Parameter, Tensor] = {}
@@ -49,9 +50,9 @@ class GradientBucket:
         """Accept a gradient that autograd has completed; in this class it stays where it is if it can.
 
         Raises:
-            UsageError: it is sparse, or in another dtype than the parameter.
+            UsageError: it is sparse, or in another dtype than the parameter asks for.
         """
-        require_averageable(name, gradient, parameter.dtype)
+        require_averageable(name, gradient, self._dtype)
         if not owns_memory(gradient):
             parameter.grad = gradient.clone()
 
@@ -99,22 +100,29 @@ class GradientBucket:
 
     def _memory(self) -> list[Tensor]:
         """The contiguous tensors to average in place, of the same shapes on every rank; sets :attr:`present`."""
+        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
+        views = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                require_averageable(name, parameter.grad, self._dtype)
+                if not owns_memory(parameter.grad):
+                    views.append(parameter.grad)
+        copied = set(map(id, views)) - own_memory_together(views)
         tensors = []
-        self.present = []
-        for (name, parameter), strides in zip(self.parameters.items(), self._strides, strict=True):
+        for parameter, strides in zip(self.parameters.values(), self._strides, strict=True):
             gradient = parameter.grad
-            self.present.append(gradient is not None)
             if gradient is None:
-                gradient = self._substitutes[parameter] = _empty_gradient(parameter, strides).zero_()
-            else:
-                require_averageable(name, gradient, parameter.dtype)
-                if not owns_memory(gradient):
-                    gradient = parameter.grad = gradient.clone()
-                if not _same_order(gradient, strides):
-                    gradient = parameter.grad = _empty_gradient(parameter, strides).copy_(gradient)
+                gradient = self._substitutes[parameter] = self._empty(parameter, strides).zero_()
+            elif id(gradient) in copied:
+                gradient = parameter.grad = gradient.clone()
+            if not _same_order(gradient, strides):
+                gradient = parameter.grad = self._empty(parameter, strides).copy_(gradient)
             # Of a contiguous one memory_view() would make another Python object.
             tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
+
+    def _empty(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
+        return torch.empty_strided(parameter.shape, strides, dtype=self._dtype, device=parameter.device)
 
 
 class FlatBucket(GradientBucket):
@@ -144,7 +152,7 @@ class FlatBucket(GradientBucket):
         self._last: StorageWeakRef | None = None
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        require_averageable(name, gradient, parameter.dtype)
+        require_averageable(name, gradient, self._dtype)
         if self._buffer is None:
             # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
             self._buffer = self._buffer_under(parameter, gradient)
@@ -175,7 +183,7 @@ class FlatBucket(GradientBucket):
         return [self._buffer]
 
     def _new_buffer(self, sample: Tensor) -> Tensor:
-        buffer = torch.empty(self._size, dtype=sample.dtype, device=sample.device)
+        buffer = torch.empty(self._size, dtype=self._dtype, device=sample.device)
         for gap in self._gaps:
             # Zeroed, so that NaN checks on the sent buffer pass.
             buffer[gap].zero_()
@@ -201,17 +209,13 @@ def divide_into_buckets(
 ) -> list[dict[str, nn.Parameter]]:
     """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
 
-    All parameters of a bucket have the same dtype and device.
+    All parameters of a bucket have the same device, and gradients of the same dtype.
     """
-    specs = [
-        TensorSpec(
-            id(parameter),
-            parameter.numel() * parameter.element_size(),
-            (parameter.dtype, parameter.device),
-            block_of(name),
-        )
-        for name, parameter in named
-    ]
+    specs = []
+    for name, parameter in named:
+        dtype = gradient_dtype_of(parameter) or parameter.dtype
+        size = parameter.numel() * dtype.itemsize
+        specs.append(TensorSpec(id(parameter), size, (dtype, parameter.device), block_of(name)))
     return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
 
 
@@ -220,10 +224,6 @@ def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
     if is_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
-
-
-def _empty_gradient(parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:

@@ -1,6 +1,7 @@
 """Which gradients may be changed in place, because their memory is theirs alone."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,32 @@ def in_own_memory(gradient: Tensor) -> Tensor:
     return gradient if owns_memory(gradient) else gradient.clone()
 
 
+def own_memory_together(gradients: Sequence[Tensor]) -> set[int]:
+    """Which of some gradients have memory that nothing but these gradients uses, each a part of its own.
+
+    Layers computed as one product get the rows of one gradient: none owns the memory, and all may be changed in place.
+
+    Returns:
+        ids of the tensors.
+    """
+    users: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        users.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
+    owning: set[int] = set()
+    for sharing in users.values():
+        storage = sharing[0].untyped_storage()
+        sharing.sort(key=Tensor.storage_offset)
+        ends = itertools.accumulate((gradient.numel() for gradient in sharing), initial=0)
+        is_filled = storage.nbytes() == sum(gradient.nbytes for gradient in sharing) and all(
+            gradient.is_contiguous() and gradient.storage_offset() == end
+            for gradient, end in zip(sharing, ends, strict=False)
+        )
+        # One user more, as above.
+        if is_filled and torch._C._storage_Use_Count(storage._cdata) <= len(sharing) + 1:
+            owning.update(map(id, sharing))
+    return owning
+
+
 def graph_refusal(name: str) -> UsageError:
     """The error of a gradient that was computed with ``create_graph=True``: averaging it would not be in its graph."""
     return UsageError(
@@ -38,26 +65,34 @@ def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype) -> None
     """Refuse a gradient that cannot be averaged with other ranks'.
 
     Raises:
-        UsageError: it is sparse, not in the dtype of its parameter, or part of a graph.
+        UsageError: it is sparse, not in ``dtype``, or part of a graph.
     """
     if gradient.requires_grad:
         raise graph_refusal(name)
     if gradient.layout != torch.strided:
         raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
     if gradient.dtype != dtype:
-        raise UsageError(f"{name} has a gradient in {gradient.dtype} and is in {dtype}: leave its grad_dtype as it is")
+        raise UsageError(f"{name} has a gradient in {gradient.dtype}, not in {dtype}: leave its grad_dtype as it is")
 
 
-def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def gradient_dtype_of(parameter: nn.Parameter) -> torch.dtype | None:
+    """The dtype that autograd gives the parameter's gradient; None if that of whatever was computed."""
+    # torch 2.10 and later; of a parameter that is not trained it says nothing.
+    return getattr(parameter, "grad_dtype", parameter.dtype) if parameter.requires_grad else parameter.dtype
+
+
+def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]], sent_in: torch.dtype | None = None) -> None:
     """Refuse parameters that ask autograd for gradients in another dtype than their own.
+
+    Args:
+        sent_in: the dtype that gradients are sent in, which they may have from the beginning.
 
     Raises:
         UsageError: naming the first.
     """
     for name, parameter in named:
-        # torch 2.11 and later; of a parameter that is not trained it says nothing.
-        wanted = getattr(parameter, "grad_dtype", parameter.dtype) if parameter.requires_grad else parameter.dtype
-        if wanted != parameter.dtype:
+        wanted = gradient_dtype_of(parameter)
+        if wanted not in (parameter.dtype, sent_in or parameter.dtype):
             raise UsageError(
                 f"{name} is in {parameter.dtype} and has grad_dtype {wanted}, in which gradients cannot be averaged: "
                 "leave grad_dtype as it is, and choose the dtype to send in by gradient_dtype"

@@ -44,7 +44,8 @@ class ParallelWorkload(Configured):
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
             for :data:`BUCKETED_STRATEGIES`, else None.
-        gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
+        gradient_dtype: what gradients are sent and summed in; they are kept in fp32, but see
+            :attr:`keeps_half_gradients`.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
@@ -169,13 +170,26 @@ class ParallelWorkload(Configured):
         return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
 
     @property
+    def keeps_half_gradients(self) -> bool:
+        """Whether gradients of blocks leave the products in what they are sent in, and stay in it: fused blocks write
+        them so, and this project's AdamW reads them. They are the bits that casts before sending would give.
+        """
+        training = self.training
+        return (
+            self.strategy in ("naive", "flat", "overlap", "bucketed", "unsynchronized")
+            and (training.kernels, training.optimizer) == ("fused", "adamw")
+            and (training.precision, self.gradient_dtype) == ("bf16", "bf16")
+            and training.state_dtype != "split"
+        )
+
+    @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
         return replace(
             self,
             strategy="unsynchronized",
             bucket_mb=None,
-            gradient_dtype="fp32",
+            gradient_dtype=self.gradient_dtype if self.keeps_half_gradients else "fp32",
             trace=None,
             prefetch=None,
             checkpointing="none" if self.writes_out_blocks else self.checkpointing,

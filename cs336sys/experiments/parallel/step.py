@@ -46,7 +46,7 @@ class ParallelStep(TrainStep):
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
     """
 
-    # Wrappers average gradients of the parameters' dtype.
+    # Wrappers take gradients of another dtype than the parameters' if they know before: strategies see to that.
     takes_half_gradients = False
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):

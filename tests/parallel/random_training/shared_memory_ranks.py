@@ -2,6 +2,7 @@
 
 import copy
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -258,6 +259,65 @@ def slices_of_one_gradient() -> float:
     (wrapped(inputs[dist.get_rank()]) ** 2).mean().backward()
     wrapped.finish_gradient_synchronization()
     return max(_error(parameter.grad, expected[name]) for name, parameter in module.named_parameters())
+
+
+class TwoLayersAsOne(torch.autograd.Function):
+    """``x @ cat(first, second).T``; the gradients of both are the rows of one product, in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(x, first, second)
+        return x @ torch.cat((first, second)).mT
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
+        x, first, second = ctx.saved_tensors
+        rows = (gradient.mT @ x).bfloat16()
+        return None, *rows.split([len(first), len(second)])
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TwoLayersAsOne.apply(x, self.first, self.second) * self.scale
+
+
+def rows_of_one_half_gradient(wrapper: str) -> dict[str, Any]:
+    """Gradients in the dtype that they are sent in: how far off, which dtypes, and whether in one memory."""
+    torch.manual_seed(0)
+    module = Pair()
+    inputs = [torch.randn(6, 4) for _ in range(dist.get_world_size())]
+    for weight in (module.first, module.second):
+        weight.grad_dtype = torch.bfloat16
+    alone = []
+    for x in inputs:
+        other = Pair()
+        other.load_state_dict(module.state_dict())
+        other.first.grad_dtype = other.second.grad_dtype = torch.bfloat16
+        (other(x) ** 2).mean().backward()
+        alone.append({name: one.grad.double() for name, one in other.named_parameters()})
+    wrap = {
+        "naive": NaiveDDP,
+        "flat": FlatDDP,
+        "overlap": OverlappedDDP,
+        "bucketed": lambda module, **settings: BucketedDDP(module, 1.0, **settings),
+    }[wrapper]
+    wrapped = wrap(module, gradient_dtype=torch.bfloat16)
+    (wrapped(inputs[dist.get_rank()]) ** 2).mean().backward()
+    wrapped.finish_gradient_synchronization()
+    return {
+        "off": max(
+            float((one.grad.double() - sum(own[name] for own in alone) / len(alone)).abs().max())
+            / float(sum(own[name] for own in alone).abs().max())
+            for name, one in module.named_parameters()
+        ),
+        "dtypes": [one.grad.dtype for one in module.parameters()],
+        "one memory": module.first.grad.untyped_storage().data_ptr() == module.second.grad.untyped_storage().data_ptr(),
+    }
 
 
 def refusals() -> dict[str, str]:

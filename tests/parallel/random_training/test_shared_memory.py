@@ -2,6 +2,7 @@
 
 import pytest
 import shared_memory_ranks
+import torch
 from shared_memory_ranks import WRAPPERS
 
 from cs336sys.parallel.ranks import launch
@@ -51,6 +52,15 @@ def test_flat_gradients_of_a_layer_that_was_frozen_are_not_taken_for_anothers(ra
 
 def test_a_gradient_of_the_flat_buckets_size_is_not_taken_for_it(ranks):
     assert max(ranks(2).run(shared_memory_ranks.slices_of_one_gradient)) < 1e-12
+
+
+@pytest.mark.parametrize("wrapper", ["naive", "flat", "overlap", "bucketed"])
+def test_gradients_in_the_dtype_they_are_sent_in_are_averaged_where_they_are(ranks, wrapper):
+    for found in ranks(2).run(shared_memory_ranks.rows_of_one_half_gradient, wrapper):
+        assert found["off"] < 0.01
+        assert found["dtypes"] == [torch.bfloat16, torch.bfloat16, torch.float32]
+        # Flat buckets are one memory; otherwise only a bucket of both layers may leave its rows in theirs.
+        assert found["one memory"] == (wrapper in ("flat", "bucketed"))
 
 
 def test_what_cannot_be_averaged_is_refused_in_one_sentence_on_every_rank(ranks):
