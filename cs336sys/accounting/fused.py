@@ -2,7 +2,7 @@
 
 Letters as in ``accounting.activations``. Under autocast the blocks' matrices may have copies in half precision that
 live from step to step, in place of casts in every pass: AdamW of ``cs336sys.kernels.adamw`` writes them. With its state
-``split`` these matrices are themselves in bf16. With it and with ``bf16`` their gradients are in bf16.
+``split`` these matrices are themselves in bf16. Their gradients are in bf16, as autocast's products round them.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class FusedStep:
     @property
     def gradient_bytes(self) -> int:
         """Of a number in the gradients of a block's matrices."""
-        return 2 if self.state_dtype != "fp32" and self.reads_copies else 4
+        return 2 if self.precision == "bf16" and self.reads_copies else 4
 
     @property
     def parameters(self) -> int:

@@ -262,7 +262,7 @@ class TrainStep:
         phases_with_loss: the same, with the loss taken out of the forward pass as a phase of its own, unless a fused
             kernel computes it together with the logits.
         loss: what the last forward pass returned.
-        takes_half_gradients: whether float32 parameters may have gradients in half precision.
+        takes_half_gradients: whether float32 parameters may have gradients in bf16.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         graphs: the step in CUDA graphs, once :meth:`capture` has been called.
     """
@@ -302,8 +302,9 @@ class TrainStep:
         has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
         has_copies = has_copies and workload.kernels == "fused"
         if self._fused is not None and self._fused.copies is None and half is not None and has_copies:
-            in_half = workload.state_dtype == "bf16" and self.takes_half_gradients
-            self._fused.keep_copies(half, self.optimizer, half if in_half else torch.float32)
+            # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
+            in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
+            self._fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")

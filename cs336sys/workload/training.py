@@ -116,7 +116,7 @@ class Workload(Configured):
             with ``adamw`` reads the copies of the weights that it writes; names of FUSED_KERNELS joined by ``+`` put
             these in alone.
         state_dtype: of ``adamw``: moments in ``fp32``, or in ``bf16``; ``split`` keeps the blocks' weights as bf16 and
-            what fp32 has beyond it. With fused kernels in half precision, the last two have gradients in it, too.
+            what fp32 has beyond it.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
         user: what of it is the user's.

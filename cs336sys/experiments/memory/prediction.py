@@ -103,6 +103,6 @@ def _create_optimizer_state(step: MemoryStep) -> None:
     if step.optimizer is None:
         return
     for parameter in step.model.parameters():
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
     step.optimizer.step()
     step.optimizer.zero_grad()
