@@ -1,0 +1,132 @@
+"""How ranks split a sequence (context parallelism), and what each of them sends for it.
+
+- ``context-ring``: ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889). A rank holds two chunks of the
+  ``2 W`` that a sequence is cut into, the ``r``-th from either end (*zigzag*), so that causal attention costs every rank
+  the same. Keys and values travel around the ring, and in the backward pass the gradients of both, in fp32.
+- ``context-all-to-all``: DeepSpeed-Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A rank holds the
+  ``r``-th of ``W`` chunks, and trades its tokens of all heads for all tokens of its heads before attention, and back
+  after it.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+
+RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
+OWN_CONTEXT_STRATEGIES = (RING, ALL_TO_ALL)
+CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context")
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """Which tokens of a sequence each rank holds; lengths differ by at most one.
+
+    Attributes:
+        length: tokens of the sequence.
+        world_size: ranks.
+        is_zigzag: two chunks a rank, the ``r``-th from either end; else one, in rank order.
+
+    Raises:
+        UsageError: there are fewer tokens than ranks.
+    """
+
+    length: int
+    world_size: int
+    is_zigzag: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < self.world_size:
+            raise UsageError(
+                f"a sequence of {self.length} tokens cannot be split over {self.world_size} ranks: choose at least one "
+                "token a rank"
+            )
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[range, ...], ...]:
+        """The positions that each rank holds, in order."""
+        count = 2 * self.world_size if self.is_zigzag else self.world_size
+        short, longer = divmod(self.length, count)
+        starts = [number * short + min(number, longer) for number in range(count + 1)]
+        cut = [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+        if not self.is_zigzag:
+            return tuple((chunk,) for chunk in cut)
+        return tuple((cut[rank], cut[-1 - rank]) for rank in range(self.world_size))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(map(len, chunks)) for chunks in self.chunks)
+
+
+def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
+    """How a strategy splits the size's sequences; torch's ``context_parallel`` does it as our ring."""
+    return SequenceSplit(size.context, world_size, is_zigzag=strategy != ALL_TO_ALL)
+
+
+def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
+    """The size with the longest slice of a sequence that a rank holds."""
+    return replace(size, context=max(split_of(strategy, size, world_size).lengths))
+
+
+def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:
+    """What a rank sends for one attention layer of ring attention.
+
+    In ``W - 1`` hops it passes on the keys and values of rank ``r``, ``r - 1``, ..., in each forward pass and in the
+    backward pass; then in ``W - 1`` hops what it and others have of the gradients of rank ``r - 1``, ``r - 2``, ...
+    With equal slices of ``S / W`` tokens: ``(W - 1) S / W (passes token_bytes + gradient_token_bytes)``.
+
+    Args:
+        token_bytes: of one token's key and value.
+        gradient_token_bytes: of the gradients of both.
+        passes: in which keys and values travel: forward, backward, and again if checkpoints recompute attention.
+    """
+    owners = [(rank - hop) % split.world_size for hop in range(split.world_size)]
+    forwarded = sum(split.lengths[owner] for owner in owners[:-1])
+    gradients = sum(split.lengths[owner] for owner in owners[1:])
+    return passes * token_bytes * forwarded + gradient_token_bytes * gradients
+
+
+def all_to_all_bytes(
+    split: SequenceSplit, rank: int, query_token_bytes: int, key_value_token_bytes: int, passes: int
+) -> int:
+    """What a rank sends for one attention layer of all-to-all attention.
+
+    In a forward pass its tokens of the other ranks' heads (query, key and value), then the other ranks' tokens of its
+    own heads (the output); in a backward pass the gradients of the same the other way round. With equal slices:
+    ``(W - 1) / W^2 S (2 query_token_bytes + key_value_token_bytes)`` a pass.
+
+    Args:
+        query_token_bytes: of one token's query; its output has as many.
+        key_value_token_bytes: of one token's key and value.
+        passes: forward passes, those of checkpoints among them, and the backward pass.
+    """
+    world_size, own = split.world_size, split.lengths[rank]
+    others = split.length - own
+    to_heads = (world_size - 1) * own * (query_token_bytes + key_value_token_bytes) // world_size
+    to_tokens = others * query_token_bytes // world_size
+    back_to_heads = (world_size - 1) * own * query_token_bytes // world_size
+    back_to_tokens = others * (query_token_bytes + key_value_token_bytes) // world_size
+    return (passes - 1) * (to_heads + to_tokens) + back_to_heads + back_to_tokens
+
+
+def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> float:
+    """What the rank that sends most sends in a step of all layers: attention's, and the all-reduce of fp32 gradients.
+
+    Args:
+        strategy: one of :data:`OWN_CONTEXT_STRATEGIES`; another counts as the ring.
+        precision: what attention computes in, under autocast.
+        checkpointing: ``none``, or ``block``, which computes attention twice.
+    """
+    split = split_of(strategy, size, world_size)
+    passes = 3 if checkpointing == "block" else 2
+    token_bytes = size.batch_size * size.d_model * ELEMENT_BYTES[precision]
+    if strategy == ALL_TO_ALL:
+        of_ranks = [all_to_all_bytes(split, rank, token_bytes, 2 * token_bytes, passes) for rank in range(world_size)]
+    else:
+        gradient_bytes = 2 * 4 * size.batch_size * size.d_model
+        of_ranks = [ring_bytes(split, rank, 2 * token_bytes, gradient_bytes, passes) for rank in range(world_size)]
+    gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
+    return size.num_layers * max(of_ranks) + gradients

@@ -1,0 +1,127 @@
+"""The ranks that share a sequence, and how tensors travel between them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336sys.accounting.sharding.context import SequenceSplit
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import require_process_group, through_host
+
+
+class Arriving:
+    """A tensor under way to this rank. What is sent and what is received must not be touched before :meth:`wait`."""
+
+    def __init__(self, received: Tensor, work: dist.Work | None, what: str, sent: Tensor | None = None):
+        self._received = received
+        self._work = work
+        self._what = what
+        # NCCL reads it on a stream of its own: freed earlier, its memory would be used again.
+        self._sent = sent
+
+    def wait(self) -> Tensor:
+        """The tensor; on a GPU as soon as the current stream has been told to wait for it.
+
+        Raises:
+            RuntimeError: another rank died or timed out; a note says what was communicated.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                error.add_note(f"in the exchange of {self._what}")
+                raise
+        self._work = self._sent = None
+        return self._received
+
+
+class ContextGroup:
+    """The ranks that share every sequence, and which tokens of it each of them holds.
+
+    Args:
+        split: of as many ranks as the group has.
+        group: None is the default process group. One of its own lets keys and values overtake what else is under way.
+        communicates: False computes with this rank's own tensors in place of what others would send, for measuring how
+            long the same step takes without communication.
+
+    Attributes:
+        rank: this rank's place in the group.
+
+    Raises:
+        UsageError: there is no process group, or the split is for another number of ranks.
+    """
+
+    def __init__(self, split: SequenceSplit, group: dist.ProcessGroup | None = None, *, communicates: bool = True):
+        require_process_group("context parallelism")
+        self.split = split
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if split.world_size != self.world_size:
+            raise UsageError(
+                f"a sequence split over {split.world_size} ranks: the process group has {self.world_size}; choose "
+                "the same number"
+            )
+        self._group = group
+        self._communicates = communicates
+
+    @property
+    def length(self) -> int:
+        """Tokens of this rank."""
+        return self.split.lengths[self.rank]
+
+    @property
+    def loss_weight(self) -> float:
+        """What the mean loss over this rank's tokens counts, so that the mean over ranks is that over all tokens."""
+        return self.length * self.world_size / self.split.length
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Where this rank's tokens stand in the sequence, (length,), int64: to take them and for rotary embeddings."""
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.split.chunks[self.rank]])
+
+    def to_next(self, tensor: Tensor, shape: Sequence[int], what: str) -> Arriving:
+        """Send a contiguous tensor to the next rank of the ring, and receive one of ``shape`` from the one before."""
+        received = tensor.new_empty(shape)
+        sizes = [[0] * self.world_size, [0] * self.world_size]
+        sizes[0][(self.rank - 1) % self.world_size] = received.nbytes
+        sizes[1][(self.rank + 1) % self.world_size] = tensor.nbytes
+        return self._exchange(received, tensor, *sizes, what)
+
+    def trade_rows(self, tensor: Tensor, rows: Sequence[int], received_rows: Sequence[int], what: str) -> Arriving:
+        """Send each rank its rows of a contiguous tensor; receive rows from each, in rank order.
+
+        Args:
+            rows: for each rank; they add up to ``len(tensor)``.
+            received_rows: from each rank.
+        """
+        row = tensor[:1].nbytes
+        received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
+        return self._exchange(received, tensor, [count * row for count in received_rows], [n * row for n in rows], what)
+
+    def _exchange(
+        self, received: Tensor, tensor: Tensor, received_sizes: list[int], sizes: list[int], what: str
+    ) -> Arriving:
+        """An all-to-all of bytes, which NCCL runs as one group of sends and receives; to this rank itself it copies."""
+        if not self._communicates:
+            return Arriving(_repeated(tensor, received), None, what)
+        target, source = _bytes_of(received), _bytes_of(tensor)
+        if through_host(tensor):
+            on_host = target.cpu()
+            dist.all_to_all_single(on_host, source.cpu(), received_sizes, sizes, group=self._group)
+            target.copy_(on_host)
+            return Arriving(received, None, what)
+        work = dist.all_to_all_single(target, source, received_sizes, sizes, group=self._group, async_op=True)
+        return Arriving(received, work, what, tensor)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # Gloo has no all-to-all of every dtype.
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _repeated(tensor: Tensor, received: Tensor) -> Tensor:
+    """A tensor like ``received`` of the numbers of another, without a copy where they are as many."""
+    numbers = tensor.view(-1)
+    if numbers.numel() != received.numel():
+        numbers = numbers.repeat(-(-received.numel() // numbers.numel()))[: received.numel()]
+    return numbers.view(received.shape)

@@ -1,0 +1,172 @@
+"""Ring attention: keys and values travel around the ranks, one block ahead of the computation.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023). Zigzag order
+and the backward pass with the logsumexp over all keys: as in zhuzilin/ring-flash-attention and torch's own
+``context_parallel``.
+
+Rank ``r`` of ``W`` holds chunks ``r`` and ``2 W - 1 - r`` of the ``2 W`` of a sequence. Its own two are plain causal
+attention. Of the block of a rank before it, all its queries see the first chunk and none sees the second; of the block
+of a rank behind it, the queries of its second chunk see everything and the others nothing. So every block but its own
+costs it half a square, whatever its rank, and no block needs a mask::
+
+    W = 2           keys of   rank 0     rank 1     rank 1     rank 0
+    queries                   chunk 0    chunk 1    chunk 2    chunk 3
+    rank 0  chunk 0           causal
+    rank 1  chunk 1           full       causal
+    rank 1  chunk 2           full       full       causal
+    rank 0  chunk 3           full       full       full       causal
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336sys.accounting.sharding.context import SequenceSplit
+from cs336sys.errors import UsageError
+from cs336sys.parallel.context_parallel.block_attention import BlockAttention
+from cs336sys.parallel.context_parallel.group import Arriving, ContextGroup
+from cs336sys.parallel.context_parallel.merging import merge_block
+
+_BLOCKS, _GRADIENTS = "keys and values", "the gradients of keys and values"
+
+
+class RingAttention:
+    """Causal attention of a rank's queries to the keys of all ranks.
+
+    Differentiable once. A backward pass holds gradients of two blocks beside its own, in float32. All ranks must call
+    it, and differentiate it, in the same order; under activation checkpoints it communicates again.
+
+    Args:
+        context: with a zigzag split.
+        attention: of one block.
+
+    Raises:
+        UsageError: the split is in rank order.
+    """
+
+    def __init__(self, context: ContextGroup, attention: BlockAttention):
+        if not context.split.is_zigzag:
+            raise UsageError("ring attention needs a zigzag split: in rank order the last rank would do most of the work")
+        self.context = context
+        self.attention = attention
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """
+        Args:
+            query: (..., H, S_r, D), of this rank's tokens in the order of ``context.positions()``; any strides.
+            key: (..., H_kv, S_r, D), H_kv a divisor of H where ``attention`` can do that.
+            value: (..., H_kv, S_r, D).
+
+        Returns:
+            (..., H, S_r, D) in the dtype of the inputs, which under autocast is autocast's.
+
+        Raises:
+            UsageError: the tensors do not have as many tokens as this rank holds.
+            RuntimeError: another rank died or timed out.
+        """
+        for tensor in (query, key, value):
+            if tensor.shape[-2] != self.context.length:
+                raise UsageError(
+                    f"ring attention of {tensor.shape[-2]} tokens: rank {self.context.rank} holds {self.context.length} "
+                    f"of {self.context.split.length}; take those of context.positions()"
+                )
+        device_type = query.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        return _RingAttention.apply(query, key, value, self)
+
+
+class _Ring:
+    """One pass around the ring: which block comes when, and which of this rank's queries see which of its keys."""
+
+    def __init__(self, context: ContextGroup):
+        self._context = context
+        self._split: SequenceSplit = context.split
+        self._rank, self.world_size = context.rank, context.world_size
+
+    def owner(self, step: int) -> int:
+        """Whose block is here in a step; this rank's own in step 0."""
+        return (self._rank - step) % self.world_size
+
+    def seen(self, step: int) -> tuple[slice, slice]:
+        """Of a later step, the queries of this rank that see any key of the block, and the keys that they see."""
+        owner = self.owner(step)
+        if owner < self._rank:
+            return slice(None), slice(0, len(self._split.chunks[owner][0]))
+        return slice(len(self._split.chunks[self._rank][0]), None), slice(None)
+
+    def pass_on(self, block: Tensor, step: int, what: str) -> Arriving:
+        """Send the block of a step to the next rank, and receive that of the next step."""
+        arriving = (*block.shape[:-2], self._split.lengths[self.owner(step + 1)], block.shape[-1])
+        return self._context.to_next(block, arriving, what)
+
+
+class _RingAttention(torch.autograd.Function):
+    """``_RingAttention.apply(query, key, value, ring attention)``."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: RingAttention) -> Tensor:
+        ring, attention = _Ring(settings.context), settings.attention
+        # Launched before the computation, which it needs no result of: the two run side by side.
+        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
+        out, logsumexp = attention.forward(query, key, value, True)
+        if arriving is not None:
+            whole = out.to(logsumexp.dtype)
+            for step in range(1, ring.world_size):
+                block = arriving.wait()
+                if step + 1 < ring.world_size:
+                    arriving = ring.pass_on(block, step, _BLOCKS)
+                queries, keys = ring.seen(step)
+                if not query[..., queries, :].shape[-2]:
+                    continue
+                own = query[..., queries, :]
+                found = attention.forward(own, block[0][..., keys, :], block[1][..., keys, :], False)
+                merge_block(whole[..., queries, :], logsumexp[..., queries], *found)
+            out = whole.to(query.dtype)
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        ring, attention = _Ring(ctx.settings.context), ctx.settings.attention
+        wide = logsumexp.dtype
+        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
+        delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+        grads = attention.backward(query, key, value, grad_out, logsumexp, delta, True)
+        if arriving is None:
+            return *grads, None
+        grad_query, own = grads[0].to(wide), torch.stack(grads[1:]).to(wide)
+        del grads
+        # Gradients of a block follow it around the ring a step later, from the rank behind its owner home to the owner.
+        following: Arriving | None = None
+        for step in range(1, ring.world_size):
+            block = arriving.wait()
+            if step + 1 < ring.world_size:
+                arriving = ring.pass_on(block, step, _BLOCKS)
+            queries, keys = ring.seen(step)
+            computed = None
+            if query[..., queries, :].shape[-2]:
+                computed = attention.backward(
+                    query[..., queries, :],
+                    block[0][..., keys, :],
+                    block[1][..., keys, :],
+                    grad_out[..., queries, :],
+                    logsumexp[..., queries],
+                    delta[..., queries],
+                    False,
+                )
+            gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
+            if computed is not None:
+                grad_query[..., queries, :] += computed[0]
+                gradients[0][..., keys, :] += computed[1]
+                gradients[1][..., keys, :] += computed[2]
+            following = ring.pass_on(gradients, step, _GRADIENTS)
+        assert following is not None
+        own += following.wait()
+        return grad_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None
