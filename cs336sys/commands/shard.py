@@ -24,7 +24,7 @@ from cs336sys.commands.sweep.ranks import (
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Cell
-from cs336sys.workload import BLOCK_CHECKPOINTING, SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.workload import BLOCK_CHECKPOINTING, SHARD_STRATEGIES, SHARDING_STRATEGIES, ParallelWorkload
 
 
 def shard(
@@ -33,8 +33,9 @@ def shard(
         list[str],
         typer.Option(
             "--strategy",
-            help=f"{', '.join(SHARDING_STRATEGIES)}; the last two are torch's own.",
-            autocompletion=among(SHARDING_STRATEGIES),
+            help=f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence.",
+            autocompletion=among(SHARD_STRATEGIES),
+            show_default=False,
         ),
     ] = [",".join(SHARDING_STRATEGIES)],
     prefetch: Annotated[
@@ -156,7 +157,7 @@ def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int
     ahead = split_list(prefetch, "--prefetch", at_least(0))
     return [
         (name, units)
-        for name in split_list(strategy, "--strategy", one_of(SHARDING_STRATEGIES))
+        for name in split_list(strategy, "--strategy", one_of(SHARD_STRATEGIES))
         for units in (ahead if name == "fsdp" else [None])
     ]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from cs336sys.kernels.fuse import Fused
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Causal attention of query, key and value, each (..., heads, S, D).
+CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _model_attention = cs336_basics.model.scaled_dot_product_attention
 
@@ -86,27 +90,62 @@ def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
         cs336_basics.model.scaled_dot_product_attention = before
 
 
-def causal_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def causal_attention(name: str) -> CausalAttention | None:
     """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
     return None if name == "reference" else _with_causal_mask(ATTENTION_FUNCTIONS[name])
 
 
 # The same for all models, so that what is compiled for one serves the others.
 @functools.cache
-def _with_causal_mask(compute: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
     # Of the mask these functions see only that there is one.
     return lambda query, key, value: compute(query, key, value, _CAUSAL)
 
 
-def build_model(workload: Workload, device: torch.device) -> nn.Module:
+def _of_causal_models(attention: CausalAttention) -> Callable[..., Tensor]:
+    """The same in the signature of the model's, whose only mask is the causal one."""
+    return lambda Q, K, V, mask=None: attention(Q, K, V)
+
+
+def give_positions(model: nn.Module, positions: Tensor) -> None:
+    """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
+
+    Args:
+        model: of ``cs336_basics``, this project's or anybody's.
+        positions: (S,), int64.
+
+    Raises:
+        CapabilityError: its attention takes no ``token_positions``.
+    """
+    attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
+    if "token_positions" not in inspect.signature(attention_class.forward).parameters:
+        raise CapabilityError(
+            "cs336_basics.model.CausalMultiHeadSelfAttention.forward takes no token_positions, so that a rank cannot "
+            "tell it where its slice of a sequence is: add the argument, or choose a strategy that splits no sequence"
+        )
+
+    def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args[:1], kwargs | {"token_positions": positions}
+
+    for module in model.modules():
+        if isinstance(module, attention_class):
+            module.register_forward_pre_hook(with_positions, with_kwargs=True)
+
+
+def build_model(workload: Workload, device: torch.device, attention: CausalAttention | None = None) -> nn.Module:
     """The workload's model on ``device``: initialized from its seed, compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
+
+    Args:
+        attention: in place of the workload's, of our model.
 
     Raises:
         UserCodeError: the user's function does not give a model.
     """
     use_attention(workload)
+    if attention is not None:
+        cs336_basics.model.scaled_dot_product_attention = _of_causal_models(attention)
     torch.manual_seed(workload.seed)
     with device:
         model = _plain_model(workload)
@@ -117,7 +156,7 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
         require_kernels(f"--kernels {workload.kernels}")
         from cs336sys.kernels.fuse import fuse
 
-        fused = fuse(model, causal_attention(workload.attention), workload.fused_kernels)
+        fused = fuse(model, attention or causal_attention(workload.attention), workload.fused_kernels)
         if workload.state_dtype == "split":
             fused.stack_weights(torch.bfloat16)
     if workload.compile == "model":

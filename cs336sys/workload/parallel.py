@@ -8,20 +8,36 @@ from cs336sys.accounting.checkpointing import (
     recomputed_flops,
 )
 from cs336sys.accounting.flops import attention_flops, model_flops
+from cs336sys.accounting.sharding.context import (
+    ALL_TO_ALL,
+    CONTEXT_STRATEGIES,
+    OWN_CONTEXT_STRATEGIES,
+    RING,
+    require_heads,
+    share_of_context,
+)
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS
+from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.workload.configured import Configured, check_choices
 from cs336sys.workload.training import Workload
 
-# How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last synchronizes
-# nothing, and is what the others are compared with.
+# How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last ones synchronize
+# nothing, and are what the others are compared with.
 BUCKETED_STRATEGIES = ("bucketed", "bucketed-step")
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", *BUCKETED_STRATEGIES, "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
-STRATEGIES = (*DATA_PARALLEL_STRATEGIES, *SHARDING_STRATEGIES, "unsynchronized")
+# What shard measures: those whose ranks have sequences of their own, and those that split each sequence.
+SHARD_STRATEGIES = (*SHARDING_STRATEGIES, *CONTEXT_STRATEGIES)
+_ALONE = "-unsynchronized"
+STRATEGIES = (
+    *DATA_PARALLEL_STRATEGIES,
+    *SHARD_STRATEGIES,
+    "unsynchronized",
+    *(name + _ALONE for name in OWN_CONTEXT_STRATEGIES),
+)
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
 
@@ -39,7 +55,8 @@ class ParallelWorkload(Configured):
     """A training workload that several ranks share, and how they do it.
 
     Attributes:
-        training: its batch is that of all ranks together, each takes an equal part; its mode is ``train``.
+        training: its batch is that of all ranks together, each takes an equal part, or a slice of every sequence; its
+            mode is ``train``.
         strategy: one of :data:`STRATEGIES`.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
@@ -99,11 +116,28 @@ class ParallelWorkload(Configured):
             raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
         if self.prefetch is not None and self.prefetch < 0:
             raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
-        if self.training.size.batch_size % self.world_size:
+        if self.splits_sequences:
+            self._check_context()
+        elif self.training.size.batch_size % self.world_size:
             raise UsageError(
                 f"--batch-size {self.training.size.batch_size}: {self.world_size} ranks cannot share it equally; "
                 f"choose a multiple of {self.world_size}"
             )
+
+    def _check_context(self) -> None:
+        training = self.training
+        if not training.is_ours:
+            raise UsageError(
+                f"--strategy {self.strategy} gives positions to attention of cs336_basics alone: leave out --model"
+            )
+        if kept_blocks(self.checkpointing) is not None:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} knows attention that is one operator, and not that of --strategy "
+                f"{self.strategy}: choose none or block"
+            )
+        if self.strategy.startswith(ALL_TO_ALL):
+            require_heads(training.size.num_heads, self.world_size)
+        share_of_context(self.strategy, training.size, self.world_size)
 
     def _check_kept(self) -> None:
         training, blocks = self.training, kept_blocks(self.checkpointing)
@@ -131,9 +165,23 @@ class ParallelWorkload(Configured):
         return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
 
     @property
+    def splits_sequences(self) -> bool:
+        """Whether a rank has a slice of every sequence, and not sequences of its own."""
+        return self.strategy.removesuffix(_ALONE) in CONTEXT_STRATEGIES
+
+    @property
     def share(self) -> int:
-        """Sequences a rank."""
-        return self.training.size.batch_size // self.world_size
+        """Sequences a rank has, or has a slice of."""
+        batch_size = self.training.size.batch_size
+        return batch_size if self.splits_sequences else batch_size // self.world_size
+
+    @property
+    def share_size(self) -> ModelSize:
+        """The size with this rank's share of the batch, or the longest slice of its sequences."""
+        size = self.training.size
+        if self.splits_sequences:
+            return share_of_context(self.strategy.removesuffix(_ALONE), size, self.world_size)
+        return replace(size, batch_size=self.share)
 
     @property
     def uses_autocast(self) -> bool:
@@ -183,11 +231,20 @@ class ParallelWorkload(Configured):
         )
 
     @property
+    def has_unsynchronized(self) -> bool:
+        """Whether the same step can be computed without communication."""
+        return not self.writes_out_blocks and self.strategy != "torch-context"
+
+    @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
+        alone = "unsynchronized"
+        if self.splits_sequences:
+            own = self.strategy.removesuffix(_ALONE)
+            alone = (own if own in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
         return replace(
             self,
-            strategy="unsynchronized",
+            strategy=alone,
             bucket_mb=None,
             gradient_dtype=self.gradient_dtype if self.keeps_half_gradients else "fp32",
             trace=None,

@@ -1,13 +1,14 @@
 """How ranks split a sequence (context parallelism), and what each of them sends for it.
 
 - ``context-ring``: ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889). A rank holds two chunks of the
-  ``2 W`` that a sequence is cut into, the ``r``-th from either end (*zigzag*), so that causal attention costs every rank
-  the same. Keys and values travel around the ring, and in the backward pass the gradients of both, in fp32.
+  ``2 W`` that a sequence is cut into, the ``r``-th from either end (*zigzag*), so that causal attention costs every
+  rank the same. Keys and values travel around the ring, and in the backward pass the gradients of both, in fp32.
 - ``context-all-to-all``: DeepSpeed-Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A rank holds the
   ``r``-th of ``W`` chunks, and trades its tokens of all heads for all tokens of its heads before attention, and back
   after it.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,7 +51,7 @@ class SequenceSplit:
         count = 2 * self.world_size if self.is_zigzag else self.world_size
         short, longer = divmod(self.length, count)
         starts = [number * short + min(number, longer) for number in range(count + 1)]
-        cut = [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+        cut = [range(start, end) for start, end in itertools.pairwise(starts)]
         if not self.is_zigzag:
             return tuple((chunk,) for chunk in cut)
         return tuple((cut[rank], cut[-1 - rank]) for rank in range(self.world_size))
@@ -69,6 +70,20 @@ def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
 def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
     """The size with the longest slice of a sequence that a rank holds."""
     return replace(size, context=max(split_of(strategy, size, world_size).lengths))
+
+
+def require_heads(heads: int, world_size: int) -> None:
+    """Refuse heads that ranks of all-to-all attention cannot share equally.
+
+    Raises:
+        UsageError: naming the numbers of ranks that can.
+    """
+    if heads % world_size:
+        choices = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
+        raise UsageError(
+            f"all-to-all attention: {world_size} ranks do not divide {heads} heads; choose "
+            f"{', '.join(choices[:-1])} or {choices[-1]} ranks, or ring attention"
+        )
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:

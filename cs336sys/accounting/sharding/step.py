@@ -12,6 +12,7 @@ from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
 from cs336sys.accounting.parameters import count_parameters, parameter_shapes
+from cs336sys.accounting.sharding.context import ALL_TO_ALL, CONTEXT_STRATEGIES, context_sent_bytes, share_of_context
 from cs336sys.accounting.sharding.fsdp import (
     fully_sharded_peak,
     fully_sharded_state,
@@ -42,8 +43,8 @@ class ShardedStep:
     """How ranks share a training step.
 
     Attributes:
-        strategy: a name of ``workload.SHARDING_STRATEGIES``.
-        size: its batch is that of all ranks together, of which each has an equal part.
+        strategy: a name of ``workload.SHARD_STRATEGIES``.
+        size: its batch is that of all ranks together, of which each has an equal part, or a slice of every sequence.
         precision: what is computed in.
         prefetch: for ``fsdp``, units gathered ahead of use.
         bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
@@ -71,14 +72,21 @@ class ShardedStep:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise UsageError(f"--world-size {self.world_size}: must be at least 1")
-        if self.size.batch_size % self.world_size:
+        if not self.splits_sequences and self.size.batch_size % self.world_size:
             raise UsageError(
                 f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}: choose a multiple of them"
             )
 
     @property
+    def splits_sequences(self) -> bool:
+        """Whether a rank has a slice of every sequence."""
+        return self.strategy in CONTEXT_STRATEGIES
+
+    @property
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
+        if self.splits_sequences:
+            return share_of_context(self.strategy, self.size, self.world_size)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
 
     @property
@@ -121,11 +129,15 @@ class RankMemory:
 def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     """What ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
-    Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count. ``torch-fsdp`` has no
-    peak: how many buffers ``fully_shard`` keeps beside the gathered weights is torch's own affair.
+    Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count, or the tokens of its
+    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak: how many buffers torch keeps beside
+    is its own affair; nor has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
     always = _always_held(step.size)
+    if step.splits_sequences:
+        tokens = step.share.context
+        always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
     kept = state.gradients if step.strategy == "torch-zero" else 0
     moments = [
@@ -134,7 +146,8 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
         RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
         RankMemory(MOMENTS[3], state.parameters, kept, state.optimizer_state, always),
     ]
-    if step.strategy != "torch-fsdp":
+    keeps_scores = step.strategy == ALL_TO_ALL and step.attention == "reference"
+    if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
         peak = rank_peak(step)
         rest = peak.activations + always - _always_held(step.share)
         moments.append(RankMemory(MOMENTS[4], peak.parameters, peak.gradients, peak.optimizer_state, rest))
@@ -149,7 +162,7 @@ def fullest_state(step: ShardedStep) -> TrainingState:
     """
     shapes, world_size = parameter_shapes(step.size).values(), step.world_size
     sizes = [math.prod(shape) for shape in shapes]
-    if step.strategy == "none":
+    if step.strategy == "none" or step.splits_sequences:
         return training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
     if step.strategy == "fsdp":
         return fully_sharded_state(step.size, 0, world_size, step.state_dtype)
@@ -193,7 +206,8 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
         step.share,
         step.precision,
         step.mode,
-        step.attention,
+        # Blocks of ring attention keep no scores, whatever computes them.
+        "flash" if step.splits_sequences else step.attention,
         autocast=step.uses_autocast,
         at_loss=at_loss,
         at_blocks=at_blocks,
@@ -241,6 +255,8 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
     """
     if step.strategy == "fsdp":
         return step_communication(step.size, step.computed_bytes, step.world_size).sent_bytes(step.world_size)
+    if step.splits_sequences:
+        return context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
     count = count_parameters(step.size)
     if step.strategy == "torch-fsdp":
         outside = count_parameters(replace(step.size, num_layers=0))

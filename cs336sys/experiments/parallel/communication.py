@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -56,7 +57,14 @@ class Communication:
         return self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
 
     def sent_bytes(self, world_size: int) -> float:
-        """What a rank sends, on average, where ranks form a ring: an all-reduce sends everything twice."""
+        """What a rank sends, on average, where ranks form a ring: an all-reduce sends everything twice.
+
+        Of an all-to-all whose parts differ in size, what this rank sends to others.
+        """
+        sizes = self._arguments.get("input_split_sizes")
+        if sizes:
+            own = sizes[dist.ProcessGroup.unbox(self._arguments["process_group"]).rank()]
+            return self._arguments["input"].bytes * (sum(sizes) - own) / sum(sizes)
         times = 2 if self.name.startswith("allreduce") else 1
         return times * (world_size - 1) / world_size * self.bytes
 

@@ -26,7 +26,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples, configuration_key
-from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload, bucket_name
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them.
 _unsynchronized: dict[str, list[RankMeasurement]] = {}
@@ -52,8 +52,8 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     if wrong is not None:
         return wrong
 
-    key = configuration_key(workload.unsynchronized.configuration())
-    has_baseline = not workload.writes_out_blocks
+    has_baseline = workload.has_unsynchronized
+    key = configuration_key(workload.unsynchronized.configuration()) if has_baseline else ""
     if has_baseline and key not in _unsynchronized and all(ranks.run(has_room_alone, workload)):
         progress("timing steps without communication")
         _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
@@ -129,7 +129,7 @@ def _derived(
         derived["hidden_percent"] = 100 * (1 - min(max(derived["exposed_ms"], 0), alone_ms) / alone_ms)
     if first.timeline is not None and first.timeline.communication_ms:
         derived["overlap_percent"] = 100 * first.timeline.overlap_ms / first.timeline.communication_ms
-    if workload.strategy in SHARDING_STRATEGIES:
+    if workload.strategy in SHARD_STRATEGIES:
         derived |= _sharding(measured)
     return derived
 

@@ -27,7 +27,7 @@ from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
-from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
 # Repetitions of the communication alone before it is timed.
 _WARMUP_ALONE = 2
@@ -86,7 +86,7 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
         # Weights, gradients and two states in fp32, and as much again for activations.
         needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
         return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
-    share = replace(training, size=replace(training.size, batch_size=workload.share))
+    share = replace(training, size=workload.share_size)
     peak = share.predicted_peak("none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing)
     return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
 
@@ -116,7 +116,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
 def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     device = rank_device(workload)
     memory: Sequence[RankMemory] = ()
-    if workload.strategy in SHARDING_STRATEGIES:
+    if workload.strategy in SHARD_STRATEGIES:
         step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
         step = ParallelStep(workload, device)

@@ -20,6 +20,7 @@ from cs336sys.cuda_graphs import (
 )
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
+from cs336sys.experiments.parallel.context_strategies import PREPARE_CONTEXT
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
@@ -62,7 +63,7 @@ class ParallelStep(TrainStep):
         if not workload.training.is_ours:
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
-        prepare = (PREPARE | PREPARE_SHARDED)[workload.strategy]
+        prepare = (PREPARE | PREPARE_SHARDED | PREPARE_CONTEXT)[workload.strategy]
         self.warmup_of_capture = warmup_of_capture(workload)
         in_graphs = workload.training.cuda_graph == "on"
         self._recorder = recorder_of(workload, device) if in_graphs else None
@@ -70,6 +71,7 @@ class ParallelStep(TrainStep):
         with self.aside():
             replica = prepare(workload, device, choice)
         first = dist.get_rank() * workload.share
+        own_sequences = slice(first, first + workload.share)
         super().__init__(
             workload.training
             if workload.uses_autocast
@@ -77,10 +79,11 @@ class ParallelStep(TrainStep):
             device,
             model=replica.model,
             optimizer=replica.optimizer,
-            share=slice(first, first + workload.share),
+            share=own_sequences if replica.share is None else replica.share,
             scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
         )
         self.replica = replica
+        self._around_passes = contextlib.ExitStack()
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
             if in_graphs and replica.communicates_in_backward:
@@ -96,6 +99,23 @@ class ParallelStep(TrainStep):
             self.phases["forward"] = functools.partial(_in_turn, *exchange)
         if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
             self.mark(NvtxMarks())
+
+    def forward(self) -> None:
+        if self.replica.around is None:
+            super().forward()
+        else:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.replica.around())
+                super().forward()
+                # Left after the backward pass.
+                self._around_passes = stack.pop_all()
+        if self.replica.loss_weight != 1.0:
+            assert self.loss is not None
+            self.loss = self.loss * self.replica.loss_weight
+
+    def backward(self) -> None:
+        with self._around_passes:
+            super().backward()
 
     def aside(self) -> AbstractContextManager[None]:
         """Where the step is launched until it is captured: on the stream that it was built on."""

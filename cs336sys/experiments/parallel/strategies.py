@@ -23,6 +23,7 @@ from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
 from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,
+    CausalAttention,
     blocks_of,
     build_model,
     keeping_input,
@@ -58,6 +59,9 @@ class Replica:
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
         optimizer_synchronizes: whether the optimizer waits for what the backward pass launches.
         sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
+        share: index of this rank's part of inputs and targets; None is its sequences of the batch.
+        loss_weight: what this rank's mean loss counts in the mean of all.
+        around: entered for the forward and the backward pass of every step together.
     """
 
     model: nn.Module
@@ -70,6 +74,9 @@ class Replica:
     communicates_in_backward: bool = True
     optimizer_synchronizes: bool = False
     sharded: ShardedOptimizer | None = None
+    share: Any = None
+    loss_weight: float = 1.0
+    around: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,18 @@ class OptimizerChoice:
 Prepare = Callable[[ParallelWorkload, torch.device, OptimizerChoice], Replica]
 
 
-def build_plain_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
+def build_plain_model(
+    workload: ParallelWorkload, device: torch.device, attention: CausalAttention | None = None
+) -> nn.Module:
     """The model that a strategy wraps: with checkpoints around its blocks if the workload says so.
 
     They are outside the compiled code, which all blocks go on sharing, and inside what a wrapper puts around calls of
     a block.
+
+    Args:
+        attention: in place of the workload's.
     """
-    model = build_model(workload.training, device)
+    model = build_model(workload.training, device, attention)
     if workload.checkpointing == "block":
         for block in blocks_of(workload.training, model).values():
             run = block._compiled_call_impl or block._call_impl

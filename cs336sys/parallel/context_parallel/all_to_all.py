@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336sys.accounting.sharding.context import require_heads
 from cs336sys.errors import UsageError
 from cs336sys.parallel.context_parallel.group import ContextGroup
 
@@ -51,8 +52,8 @@ class AllToAllAttention:
         """
         device_type, context = query.device.type, self.context
         world_size, lengths = context.world_size, context.split.lengths
-        for heads in (query.shape[-3], key.shape[-3]):
-            require_heads(heads, world_size)
+        require_heads(query.shape[-3], world_size)
+        require_heads(key.shape[-3], world_size)
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -68,20 +69,6 @@ class AllToAllAttention:
         # (..., h, S, D) -> (S, ..., h, D)
         received = _TradeRows.apply(out.movedim(-2, 0), lengths, own_rows, "attention's output", context)
         return received.unflatten(0, (world_size, -1)).movedim((0, 1), (-4, -2)).flatten(-4, -3)
-
-
-def require_heads(heads: int, world_size: int) -> None:
-    """Refuse heads that ranks cannot share equally.
-
-    Raises:
-        UsageError: naming the numbers of ranks that can.
-    """
-    if heads % world_size:
-        choices = ", ".join(str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0)
-        raise UsageError(
-            f"all-to-all attention: {world_size} ranks do not divide {heads} heads; choose {choices} ranks, or ring "
-            "attention"
-        )
 
 
 class _TradeRows(torch.autograd.Function):
@@ -100,4 +87,5 @@ class _TradeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         received_rows, rows, what, context = ctx.settings
-        return _TradeRows.apply(gradient, received_rows, rows, f"the gradients of {what}", context), None, None, None, None
+        back = _TradeRows.apply(gradient, received_rows, rows, f"the gradients of {what}", context)
+        return back, None, None, None, None

@@ -8,8 +8,8 @@ from torch import Tensor
 class BlockAttention(Protocol):
     """Attention of some queries to one block of the keys, where the softmax goes over more keys than these.
 
-    Shapes: query (..., H, S_q, D), key and value (..., H_kv, S_k, D), of any strides; logsumexp and delta (..., H, S_q),
-    in float32, or float64 of float64 inputs.
+    Shapes: query (..., H, S_q, D), key and value (..., H_kv, S_k, D), of any strides; logsumexp and delta
+    (..., H, S_q), in float32, or float64 of float64 inputs.
     :func:`cs336sys.kernels.attention.flash_attention` and ``flash_attention_backward`` are such a pair.
     """
 

@@ -77,15 +77,16 @@ class ContextGroup:
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Where this rank's tokens stand in the sequence, (length,), int64: to take them and for rotary embeddings."""
-        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.split.chunks[self.rank]])
+        chunks = self.split.chunks[self.rank]
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
     def to_next(self, tensor: Tensor, shape: Sequence[int], what: str) -> Arriving:
         """Send a contiguous tensor to the next rank of the ring, and receive one of ``shape`` from the one before."""
         received = tensor.new_empty(shape)
-        sizes = [[0] * self.world_size, [0] * self.world_size]
-        sizes[0][(self.rank - 1) % self.world_size] = received.nbytes
-        sizes[1][(self.rank + 1) % self.world_size] = tensor.nbytes
-        return self._exchange(received, tensor, *sizes, what)
+        received_sizes, sizes = [0] * self.world_size, [0] * self.world_size
+        received_sizes[(self.rank - 1) % self.world_size] = received.nbytes
+        sizes[(self.rank + 1) % self.world_size] = tensor.nbytes
+        return self._exchange(received, tensor, received_sizes, sizes, what)
 
     def trade_rows(self, tensor: Tensor, rows: Sequence[int], received_rows: Sequence[int], what: str) -> Arriving:
         """Send each rank its rows of a contiguous tensor; receive rows from each, in rank order.

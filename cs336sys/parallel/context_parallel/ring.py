@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel around the ranks, one block ahead of the computation.
 
-Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023). Zigzag order
-and the backward pass with the logsumexp over all keys: as in zhuzilin/ring-flash-attention and torch's own
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023). Zigzag
+order and the backward pass with the logsumexp over all keys: as in zhuzilin/ring-flash-attention and torch's own
 ``context_parallel``.
 
 Rank ``r`` of ``W`` holds chunks ``r`` and ``2 W - 1 - r`` of the ``2 W`` of a sequence. Its own two are plain causal
@@ -48,7 +48,7 @@ class RingAttention:
 
     def __init__(self, context: ContextGroup, attention: BlockAttention):
         if not context.split.is_zigzag:
-            raise UsageError("ring attention needs a zigzag split: in rank order the last rank would do most of the work")
+            raise UsageError("ring attention needs a zigzag split: in rank order the last rank would work most")
         self.context = context
         self.attention = attention
 
@@ -69,8 +69,8 @@ class RingAttention:
         for tensor in (query, key, value):
             if tensor.shape[-2] != self.context.length:
                 raise UsageError(
-                    f"ring attention of {tensor.shape[-2]} tokens: rank {self.context.rank} holds {self.context.length} "
-                    f"of {self.context.split.length}; take those of context.positions()"
+                    f"ring attention of {tensor.shape[-2]} tokens: rank {self.context.rank} holds "
+                    f"{self.context.length} of {self.context.split.length}; take those of context.positions()"
                 )
         device_type = query.device.type
         if torch.is_autocast_enabled(device_type):

@@ -23,7 +23,7 @@ from cs336sys.report.titles import (
     wall_columns,
 )
 from cs336sys.results import Cell, Run, configuration_key
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 PARALLEL_SETTING_COLUMNS = {
     "world_size": Column("world_size", "ranks"),
@@ -125,7 +125,7 @@ def _exposed(cell: Cell) -> dict[str, Any]:
     step_ms = cell.samples["step"].median
     exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
     # Nothing is computed less for being communicated.
-    is_cost = cell.configuration["strategy"] in DATA_PARALLEL_STRATEGIES
+    is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
     if exposed.estimate < 0 and is_cost:
         # The noise is as large as this at least.
         exposed = replace(exposed, high=max(exposed.high, -exposed.low))

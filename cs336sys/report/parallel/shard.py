@@ -205,6 +205,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
+        row["tokens"] = workload.share_size.context
         if workload.training.is_ours:
             step = sharded_step(workload)
             row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
@@ -215,6 +216,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         *plan_settings([workload.training for workload in workloads], SHARDING_SETTING_COLUMNS),
         *_STRATEGY_COLUMNS,
         Column("share", "sequences a rank"),
+        Column("tokens", "tokens of each", "count"),
         *(Column(f"{_column_name(moment)}_gib", moment, "gib") for moment in MOMENTS),
         Column("predicted_sent_bytes", "sent", "decimal_bytes"),
     )

@@ -1,0 +1,170 @@
+"""The strategies of ``shard`` that give each rank a slice of every sequence: ours, and torch's own beside them."""
+
+import datetime
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, split_of
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.parallel.sharded_strategies import BUCKETS
+from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
+from cs336sys.experiments.training import CausalAttention, causal_attention, give_positions, model_attention
+from cs336sys.kernels.attention import flash_attention, flash_attention_backward
+from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
+from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.workload import ParallelWorkload
+
+# What computes a block of ring attention, by the name of workload.ATTENTION: torch's own has no logsumexp.
+_IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
+
+
+@dataclass(frozen=True)
+class KernelBlocks:
+    """This project's attention as the :class:`~cs336sys.parallel.context_parallel.BlockAttention` of a ring.
+
+    Attributes:
+        implementation: as of ``flash_attention``.
+    """
+
+    implementation: str = "auto"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        return flash_attention(query, key, value, is_causal, return_logsumexp=True, implementation=self.implementation)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return flash_attention_backward(*arguments, implementation=self.implementation)
+
+
+def _ring(context: ContextGroup, workload: ParallelWorkload) -> RingAttention:
+    implementation = _IMPLEMENTATIONS.get(workload.training.attention)
+    if implementation is None:
+        raise CapabilityError(
+            f"strategy '{RING}' puts blocks together by their logsumexps, which --attention "
+            f"{workload.training.attention} does not return; choose {' or '.join(_IMPLEMENTATIONS)}"
+        )
+    return RingAttention(context, KernelBlocks(implementation))
+
+
+def _all_to_all(context: ContextGroup, workload: ParallelWorkload) -> AllToAllAttention:
+    attention = causal_attention(workload.training.attention) or functools.partial(model_attention, is_causal=True)
+    return AllToAllAttention(context, attention)
+
+
+_ATTENTION: dict[str, Callable[[ContextGroup, ParallelWorkload], CausalAttention]] = {
+    RING: _ring,
+    ALL_TO_ALL: _all_to_all,
+}
+
+
+def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
+    """A slice of every sequence on each rank, all state on all of them; gradients averaged in buckets."""
+
+    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+        split = split_of(strategy, workload.training.size, workload.world_size)
+        group = _own_group(workload.timeout_s, dist.get_backend() == "nccl") if communicates else None
+        context = ContextGroup(split, group, communicates=communicates)
+        attention = _ATTENTION[strategy](context, workload)
+        if workload.training.compile != "off":
+            # Its collectives are launched between the compiled parts.
+            attention = torch.compiler.disable(attention)
+        plain = build_plain_model(workload, device, attention)
+        positions = context.positions(device)
+        give_positions(plain, positions)
+        share = (slice(None), positions)
+        if not communicates:
+            parameters = dict(plain.named_parameters())
+            return Replica(
+                plain,
+                optimizer(plain.parameters()),
+                None,
+                lambda: parameters,
+                share=share,
+                loss_weight=context.loss_weight,
+            )
+        model = BucketedDDP(plain, BUCKETS)
+        return Replica(
+            model,
+            optimizer(model.parameters()),
+            model.finish_gradient_synchronization,
+            lambda: dict(plain.named_parameters()),
+            model.buckets,
+            share=share,
+            loss_weight=context.loss_weight,
+        )
+
+    return prepare
+
+
+@functools.cache
+def _own_group(timeout_s: float, is_nccl: bool) -> dist.ProcessGroup:
+    """All ranks, on a communicator of its own: what attention waits for must not queue behind gradients."""
+    options = None
+    if is_nccl:
+        # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_s), pg_options=options)
+
+
+def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``.
+
+    Raises:
+        CapabilityError: it cannot do this.
+    """
+    training, world_size = workload.training, workload.world_size
+    if device.type != "cuda":
+        raise CapabilityError("strategy 'torch-context': torch's context_parallel knows SDPA's CUDA kernels alone")
+    if training.attention != "sdpa":
+        raise CapabilityError(
+            f"strategy 'torch-context' takes the place of torch's attention, and --attention {training.attention} is "
+            "another; choose sdpa"
+        )
+    if training.compile != "off" or training.cuda_graph == "on":
+        raise CapabilityError(
+            "strategy 'torch-context' exchanges SDPA while a step runs, which what is compiled or captured would not "
+            "see: choose --compile off and --cuda-graph off"
+        )
+    if training.size.context % (2 * world_size):
+        raise CapabilityError(
+            f"strategy 'torch-context' cuts sequences into {2 * world_size} equal chunks: context "
+            f"{training.size.context} is no multiple of that"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    context = ContextGroup(split_of("torch-context", training.size, world_size))
+    mesh = init_device_mesh("cuda", (world_size,))
+    plain = build_plain_model(workload, device)
+    positions = context.positions(device)
+    give_positions(plain, positions)
+    model = BucketedDDP(plain, BUCKETS)
+
+    def around() -> AbstractContextManager[Any]:
+        # Inputs are cut already, as it would cut them: it needs to be shown a sequence to know its length.
+        sequence = torch.empty(1, training.size.context, device=device)
+        return context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence})
+
+    return Replica(
+        model,
+        optimizer(model.parameters()),
+        model.finish_gradient_synchronization,
+        lambda: dict(plain.named_parameters()),
+        model.buckets,
+        share=(slice(None), positions),
+        around=around,
+    )
+
+
+PREPARE_CONTEXT: dict[str, Prepare] = {
+    **{strategy: _context_parallel(strategy) for strategy in _ATTENTION},
+    **{f"{strategy}-unsynchronized": _context_parallel(strategy, communicates=False) for strategy in _ATTENTION},
+    "torch-context": _torch_context,
+}
