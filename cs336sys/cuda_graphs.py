@@ -137,8 +137,9 @@ class GraphedStep:
             loss = step(*batch)                               # nothing waits; loss.item() would
 
     The constructor runs the step ``warmup`` times on ``inputs``, on a stream of its own, and captures it. The
-    warm-up is training: weights have changed by ``warmup`` steps afterwards. What the phases may not do is listed at
-    the top of this module. ``torch.autocast`` is fine inside a phase, not around several.
+    warm-up is training: weights have changed by ``warmup`` steps afterwards, on ``inputs`` or on what ``around_warmup``
+    copies there. What the phases may not do is listed at the top of this module. ``torch.autocast`` is fine inside a
+    phase, not around several.
 
     Args:
         phases: what one step does, by name, in order; called without arguments.
@@ -146,6 +147,7 @@ class GraphedStep:
         optimizers: those in use, which must keep their state on the GPU.
         warmup: steps before the capture, at least 1.
         around: entered around the capture of each phase, with its name.
+        around_warmup: entered around each step of the warm-up, with its number from 0.
         recorder: how to record, None for a new :class:`CudaRecorder` on the inputs' device.
 
     Attributes:
@@ -171,6 +173,7 @@ class GraphedStep:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         warmup: int = WARM_UP_STEPS,
         around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        around_warmup: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext,
         recorder: Recorder | None = None,
     ):
         if not phases or not inputs:
@@ -180,7 +183,7 @@ class GraphedStep:
         self.inputs = tuple(inputs)
         self.recorder = CudaRecorder(self.inputs[0].device) if recorder is None else recorder
         self.result: Tensor | None = None
-        self._warm_up(phases, optimizers, warmup)
+        self._warm_up(phases, optimizers, warmup, around_warmup)
         started = time.perf_counter()
         self.phases = self._capture(phases, around)
         self.capture_s = time.perf_counter() - started
@@ -224,14 +227,19 @@ class GraphedStep:
         return self.recorder.pool_bytes
 
     def _warm_up(
-        self, phases: Mapping[str, Callable[[], Any]], optimizers: Sequence[torch.optim.Optimizer], warmup: int
+        self,
+        phases: Mapping[str, Callable[[], Any]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        warmup: int,
+        around: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         settings: list[Any] = []
         with self.recorder.aside():
-            for _ in range(warmup):
+            for number in range(warmup):
                 settings = [_settings(optimizer) for optimizer in optimizers]
-                for run in phases.values():
-                    run()
+                with around(number):
+                    for run in phases.values():
+                        run()
         for optimizer, before in zip(optimizers, settings, strict=True):
             _require_state_on_device(optimizer, self.inputs[0].device)
             _require_constant(optimizer, before)

@@ -1,5 +1,7 @@
 """Measures one cell of ``losses``: trains on text, and keeps the loss of every step."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from cs336sys.workload import LossWorkload
 
 # Between two lines of progress.
 _STEPS_BETWEEN = 20
-
 
 # What counts as text in a folder.
 _ENDINGS = (".md", ".txt")
@@ -72,17 +73,7 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     model = build_model(training, device)
     optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
     step = TrainStep(training, device, model=model, optimizer=optimizer)
-    step.capture()
-    losses = []
-    for number, batch in enumerate(batches, 1):
-        if number % _STEPS_BETWEEN == 1:
-            progress(f"step {number}/{training.steps}")
-        inputs, targets = (tensor.to(device) for tensor in batch)
-        step.use(inputs, targets)
-        step()
-        assert step.loss is not None
-        # Replays overwrite it.
-        losses.append(step.loss.detach().clone())
+    losses = _train(step, batches, progress)
     values = tuple(torch.stack(losses).double().tolist())
     finite = all(value == value and abs(value) != float("inf") for value in values)
     return Outcome(
@@ -91,3 +82,34 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
         {"parameters": sum(parameter.numel() for parameter in model.parameters())},
         None if finite else "a loss is no number",
     )
+
+
+def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: Progress) -> list[Tensor]:
+    """The losses of one step on each batch, () each.
+
+    The steps that warm a CUDA graph up are the first ones of the training, so it learns as launched steps do.
+    """
+    losses: list[Tensor] = []
+    on_device = [tuple(tensor.to(step.device) for tensor in batch) for batch in batches]
+
+    def keep_loss() -> None:
+        assert step.loss is not None
+        # Replays overwrite it.
+        losses.append(step.loss.detach().clone())
+
+    @contextlib.contextmanager
+    def on_batch(number: int) -> Iterator[None]:
+        for captured, new in zip((step.inputs, step.targets), on_device[number], strict=True):
+            captured.copy_(new)
+        yield
+        keep_loss()
+
+    step.warmup_of_capture = min(step.warmup_of_capture, len(batches))
+    step.capture(around_warmup=on_batch)
+    for number, batch in enumerate(on_device[len(losses) :], len(losses) + 1):
+        if number % _STEPS_BETWEEN == 1:
+            progress(f"step {number}/{len(batches)}")
+        step.use(*batch)
+        step()
+        keep_loss()
+    return losses

@@ -401,6 +401,7 @@ class TrainStep:
         *,
         with_loss: bool = False,
         around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+        around_warmup: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext,
         recorder: Recorder | None = None,
     ) -> None:
         """Replace the phases by CUDA graphs, where the workload says so, after some steps of warm-up that train.
@@ -410,6 +411,7 @@ class TrainStep:
         Args:
             with_loss: make the loss a graph of its own.
             around: entered around the capture of each phase.
+            around_warmup: entered around each step of the warm-up, with its number from 0.
             recorder: as of :class:`~cs336sys.cuda_graphs.GraphedStep`.
 
         Raises:
@@ -429,6 +431,7 @@ class TrainStep:
             optimizers=[] if self.optimizer is None else [self.optimizer],
             warmup=self.warmup_of_capture,
             around=around,
+            around_warmup=around_warmup,
             recorder=recorder,
         )
         assert self.loss is not None, "the forward pass has set it"

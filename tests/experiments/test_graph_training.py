@@ -13,6 +13,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import bench, interleaved_training
 from cs336sys.experiments.bench import check_training, measure_training
 from cs336sys.experiments.interleaved_training import measure_interleaved
+from cs336sys.experiments.losses import measure_losses
 from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
@@ -20,7 +21,7 @@ from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
-from cs336sys.workload import PHASES_OF_MODE, MemoryWorkload, ProfileWorkload, Workload
+from cs336sys.workload import PHASES_OF_MODE, LossWorkload, MemoryWorkload, ProfileWorkload, Workload
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
 CPU = torch.device("cpu")
@@ -61,6 +62,26 @@ def test_the_courses_optimizer_counts_in_a_graph_and_is_rounded_otherwise():
     difference, wrong = check(optimizer="course")
     assert wrong is None
     assert 0 < difference.relative < 1e-5
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_training_in_a_graph_has_the_losses_of_launched_steps_from_the_first_on(tmp_path, steps):
+    text = tmp_path / "text.md"
+    text.write_bytes(bytes(number % 50 for number in range(200)))
+    launched, replayed = (
+        measure_losses(
+            LossWorkload(
+                workload(optimizer="fused", cuda_graph=graph, warmup=0, steps=steps), str(text), 1e-2, 0.1
+            ).configuration(),
+            lambda stage: None,
+        )
+        .samples["loss"]
+        .measured
+        for graph in ("off", "on")
+    )
+    assert len(launched) == steps
+    assert replayed == launched
 
 
 class BakesItsCorrectionIn(torch.optim.AdamW):
