@@ -185,8 +185,10 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
         handle.copies.refresh_changed()
 
 
-def _norm_forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    return rms_norm(x, norm.weight, norm.eps, residual)
+def _norm_forward(
+    norm: Any, x: Tensor, residual: Tensor | None = None, returns_x: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    return rms_norm(x, norm.weight, norm.eps, residual, returns_x=returns_x)
 
 
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
@@ -198,8 +200,8 @@ def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
-    attended = block.attn(block.ln1(x))
-    normalized, x = block.ln2(attended, residual=x)
+    normalized, x = block.ln1(x, returns_x=True)
+    normalized, x = block.ln2(block.attn(normalized), residual=x)
     return x + block.ffn(normalized)
 
 

@@ -450,13 +450,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torc
     x, weight, residual, *_ = inputs
     _, total, inverse_rms = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.returns_x = False
     ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
 
 
 def _differentiate(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None, *_) -> tuple:
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
-    if residual_dtype is None:
+    if residual_dtype is None and not ctx.returns_x:
         grad_total = None
     backward = _backward_operator if needs_operators(grad_y) else _backward
     grad_x, grad_residual, grad_weight = backward(
@@ -471,24 +472,38 @@ define_gradient("rms_norm_forward", _differentiate, _save_for_backward)
 
 
 class RMSNorm(torch.autograd.Function):
-    """``RMSNorm.apply(x, weight, residual, eps, dtype of y)``; see :func:`rms_norm`."""
+    """``RMSNorm.apply(x, weight, residual, eps, dtype of y, returns_x)``; see :func:`rms_norm`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+        returns_x: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        output = _forward(x, weight, residual, eps, dtype)
-        _save_for_backward(ctx, (x, weight, residual), output)
-        return output[0] if residual is None else output[:2]
+        y, total, inverse_rms = _forward(x, weight, residual, eps, dtype)
+        _save_for_backward(ctx, (x, weight, residual), (y, total, inverse_rms))
+        ctx.returns_x = returns_x
+        if returns_x:
+            return y, x
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None) -> tuple:
-        return _differentiate(ctx, grad_y, grad_total)
+        return *_differentiate(ctx, grad_y, grad_total), None
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    *,
+    returns_x: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
 
@@ -502,22 +517,28 @@ def rms_norm(
         weight: (d,), of any of these dtypes.
         eps: added to the mean square.
         residual: (..., d), of any of these dtypes.
+        returns_x: without a residual, return x beside y. Whatever uses this x instead of the one that was given has its
+            gradient added in the pass that computes the norm's; autograd would take a pass of its own.
 
     Returns:
         y (..., d), contiguous, of the dtype of ``x``; with a residual of the dtype to which the two promote, and beside
         it x + residual.
 
     Raises:
-        ValueError: the shapes do not fit together, or the tensors are on different devices.
+        ValueError: the shapes do not fit together, the tensors are on different devices, or both a residual and x were
+            asked for.
         TypeError: a dtype is not supported.
         CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
         RuntimeError: it is differentiated twice.
     """
+    if returns_x and residual is not None:
+        raise ValueError("with a residual the sum is returned: x cannot be, too")
     dtype = result_dtype(x) if residual is None else result_dtype(x, residual)
     if needs_operators(x):
+        # An operator cannot return what it was given; compilers add gradients in passes of their own choice.
         y, total, _ = _forward_operator(x, weight, residual, eps, dtype)
-        return y if residual is None else (y, total)
-    return RMSNorm.apply(x, weight, residual, eps, dtype)
+        return (y, x) if returns_x else y if residual is None else (y, total)
+    return RMSNorm.apply(x, weight, residual, eps, dtype, returns_x)
 
 
 def reference_rms_norm(

@@ -109,6 +109,30 @@ def test_strides(layout, device):
     matches(inputs | {"weight": inputs["weight"].repeat_interleave(2)[::2]}, [layout(grad) for grad in grads])
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "as an operator"])
+def test_gradient_of_x_returned_is_added(compiled, device, monkeypatch):
+    """y and x both go on, in bf16 and fp32, as in a block under autocast."""
+    monkeypatch.setattr(module, "needs_operators", lambda tensor: compiled)
+    torch.manual_seed(0)
+    x = torch.randn(7, 40, device=device, requires_grad=True)
+    weight = torch.randn(40, device=device, requires_grad=True)
+    grad_y, grad_x = torch.randn(2, 7, 40, device=device)
+    y, same = rms_norm(x, weight, returns_x=True)
+    torch.testing.assert_close(same, x, rtol=0, atol=0)
+    torch.autograd.backward([y, same], [grad_y, grad_x])
+    found = x.grad, weight.grad
+    x.grad = weight.grad = None
+    torch.autograd.backward([reference_rms_norm(x, weight), x.clone()], [grad_y, grad_x])
+    torch.testing.assert_close(found, (x.grad, weight.grad), rtol=1e-5, atol=1e-5)
+
+
+def test_x_returned_is_added_in_the_kernel(device):
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    y, same = rms_norm(x, torch.ones(8, device=device), returns_x=True)
+    assert y.grad_fn is same.grad_fn
+    assert same.data_ptr() == x.data_ptr()
+
+
 def test_gradient_of_one_output_alone(device):
     inputs, grads = problem((5, 33), device, residual=True)
 
