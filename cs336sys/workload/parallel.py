@@ -236,6 +236,12 @@ class ParallelWorkload(Configured):
         return not self.writes_out_blocks and self.strategy != "torch-context"
 
     @property
+    def half_gradients(self) -> int:
+        """How many gradients of a rank stay in two bytes, see :attr:`keeps_half_gradients`."""
+        size = self.training.size
+        return size.num_layers * self.training.fused_step.block_matrices if self.keeps_half_gradients else 0
+
+    @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
         alone = "unsynchronized"
