@@ -231,15 +231,15 @@ class ParallelWorkload(Configured):
         )
 
     @property
-    def has_unsynchronized(self) -> bool:
-        """Whether the same step can be computed without communication."""
-        return not self.writes_out_blocks and self.strategy != "torch-context"
-
-    @property
     def half_gradients(self) -> int:
         """How many gradients of a rank stay in two bytes, see :attr:`keeps_half_gradients`."""
         size = self.training.size
         return size.num_layers * self.training.fused_step.block_matrices if self.keeps_half_gradients else 0
+
+    @property
+    def has_unsynchronized(self) -> bool:
+        """Whether the same step can be computed without communication."""
+        return not self.writes_out_blocks and self.strategy != "torch-context"
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
