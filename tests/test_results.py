@@ -273,3 +273,10 @@ def test_statistics_of_samples():
     assert samples.std == pytest.approx((5 / 3) ** 0.5)
     assert [samples.percentile(p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 2.5, 3.7, 4.0])
     assert Samples("ms", "cpu clock", (4.0,)).std == 0.0
+
+
+def test_times_are_kept_to_seven_digits_and_nothing_else_is_touched():
+    times = Samples("ms", "cuda events", (1057.6180419921875, 0.05363199859857559), (1234567.89,)).to_keep
+    assert times == Samples("ms", "cuda events", (1057.618, 0.053632), (1234568.0,))
+    losses = Samples("nats", "of every step", (9.210340371976184,))
+    assert losses.to_keep == losses

@@ -218,4 +218,6 @@ def unsaved(file: ResultsFile | None) -> list[OutputError]:
 
 def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:
     run_id = "" if run is None else run.run_id
-    return Cell(command, configuration, outcome.status, outcome.samples, outcome.derived, outcome.reason, run_id)
+    # Rounded before anything is shown, so that saved results show the same.
+    samples = {name: samples.to_keep for name, samples in outcome.samples.items()}
+    return Cell(command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id)

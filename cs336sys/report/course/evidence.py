@@ -104,6 +104,19 @@ class Evidence:
         What was measured in several invocations is taken from the first of them. Of a ``preferred`` setting only cells
         with these values are taken if there are any, and else all: a machine may be too small for what a handout asks.
         """
+        seen: set[str] = set()
+        groups = []
+        for group in self.find_each(command, preferred, **required):
+            new = [cell for cell in group.cells if _what(cell) not in seen]
+            seen |= {_what(cell) for cell in new}
+            if new:
+                groups.append(Found(group.invocation, new))
+        return groups
+
+    def find_each(
+        self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
+    ) -> list[Found]:
+        """As :meth:`find`, with what several invocations measured in each of them, for what is compared within one."""
         found = [
             (invocation, chosen)
             for invocation, cells in self.shown
@@ -117,14 +130,7 @@ class Evidence:
             ]
             found = narrowed or found
         found.sort(key=lambda one: (len({_what(cell) for cell in one[1]}), _time(one[0])), reverse=True)
-        seen: set[str] = set()
-        groups = []
-        for invocation, cells in found:
-            new = [cell for cell in cells if _what(cell) not in seen]
-            seen |= {_what(cell) for cell in new}
-            if new:
-                groups.append(Found(invocation, new))
-        return groups
+        return [Found(invocation, cells) for invocation, cells in found]
 
 
 def _matches(cell: Cell, required: Mapping[str, Collection[Any]]) -> bool:

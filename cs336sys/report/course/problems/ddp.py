@@ -61,9 +61,10 @@ def setup_words(group: Found, handout: Handout) -> str:
     """What was trained, and how."""
     cell = (group.measured or group.cells)[0]
     names = cell.configuration
+    precisions = joined(dict.fromkeys(cell.configuration["precision"] for cell in group.cells))
     return (
         f"{handout.called(names['size'])} on {names['world_size']} ranks, batch {names['batch_size']} shared out, "
-        f"context {names['context']}, {names['precision']}, compile {names['compile']}, {names['optimizer']} "
+        f"context {names['context']}, {precisions}, compile {names['compile']}, {names['optimizer']} "
         "optimizer, "
         f"{names['steps']} steps after {names['warmup']} warm-up"
     )

@@ -43,21 +43,42 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     found = [group for group in _found(evidence, handout, *_STRATEGIES) if len(_by_strategy(group)) > 1]
     if not found:
         return None
-    group = found[0]
-    cells = _by_strategy(group)
-    sentences = [f"Setup: {setup_words(group, handout)}."]
-    rows = []
+    groups = _by_precision(found[:1]) or found[:1]
+    sentences = [f"Setup: {setup_words(found[0], handout)}."]
+    rows: list[dict] = []
+    for group in groups:
+        precision = group.cells[0].configuration["precision"]
+        sentences += _held_words(_by_strategy(group), precision, rows, f" in {precision}" * (len(groups) > 1))
+    columns = (
+        Column("precision", "precision"),
+        Column("strategy", "strategy"),
+        Column("moment", "moment"),
+        *(Column(f"{part}_gib", words, "gib") for part, words in COMPONENTS.items()),
+        Column("total_gib", "total", "gib"),
+    )
+    tables = plain_table("memory", "memory of the rank that holds most", columns, rows)
+    shown = [cell for group in groups for cell in group.measured]
+    recorded = {held.moment for cell in shown for held in memory_of(cell)["measured"]}
+    missing = other_size(groups[0], handout)
+    if not any("first" in moment for moment in recorded):
+        missing.append("the moments of the first step; those here are of the second, when AdamW's state is there")
+    picture = Found(groups[0].invocation, shown)
+    return Answer(sentences, tables, picture.pictures("memory"), runs_of(groups), missing)
+
+
+def _held_words(cells: dict[str, Cell], precision: str, rows: list[dict], where: str) -> list[str]:
+    """What each strategy's fullest rank holds at the moments asked for; adds the table's rows."""
+    sentences = []
     for name, cell in cells.items():
         held = {memory.moment: memory for memory in memory_of(cell)["measured"]}
         if not held:
             continue
         listed = [f"{gib(held[moment].total_gib)} {_moment_words(moment)}" for moment in _asked(held)]
-        sentences.append(f"{_called(name)}: {joined(listed)}.")
+        sentences.append(f"{_called(name)}{where}: {joined(listed)}.")
         for moment in _asked(held):
             parts = {f"{part}_gib": getattr(held[moment], part) / GIB for part in COMPONENTS}
-            rows.append(
-                {"strategy": name, "moment": _moment_words(moment), "total_gib": held[moment].total_gib} | parts
-            )
+            row = {"precision": precision, "strategy": name, "moment": _moment_words(moment)}
+            rows.append(row | {"total_gib": held[moment].total_gib} | parts)
         at = next((held[moment] for moment in reversed(_asked(held)) if held[moment].optimizer_state), None)
         if at is not None:
             sentences.append(
@@ -69,20 +90,7 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
                 )
                 + "."
             )
-    sentences += _saved_words(cells, handout)
-    columns = (
-        Column("strategy", "strategy"),
-        Column("moment", "moment"),
-        *(Column(f"{part}_gib", words, "gib") for part, words in COMPONENTS.items()),
-        Column("total_gib", "total", "gib"),
-    )
-    tables = plain_table("memory", "memory of the rank that holds most", columns, rows)
-    picture = Found(group.invocation, list(cells.values()))
-    recorded = {held.moment for cell in cells.values() for held in memory_of(cell)["measured"]}
-    missing = other_size(group, handout)
-    if not any("first" in moment for moment in recorded):
-        missing.append("the moments of the first step; those here are of the second, when AdamW's state is there")
-    return Answer(sentences, tables, picture.pictures("memory"), runs_of([group]), missing)
+    return sentences + _saved_words(cells, where)
 
 
 def _asked(held: dict[str, RankMemory]) -> list[str]:
@@ -112,7 +120,7 @@ def _called(strategy: str) -> str:
     }[strategy]
 
 
-def _saved_words(cells: dict[str, Cell], handout: Handout) -> list[str]:
+def _saved_words(cells: dict[str, Cell], where: str) -> list[str]:
     sentences = []
     if "none" not in cells:
         return []
@@ -126,7 +134,7 @@ def _saved_words(cells: dict[str, Cell], handout: Handout) -> list[str]:
             peaks = [cell.derived["peak_gib"] for cell in (plain, cells[name])]
             saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if None not in peaks else ""
             sentences.append(
-                f"{name} saves {saved}{gib(of_state)} of optimizer state; the half of AdamW's 8 bytes a parameter is "
+                f"{name}{where} saves {saved}{gib(of_state)} of optimizer state; half of AdamW's 8 bytes each is "
                 f"{gib(expected)}: {verdict}."
             )
     return sentences
