@@ -1,7 +1,8 @@
 """The collectives of this project: the same interface for torch 2.11 to 2.13, and for NCCL and Gloo.
 
 Only this module knows what each version calls a collective and which reduce operations each backend offers. All
-collectives run on the default process group, of ``W`` ranks.
+collectives run on one process group, of ``W`` ranks: the default one, unless another is given, as for one dimension of
+a mesh. Ranks are those within it.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -43,6 +45,23 @@ def require_process_group(what: str) -> None:
         )
 
 
+def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group itself, that of a mesh of one dimension, or the default one in place of None.
+
+    Raises:
+        UsageError: a mesh of several dimensions, or this process is not in the group.
+    """
+    if group is None:
+        return _get_default_group()
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(f"a mesh of {group.ndim} dimensions {group.mesh_dim_names}: give one of them, mesh[name]")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"{group!r} is no process group that this rank is in")
+    return group
+
+
 def group_device() -> torch.device:
     """The device that tensors must be on for the process group to communicate them: this rank's GPU, or the CPU."""
     if dist.get_backend() == "nccl":
@@ -58,12 +77,14 @@ class _Launched:
 
     Args:
         what: what the tensors are, for the note on an error.
+        group: the ranks; None is all of them.
     """
 
     _collective: str
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, group: dist.ProcessGroup | None = None):
         self.what = what
+        self._given_group = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
         self._tensors: Sequence[Tensor] = ()
@@ -71,7 +92,7 @@ class _Launched:
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
-        return _get_default_group()
+        return process_group(self._given_group)
 
     def wait(self) -> None:
         """Return when the results may be used: on a GPU, as soon as the current stream has been told to wait for them.
@@ -102,14 +123,20 @@ class _Mean(_Launched):
     gradients of 40,000 overflows, each rank divides before the sum, as torch's DDP does.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, what: str = "tensors"):
-        super().__init__(what)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        what: str = "tensors",
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(what, group)
         self._dtype = dtype
         self._device_type = device.type
 
     @functools.cached_property
     def _averages_inside(self) -> bool:
-        backend = dist.get_backend()
+        backend = dist.get_backend(self._group)
         if self._device_type == "cuda":
             return "nccl" in backend
         return "gloo" in backend and self._dtype != torch.float16
@@ -117,12 +144,12 @@ class _Mean(_Launched):
     @functools.cached_property
     def _coalesces(self) -> bool:
         # Gloo can on the CPU only.
-        return self._device_type != "cuda" or "nccl" in dist.get_backend()
+        return self._device_type != "cuda" or "nccl" in dist.get_backend(self._group)
 
     def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
         """The reduce operation that gives the mean; if that is a sum, the tensors are divided here."""
         if not self._averages_inside:
-            torch._foreach_div_(tensors, dist.get_world_size())
+            torch._foreach_div_(tensors, self._group.size())
         return self._reduce_op
 
     @functools.cached_property
@@ -138,6 +165,7 @@ class MeanReduction(_Mean):
     Args:
         dtype, device: those of the tensors.
         what: what they are, for the note on an error.
+        group: the ranks; None is all of them.
     """
 
     _collective = "all-reduce"
@@ -183,13 +211,14 @@ class SliceGather(_Launched):
     Args:
         tensors: contiguous, of W * n elements; rank r has filled in the r-th n.
         what: what they are, for the note on an error.
+        group: the ranks; None is all of them.
     """
 
     _collective = "all-gather"
 
-    def __init__(self, tensors: Sequence[Tensor], what: str):
-        super().__init__(what)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, tensors: Sequence[Tensor], what: str, group: dist.ProcessGroup | None = None):
+        super().__init__(what, group)
+        rank, world_size = self._group.rank(), self._group.size()
         self._whole = [_real(tensor) for tensor in tensors]
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
         self._through_host = through_host(self._whole[0])
@@ -199,7 +228,7 @@ class SliceGather(_Launched):
         if self._through_host:
             for tensor, own in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
-                all_gather_single(on_host, own.cpu())
+                all_gather_single(on_host, own.cpu(), group=self._group)
                 tensor.copy_(on_host)
             return
         group = self._group
@@ -236,7 +265,7 @@ class SliceExchange(_Launched):
             output_splits, input_splits = [len(received) // len(sizes)] * len(sizes), sizes
         if through_host(tensor):
             on_host = received.cpu()
-            dist.all_to_all_single(on_host, tensor.cpu(), output_splits, input_splits)
+            dist.all_to_all_single(on_host, tensor.cpu(), output_splits, input_splits, group=self._group)
             received.copy_(on_host)
             return
         self._tensors = [received, tensor]
@@ -255,12 +284,15 @@ class Broadcasts(_Launched):
         tensors: laid out alike on every rank, all on one device.
         sources: for each tensor, the rank that sends it.
         what: what they are, for the note on an error.
+        group: the ranks; None is all of them.
     """
 
     _collective = "broadcast"
 
-    def __init__(self, tensors: Sequence[Tensor], sources: Sequence[int], what: str):
-        super().__init__(what)
+    def __init__(
+        self, tensors: Sequence[Tensor], sources: Sequence[int], what: str, group: dist.ProcessGroup | None = None
+    ):
+        super().__init__(what, group)
         # An expanded tensor is sent as it is stored, without repetition.
         self._targets = [_stored(tensor) for tensor in tensors]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
@@ -273,7 +305,7 @@ class Broadcasts(_Launched):
         for index in self._scattered:
             self._tensors[index] = self._targets[index].contiguous()
         if dist.get_backend() == "nccl":
-            with _coalescing_manager(device=group_device(), async_ops=True) as coalesced:
+            with _coalescing_manager(self._group, device=group_device(), async_ops=True) as coalesced:
                 self._broadcast_all()
             self._works = [coalesced]
         else:
@@ -301,7 +333,7 @@ class AnyRank:
         CapabilityError: a CUDA graph is being captured, and a fact does not hold here.
     """
 
-    def __init__(self, facts: Sequence[bool], device: torch.device):
+    def __init__(self, facts: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None = None):
         self._facts = list(facts)
         self._work = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -316,7 +348,7 @@ class AnyRank:
             self._anywhere = torch.ones(len(self._facts), dtype=torch.uint8, device=device)
         else:
             self._anywhere = torch.tensor(self._facts, dtype=torch.uint8, device=device)
-        self._work = dist.all_reduce(self._anywhere, dist.ReduceOp.MAX, async_op=True)
+        self._work = dist.all_reduce(self._anywhere, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> list[bool]:
         """The answer. If a fact does not hold on this rank, this blocks until a GPU has the answer."""
@@ -337,18 +369,20 @@ def max_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_numbers(number: Tensor) -> Tensor:
+def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
     own = number.detach().view(1).to(group_device())
-    gathered = own.new_empty(dist.get_world_size())
-    all_gather_single(gathered, own)
+    gathered = own.new_empty(dist.get_world_size(group))
+    all_gather_single(gathered, own, group=group)
     return gathered.to(number.device)
 
 
-def broadcast_from_first(tensors: Sequence[Tensor], what: str = "start values") -> None:
+def broadcast_from_first(
+    tensors: Sequence[Tensor], what: str = "start values", group: dist.ProcessGroup | None = None
+) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
     if tensors:
-        broadcasts = Broadcasts(tensors, [0] * len(tensors), what)
+        broadcasts = Broadcasts(tensors, [0] * len(tensors), what, group)
         broadcasts.start()
         broadcasts.wait()
 
@@ -400,8 +434,8 @@ def receive_from(source: int, tensors: Sequence[Tensor]) -> None:
         work.wait()
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank. Values are pickled."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

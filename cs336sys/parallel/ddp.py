@@ -20,11 +20,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import BucketRule, bucket_rule
-from cs336sys.parallel.collectives import broadcast_from_first, require_process_group
+from cs336sys.parallel.collectives import broadcast_from_first, process_group, require_process_group
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
@@ -69,14 +71,21 @@ class _Replicated(nn.Module):
     # Each parameter in a bucket of its own.
     _rule = BucketRule(0.0)
 
-    def __init__(self, module: nn.Module, *, gradient_dtype: torch.dtype | None = None):
-        """Wrap ``module`` on every rank.
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gradient_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+    ):
+        """Wrap ``module`` on every rank of a group.
 
         Args:
             module: anything with parameters, on the device that it will be trained on.
             gradient_dtype: dtype in which real gradients are sent and summed, for example ``torch.bfloat16`` to halve
                 the traffic of fp32 gradients; ``grad`` keeps its own. None sends gradients in the dtype they have.
                 Parameters whose ``grad_dtype`` it is get and keep their gradients in it, and nothing is converted.
+            group: the ranks that share the batch: a process group, or one dimension of a mesh; None takes all ranks.
 
         Raises:
             UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or on every rank:
@@ -90,12 +99,13 @@ class _Replicated(nn.Module):
             raise UsageError(f"gradient_dtype {gradient_dtype}: choose a floating-point dtype")
         self.module = module
         self._gradient_dtype = gradient_dtype
-        with same_on_every_rank() as lines:
+        self._group = None if group is None else process_group(group)
+        with same_on_every_rank(self._group) as lines:
             require_unwrapped(module)
             require_unsynchronized(module.named_parameters())
             require_own_gradient_dtype(module.named_parameters(), gradient_dtype)
             lines += [self._settings(), *describe_module(module), *_other_gradient_dtypes(module)]
-        broadcast_from_first([*module.parameters(), *module.buffers()])
+        broadcast_from_first([*module.parameters(), *module.buffers()], group=self._group)
         self._watch_gradients()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +150,7 @@ class _Replicated(nn.Module):
         Raises:
             UsageError: on every rank, if they were not changed alike.
         """
-        require_same_module(self.module, self._settings())
+        require_same_module(self.module, self._settings(), self._group)
         self._watch_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,10 +182,10 @@ class _Replicated(nn.Module):
         self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         buckets = [
-            self._bucket_type(parameters, self._gradient_dtype)
+            self._bucket_type(parameters, self._gradient_dtype, self._group)
             for parameters in divide_into_buckets(trained, self._rule)
         ]
-        self._synchronizer = GradientSynchronizer(buckets, self.overlaps)
+        self._synchronizer = GradientSynchronizer(buckets, self.overlaps, self._group)
 
 
 def _other_gradient_dtypes(module: nn.Module) -> list[str]:
@@ -210,7 +220,12 @@ class BucketedDDP(_Replicated):
     overlaps = True
 
     def __init__(
-        self, module: nn.Module, bucket_size_mb: float | str | None, *, gradient_dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | str | None,
+        *,
+        gradient_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
     ):
         """Wrap ``module``; for the other arguments and errors see the base class.
 
@@ -224,4 +239,4 @@ class BucketedDDP(_Replicated):
             UsageError: the bucket size is not positive, or another word.
         """
         self._rule = bucket_rule(bucket_size_mb)
-        super().__init__(module, gradient_dtype=gradient_dtype)
+        super().__init__(module, gradient_dtype=gradient_dtype, group=group)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,7 +28,12 @@ class GradientBucket:
 
     collects_at_once = False
 
-    def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        gradient_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.parameters = parameters
         # A tensor's own hash is computed in Python, an id's is not.
         self._ids = frozenset(map(id, parameters.values()))
@@ -39,7 +45,7 @@ class GradientBucket:
         is_cast = gradient_dtype is not None and self._dtype.is_floating_point and self._dtype != gradient_dtype
         self._wire_dtype = gradient_dtype if is_cast else None
         self._reduction = MeanReduction(
-            self._wire_dtype or self._dtype, sample.device, f"gradients of {', '.join(parameters)}"
+            self._wire_dtype or self._dtype, sample.device, f"gradients of {', '.join(parameters)}", group
         )
         # What takes part for parameters without a gradient here: zeros, and then the mean of all ranks' gradients.
         self._substitutes: dict[nn.Parameter, Tensor] = {}
@@ -135,8 +141,13 @@ class FlatBucket(GradientBucket):
 
     collects_at_once = True
 
-    def __init__(self, parameters: dict[str, nn.Parameter], gradient_dtype: torch.dtype | None):
-        super().__init__(parameters, gradient_dtype)
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        gradient_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(parameters, gradient_dtype, group)
         self._strides_of = dict(zip(parameters.values(), self._strides, strict=True))
         self._offsets: dict[nn.Parameter, int] = {}
         self._gaps: list[slice] = []

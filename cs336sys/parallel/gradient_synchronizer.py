@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -50,11 +51,14 @@ class GradientSynchronizer(SynchronizationSwitch):
         overlap: launch each bucket during the backward pass, as soon as its turn has come and its gradients are ready;
             otherwise all are launched in :meth:`finish`.
 
+        group: the ranks; None is all of them.
+
     Attributes:
         buckets: those given, then those added.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], overlap: bool):
+    def __init__(self, buckets: Sequence[GradientBucket], overlap: bool, group: dist.ProcessGroup | None = None):
+        self._group = group
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
         self._launched = 0
@@ -116,7 +120,8 @@ class GradientSynchronizer(SynchronizationSwitch):
             while self._launched < len(self.buckets):
                 self._launch_next()
             present = [here for bucket in self.buckets for here in bucket.present]
-            present_anywhere = AnyRank(present, next(iter(self.buckets[0].parameters.values())).device)
+            device = next(iter(self.buckets[0].parameters.values())).device
+            present_anywhere = AnyRank(present, device, self._group)
             all_here, anywhere = all(present), iter(present)
             if not all_here:
                 # Then this rank must know before it goes on; all others wait for the answer after the last bucket.

@@ -13,20 +13,21 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device
 
 
-def require_same_module(module: nn.Module, settings: str) -> None:
+def require_same_module(module: nn.Module, settings: str, group: dist.ProcessGroup | None = None) -> None:
     """Require that parameters and buffers agree between ranks: names, shapes, strides, dtypes, ``requires_grad``, ties.
 
     Args:
         settings: what else must be the same on every rank, in words.
+        group: the ranks; None is all of them, here and below.
 
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    require_same_lines([settings, *describe_module(module)])
+    require_same_lines([settings, *describe_module(module)], group)
 
 
 @contextlib.contextmanager
-def same_on_every_rank() -> Iterator[list[str]]:
+def same_on_every_rank(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
     """After this context either all ranks have done the same thing in it, or every rank raises.
 
     Yields:
@@ -40,12 +41,12 @@ def same_on_every_rank() -> Iterator[list[str]]:
     try:
         yield lines
     except Exception as error:
-        require_same_lines([f"{type(error).__name__}: {error}"])
+        require_same_lines([f"{type(error).__name__}: {error}"], group)
         raise
-    require_same_lines(lines)
+    require_same_lines(lines, group)
 
 
-def require_same_lines(lines: Sequence[str]) -> None:
+def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
     """Require that some lines of text are the same on every rank.
 
     This takes one small all-gather of hashes; the lines themselves are exchanged only if those differ.
@@ -55,11 +56,11 @@ def require_same_lines(lines: Sequence[str]) -> None:
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group_device())
-    gathered = own.new_empty(dist.get_world_size() * len(digest))
-    all_gather_single(gathered, own)
+    gathered = own.new_empty(dist.get_world_size(group) * len(digest))
+    all_gather_single(gathered, own, group=group)
     if (gathered.view(-1, len(digest)) == own).all():
         return
-    first, *others = gather_objects(lines)
+    first, *others = gather_objects(lines, group)
     for rank, lines in enumerate(others, start=1):
         for expected, found in itertools.zip_longest(first, lines, fillvalue="nothing"):
             if expected != found:

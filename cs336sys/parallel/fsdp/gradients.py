@@ -94,8 +94,9 @@ class _GradientGroup:
         shard = parameters[0].shard
         # Asking the process group for its backend takes a CPU 2 us, and this is needed for every layer.
         self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
-        self._scatter = MeanScatter(shard.dtype, shard.device, what)
-        self._exchange = SliceExchange(what)
+        group = parameters[0].group
+        self._scatter = MeanScatter(shard.dtype, shard.device, what, group)
+        self._exchange = SliceExchange(what, group)
         # The means of all slices in one tensor, because they are made and dropped together.
         self._mean: Tensor | None = None
         self._received: Tensor | None = None

@@ -22,6 +22,7 @@ class ShardedParameter:
     """A parameter of which this rank holds some rows.
 
     Attributes:
+        group: the ranks that hold it.
         names: its names in the wrapped module; tied weights have several.
         owners: the modules that hold it, each with the name of the attribute.
         shape: the shape of the whole parameter.
@@ -33,13 +34,20 @@ class ShardedParameter:
             It is always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
     """
 
-    def __init__(self, planned: PlannedParameter, whole: nn.Parameter, compute_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        planned: PlannedParameter,
+        whole: nn.Parameter,
+        compute_dtype: torch.dtype | None,
+        group: dist.ProcessGroup,
+    ):
         """Copy this rank's rows of the whole parameter."""
+        self.group = group
         self.names = planned.names
         self.owners = planned.owners
         self.shape = whole.shape
-        world_size = dist.get_world_size()
-        self.rows = own_rows(len(whole), dist.get_rank(), world_size)
+        world_size = group.size()
+        self.rows = own_rows(len(whole), group.rank(), world_size)
         self.divides_evenly = len(whole) % world_size == 0
         self.slice_sizes = [
             len(own_rows(len(whole), rank, world_size)) * math.prod(whole.shape[1:]) for rank in range(world_size)
@@ -53,18 +61,18 @@ class ShardedParameter:
 
     def gather_into(self, memory: Tensor) -> Tensor:
         """Let ``full`` be a view of ``memory`` (uint8), in which rows will be gathered; return where this rank's go."""
-        each = rows_per_rank(self.shape[0], dist.get_world_size())
+        each = rows_per_rank(self.shape[0], self.group.size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
         self.full = nn.Parameter(padded.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
-        return padded[dist.get_rank() * each :][: len(self.rows)]
+        return padded[self.group.rank() * each :][: len(self.rows)]
 
     def gather_whole(self) -> Tensor:
         """All rows in the dtype of the shard, in new memory. Every rank must call it."""
-        each, rank = rows_per_rank(self.shape[0], dist.get_world_size()), dist.get_rank()
-        padded = self.shard.new_zeros((dist.get_world_size() * each, *self.shape[1:]))
+        each, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
+        padded = self.shard.new_zeros((self.group.size() * each, *self.shape[1:]))
         padded[rank * each :][: len(self.rows)] = self.shard.detach()
-        gather = SliceGather([padded.view(-1)], self.names[0])
+        gather = SliceGather([padded.view(-1)], self.names[0], self.group)
         gather.start()
         gather.wait()
         return padded[: self.shape[0]]
@@ -104,6 +112,7 @@ def distribute_parameters(
     compute_dtype: torch.dtype | None,
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
+    group: dist.ProcessGroup,
 ) -> dict[PlannedParameter, ShardedParameter]:
     """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
 
@@ -119,16 +128,16 @@ def distribute_parameters(
             _materialize(part, name or type(part).__name__, device or group_device(), initialize)
         elif device is not None:
             part._apply(lambda tensor: tensor.to(device), recurse=False)
-        broadcast_from_first(list(part.buffers(recurse=False)))
+        broadcast_from_first(list(part.buffers(recurse=False)), group=group)
         for attribute, parameter in part._parameters.items():
             if parameter is None:
                 continue
             entry = entries[part, attribute]
             if entry in to_shard and entry not in sharded:
-                broadcast_from_first([parameter])
-                sharded[entry] = ShardedParameter(entry, parameter, compute_dtype)
+                broadcast_from_first([parameter], group=group)
+                sharded[entry] = ShardedParameter(entry, parameter, compute_dtype, group)
             elif entry not in to_shard and entry not in replicated:
-                broadcast_from_first([parameter])
+                broadcast_from_first([parameter], group=group)
                 replicated[entry] = parameter
             # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
             part._parameters[attribute] = sharded[entry].shard if entry in sharded else replicated[entry]

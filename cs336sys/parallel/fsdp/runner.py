@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
@@ -33,6 +34,7 @@ class UnitRunner(SynchronizationSwitch):
     Args:
         units: all units of the module.
         prefetch: how many units to gather ahead of use.
+        group: the ranks that hold slices.
 
     Attributes:
         replicated: gradients of parameters that every rank holds whole. They are averaged in :meth:`finish`, which
@@ -41,7 +43,8 @@ class UnitRunner(SynchronizationSwitch):
         watch: if set, records how late gathers are.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], prefetch: int):
+    def __init__(self, units: Sequence[ShardedUnit], prefetch: int, group: dist.ProcessGroup):
+        self._group = group
         self.replicated: Sequence[GradientBucket] = ()
         self.watch: GatherWatch | None = None
         self._units = units
@@ -138,7 +141,7 @@ class UnitRunner(SynchronizationSwitch):
         parameters = [parameter for reduced in self._present for parameter in _trained(reduced)]
         if parameters:
             facts = [here for present in self._present.values() for here in present]
-            anywhere = AnyRank(facts, parameters[0].device).wait()
+            anywhere = AnyRank(facts, parameters[0].device, self._group).wait()
             for parameter, is_anywhere in zip(parameters, anywhere, strict=True):
                 if not is_anywhere and parameter in self._new:
                     parameter.grad = None

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
@@ -54,7 +53,8 @@ class ShardedUnit:
         self.depth = self.calls_ahead = 0
         self._gradient_dtype = gradient_dtype
         self._stream = streams[0]
-        world_size = dist.get_world_size()
+        group = parameters[0].group
+        world_size = group.size()
         shapes_and_sizes = [(parameter.shape, parameter.gathered_dtype.itemsize) for parameter in parameters]
         starts, self.gathered_bytes = gathered_layout(shapes_and_sizes, world_size)
         memory = torch.empty(self.gathered_bytes, dtype=torch.uint8, device=parameters[0].shard.device)
@@ -63,7 +63,7 @@ class ShardedUnit:
             for start, shape_and_size in zip(starts, shapes_and_sizes, strict=True)
         ]
         self._own = [parameter.gather_into(region) for parameter, region in zip(parameters, regions, strict=True)]
-        self._gather = SliceGather(regions, f"weights of {self.name}")
+        self._gather = SliceGather(regions, f"weights of {self.name}", group)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
         self._under_way = self._ready = False

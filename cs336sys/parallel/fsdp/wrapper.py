@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import gather_numbers, require_process_group
+from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters
@@ -65,6 +66,7 @@ class FSDP(nn.Module):
     Attributes:
         module: the wrapped module. Between steps it holds slices.
         units: the groups of parameters that are gathered and freed together.
+        group: the ranks that share the batch and hold the slices.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class FSDP(nn.Module):
         unit_modules: Collection[nn.Module] | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
         device: torch.device | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
     ):
-        """Wrap ``module`` on every rank. All ranks start with rank 0's values; buffers are not synchronized again.
+        """Wrap ``module`` on every rank of a group. All start with rank 0's values; buffers are not synchronized again.
 
         Args:
             module: anything with parameters. If it does not fit on one device, make it under
@@ -95,6 +98,7 @@ class FSDP(nn.Module):
                 a module that initializes itself in this order. None calls ``reset_parameters()``.
             device: where to train; None trains where the parameters are, and those on the meta device on the device of
                 the process group.
+            group: the ranks that share the batch: a process group, or one dimension of a mesh; None takes all ranks.
 
         Raises:
             UsageError: there is no process group; the module is wrapped already; an argument is out of range; a
@@ -111,15 +115,16 @@ class FSDP(nn.Module):
             raise UsageError(f"prefetch {prefetch}: must be at least 0")
         self.module = module
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
+        self.group = process_group(group)
         self._gradient_dtype = gradient_dtype
         plan = plan_sharding(module, unit_modules)
         units = [unit.name for unit in plan.units]
-        with same_on_every_rank() as lines:
+        with same_on_every_rank(self.group) as lines:
             require_unsynchronized(module.named_parameters())
             require_own_gradient_dtype(module.named_parameters())
             lines.append(f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
             lines += describe_module(module)
-        sharded = distribute_parameters(module, plan, compute_dtype, initialize, device)
+        sharded = distribute_parameters(module, plan, compute_dtype, initialize, device, self.group)
         shards = [parameter.shard for parameter in sharded.values()]
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
         if shards and shards[0].is_cuda:
@@ -130,7 +135,7 @@ class FSDP(nn.Module):
             for unit in plan.units
         )
         self._plan = plan
-        self._runner = UnitRunner(self.units, prefetch)
+        self._runner = UnitRunner(self.units, prefetch, self.group)
         self._calls = [
             UnitCall(self._runner, unit, part, compute_dtype) for unit in self.units for part in unit.modules
         ]
@@ -211,7 +216,8 @@ class FSDP(nn.Module):
         """
         entries = (*self._plan.all_sharded, *self._plan.replicated)
         require_same_lines(
-            [f"{entry.names[0]} {'trained' if entry.held.requires_grad else 'frozen'}" for entry in entries]
+            [f"{entry.names[0]} {'trained' if entry.held.requires_grad else 'frozen'}" for entry in entries],
+            self.group,
         )
         self._watch_gradients()
 
@@ -246,7 +252,7 @@ class FSDP(nn.Module):
         replicated = list(self.replicated_parameters.values())
         device = next((parameter.device for parameter in (*sharded, *replicated)), None)
         of_sharded, of_replicated = (_norm(some, norm_type, device) for some in (sharded, replicated))
-        norms = torch.cat((gather_numbers(of_sharded), of_replicated.view(1)))
+        norms = torch.cat((gather_numbers(of_sharded, self.group), of_replicated.view(1)))
         norm = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
@@ -279,18 +285,20 @@ class FSDP(nn.Module):
     def _watch_gradients(self) -> None:
         entries = (*self._plan.all_sharded, *self._plan.replicated)
         self._trained = [(entry.names[0], entry.held, entry.held.requires_grad) for entry in entries]
-        self._runner.replicated = _buckets(self._plan.replicated, self._gradient_dtype)
+        self._runner.replicated = _buckets(self._plan.replicated, self._gradient_dtype, self.group)
         for unit in self.units:
             unit.refresh()
 
 
-def _buckets(replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None) -> list[GradientBucket]:
+def _buckets(
+    replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> list[GradientBucket]:
     """The replicated parameters that are trained, in one bucket for each dtype and device."""
     by_kind: dict[Any, dict[str, nn.Parameter]] = {}
     for entry in replicated:
         if entry.held.requires_grad:
             by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
-    return [GradientBucket(named, gradient_dtype) for named in by_kind.values()]
+    return [GradientBucket(named, gradient_dtype, group) for named in by_kind.values()]
 
 
 def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device | None) -> Tensor:

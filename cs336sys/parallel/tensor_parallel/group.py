@@ -1,0 +1,127 @@
+"""What tensor parallel ranks send each other inside of a model: four autograd functions, each the other's transpose.
+
+=====================  ===============================  ===============================
+function               forward                          backward
+=====================  ===============================  ===============================
+`_Enter`               nothing                          all-reduce
+`_Leave`               all-reduce                       nothing
+`_GatherSequence`      all-gather along the sequence    reduce-scatter along it
+`_ScatterSequence`     reduce-scatter along it          all-gather along it
+=====================  ===============================  ===============================
+
+They launch torch's functional collectives, which ``torch.compile`` puts into its graphs.
+
+Sources: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3, the functions f and g; sequence parallelism
+(https://arxiv.org/abs/2205.05198), section 4.2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share every layer.
+
+    Attributes:
+        name: of their process group; an empty one sends nothing (see :class:`.wrapper.TensorParallel`).
+        rank, size: of this rank among them, and how many they are.
+        sequence_parallel: whether a rank holds the residual stream of its slice of the sequence alone.
+    """
+
+    name: str
+    rank: int
+    size: int
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What every rank's part of a layer reads: (..., S, d), of (..., S / size, d) under sequence parallelism.
+
+        Under autocast it is cast here, so that it and its gradient are sent in the precision in which layers compute.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self.sequence_parallel:
+            return _GatherSequence.apply(x, self.name, self.size, self.rank)
+        return _Enter.apply(x, self.name)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of what every rank's part of a layer returned: (..., S, d), or this rank's (..., S / size, d)."""
+        if self.sequence_parallel:
+            return _ScatterSequence.apply(x, self.name, self.size, self.rank)
+        return _Leave.apply(x, self.name)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduced(grad, "sum", ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return all_reduced(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
+        ctx.group, ctx.size, ctx.rank = group, size, rank
+        return _gathered(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(grad, ctx.group, ctx.size, ctx.rank), None, None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
+        ctx.group, ctx.size, ctx.rank = group, size, rank
+        return _scattered(x, group, size, rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.group, ctx.size), None, None, None
+
+
+def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:
+    """``x`` reduced over the group by ``sum`` or ``max``, in new memory; itself in a group without a name."""
+    if not group:
+        # A function of autograd may not return its input.
+        return x.view_as(x)
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
+
+
+def _gathered(x: Tensor, group: str, size: int) -> Tensor:
+    """(..., S / size, d) -> (..., S, d): every rank's slice of the sequence, in rank order."""
+    if not group:
+        return torch.cat([x] * size, -2)
+    functional = torch.ops._c10d_functional
+    stacked = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
+    # (size * first, ..., S / size, d): ranks one after another.
+    return stacked.unflatten(0, (size, -1)).movedim(0, -3).flatten(-3, -2)
+
+
+def _scattered(x: Tensor, group: str, size: int, rank: int) -> Tensor:
+    """(..., S, d) -> (..., S / size, d): this rank's slice of the sequence, summed over ranks."""
+    slices = x.unflatten(-2, (size, -1))
+    if not group:
+        return slices.select(-3, rank).contiguous()
+    functional = torch.ops._c10d_functional
+    stacked = slices.movedim(-3, 0).flatten(0, 1).contiguous()
+    return functional.wait_tensor(functional.reduce_scatter_tensor(stacked, "sum", size, group))

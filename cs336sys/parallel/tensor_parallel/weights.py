@@ -1,0 +1,158 @@
+"""Cuts the weights of a model over tensor parallel ranks, and puts them together again."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.tensor_parallel import cut_dimension, heads_refusal, own_part
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import all_gather_single
+
+
+def require_shareable(model: nn.Module, world_size: int) -> None:
+    """Refuse a model that tensor parallel ranks cannot share.
+
+    Raises:
+        UsageError: a module or parameter of ``cs336_basics`` is missing, there is another, or ranks outnumber heads,
+            tokens or inner features, or do not divide the heads.
+    """
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        cut_dimension(name)
+    for name in ("token_embeddings", "layers", "ln_final", "lm_head"):
+        _require(model, name, "the model")
+    for number, block in enumerate(model.get_submodule("layers").children()):
+        for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3"):
+            _require(block, name, f"layers.{number}")
+        attention: Any = block.get_submodule("attn")
+        if not isinstance(getattr(attention, "num_heads", None), int):
+            raise UsageError(
+                f"layers.{number}.attn ({type(attention).__name__}) has no num_heads, by which it splits projections "
+                "into heads: name that attribute so"
+            )
+        rows = {name: len(attention.get_submodule(name).weight) for name in ("q_proj", "k_proj", "v_proj")}
+        if len(set(rows.values())) > 1:
+            raise UsageError(
+                f"layers.{number}.attn: its projections have {rows} rows: tensor parallel ranks share heads that are "
+                "as many for queries, keys and values"
+            )
+        refusal = heads_refusal(attention.num_heads, world_size)
+        if refusal is not None:
+            raise UsageError(f"layers.{number}.attn: {refusal}")
+        _require_enough(len(block.get_submodule("ffn.w1").get_parameter("weight")), "inner features", world_size)
+    _require_enough(len(model.get_submodule("token_embeddings").get_parameter("weight")), "tokens", world_size)
+
+
+def _require(module: nn.Module, name: str, where: str) -> None:
+    try:
+        layer = module.get_submodule(name)
+    except AttributeError as error:
+        raise UsageError(
+            f"{where} ({type(module).__name__}) has no module {name}, as those of cs336_basics do"
+        ) from error
+    if name != "layers" and not isinstance(getattr(layer, "weight", None), Tensor):
+        raise UsageError(f"{where}.{name} ({type(layer).__name__}) has no weight")
+
+
+def _require_enough(length: int, what: str, world_size: int) -> None:
+    if length < world_size:
+        raise UsageError(f"{world_size} tensor parallel ranks cannot share {length} {what}: choose at most {length}")
+
+
+def cut_weights(
+    model: nn.Module,
+    rank: int,
+    world_size: int,
+    initialize: Callable[[nn.Module], None] | None,
+    device: torch.device | None,
+) -> dict[str, torch.Size]:
+    """Replace every parameter by this rank's part of it, layer by layer; tied weights stay tied.
+
+    Layers on the meta device get memory on ``device`` and values by ``initialize`` first, whole, so that never more
+    than one layer is whole.
+
+    Returns:
+        the shapes of the whole parameters by their names, tied ones under each of theirs.
+    """
+    shapes: dict[str, torch.Size] = {}
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, layer in model.named_modules():
+        tensors = [*layer._parameters.values(), *layer._buffers.values()]
+        if initialize is not None and any(tensor is not None and tensor.is_meta for tensor in tensors):
+            assert device is not None
+            layer.to_empty(device=device, recurse=False)
+            initialize(layer)
+        for attribute, whole in layer._parameters.items():
+            if whole is None:
+                continue
+            name = f"{module_name}.{attribute}"
+            shapes[name] = whole.shape
+            if whole not in parts:
+                own = _part(whole.detach(), cut_dimension(name), rank, world_size)
+                parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+                # Of the same object a tied layer that comes later gets the same part.
+                parts[parts[whole]] = parts[whole]
+            layer._parameters[attribute] = parts[whole]
+    return shapes
+
+
+def _part(whole: Tensor, dimension: int | None, rank: int, world_size: int) -> Tensor:
+    if dimension is None:
+        return whole
+    own = own_part(whole.size(dimension), rank, world_size)
+    return whole.narrow(dimension, own.start, len(own)).clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def whole_tensors(
+    parts: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """Whole copies of tensors that are cut as the parameters of these names are. Every rank of the group calls it."""
+    whole: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for name, part in parts.items():
+        if id(part) not in copies:
+            copies[id(part)] = _whole(part.detach(), cut_dimension(name), shapes[name], group)
+        whole[name] = copies[id(part)]
+    return whole
+
+
+def _whole(part: Tensor, dimension: int | None, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+    if dimension is None:
+        return part.clone()
+    sizes = [len(own_part(shape[dimension], rank, group.size())) for rank in range(group.size())]
+    # Of equal sizes, as all-gathers want them, with the dimension that is cut first.
+    padded = part.new_zeros(max(sizes), *part.movedim(dimension, 0).shape[1:])
+    padded[: part.size(dimension)] = part.movedim(dimension, 0)
+    gathered = padded.new_empty(len(sizes), *padded.shape)
+    all_gather_single(gathered.flatten(0, 1), padded, group=group)
+    rows = [of_rank[:size] for of_rank, size in zip(gathered, sizes, strict=True)]
+    return torch.cat(rows).movedim(0, dimension).contiguous()
+
+
+@torch.no_grad()
+def load_whole(
+    parameters: Mapping[str, nn.Parameter],
+    whole: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Fill parts from whole tensors.
+
+    Raises:
+        UsageError: a parameter is missing there, has another shape, or is unknown here; nothing is changed.
+    """
+    differences = [
+        f"{name} is {tuple(whole[name].shape) if name in whole else 'missing'} there and "
+        f"{tuple(shapes[name]) if name in shapes else 'missing'} here"
+        for name in (*shapes, *(name for name in whole if name not in shapes))
+        if name not in whole or name not in shapes or whole[name].shape != shapes[name]
+    ]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UsageError(f"the state dict is of another model: {'; '.join(differences[:3])}{more}")
+    for name, parameter in parameters.items():
+        parameter.copy_(_part(whole[name].to(parameter.device), cut_dimension(name), rank, world_size))

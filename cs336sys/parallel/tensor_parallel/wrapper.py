@@ -1,0 +1,173 @@
+"""Tensor parallel training: every layer of a model is shared by all ranks, which all work on the same sequences.
+
+Of attention a rank has some of the heads, of the feed-forward network some of the inner features, of embedding and LM
+head the rows of some tokens. ``docs/parallelism.md`` follows the data through a block.
+
+Sources: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019);
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), for sequence parallelism.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cs336sys.accounting.tensor_parallel import cut_dimension, own_part
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
+from cs336sys.parallel.tensor_parallel.group import TensorGroup
+from cs336sys.parallel.tensor_parallel.layers import share_layers
+from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.weights import cut_weights, load_whole, require_shareable, whole_tensors
+
+
+class TensorParallel(nn.Module):
+    """Shares the layers of a ``cs336_basics`` model among the ranks of a process group. A training step is::
+
+        logits = shared(token_ids)                  # of this rank's part of the vocabulary
+        shared.loss(logits, targets).backward()     # the loss of all sequences, the same on every rank
+        shared.finish_gradient_synchronization()
+        optimizer.step()
+
+    All ranks of the group give the same sequences. The result is that of one process.
+
+    - The module is changed in place: ``shared.module`` has the names and modules that it had, with this rank's parts of
+      their weights, so that :class:`~cs336sys.parallel.fsdp.FSDP` or a class of :mod:`~cs336sys.parallel.ddp` can wrap
+      it for the other dimension of a mesh; then call that wrapper, and ``finish_gradient_synchronization()`` of both,
+      the wrapper's first. Compile its blocks before or afterwards.
+    - It is anybody's ``cs336_basics``: a model with the names of its state dict, whose attention has ``num_heads``.
+    - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
+    - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
+      length the ranks must divide. As many bytes are sent; activations between the layers take a part of the memory.
+
+    Attributes:
+        module: the module, changed.
+        group: the process group.
+        shapes: of the whole parameters, by their names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        sequence_parallel: bool = False,
+        initialize: Callable[[nn.Module], None] | None = None,
+        device: torch.device | None = None,
+        communicates: bool = True,
+    ):
+        """Cut ``module`` on every rank of the group. What is not cut becomes that of the group's first rank.
+
+        Args:
+            module: with the same values on every rank, or on the meta device.
+            group: a process group, or a mesh of one dimension; None takes all ranks.
+            sequence_parallel: share the sequence between the layers.
+            initialize: fills parameters of one module on the meta device, see :class:`~cs336sys.parallel.fsdp.FSDP`.
+            device: where to put a module on the meta device.
+            communicates: False computes as much and sends nothing, which gives wrong results: what a step without its
+                communication takes.
+
+        Raises:
+            UsageError: on every rank: there is no process group, the module is no ``cs336_basics`` model, ranks cannot
+                share its heads (the message gives the choices), or modules or settings differ between ranks.
+        """
+        super().__init__()
+        require_process_group(type(self).__name__)
+        self.group = process_group(group)
+        rank, size = self.group.rank(), self.group.size()
+        with same_on_every_rank(self.group) as lines:
+            if isinstance(module, TensorParallel) or hasattr(module, "finish_gradient_synchronization"):
+                raise UsageError(
+                    f"{type(module).__name__} is wrapped already: wrap the plain module, and this afterwards"
+                )
+            require_shareable(module, size)
+            lines += [f"TensorParallel with {sequence_parallel=}, {communicates=}", *describe_module(module)]
+        self.shapes = cut_weights(module, rank, size, initialize, device)
+        self.module = module
+        name = self.group.group_name if communicates and size > 1 else ""
+        self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
+        vocabulary = self.shapes["token_embeddings.weight"][0], self.shapes["lm_head.weight"][0]
+        share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start)
+        self._first_token = own_part(vocabulary[1], rank, size).start
+        for tensor in (*self._whole_parameters().values(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+    def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """int64 (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
+
+        Raises:
+            UsageError: under sequence parallelism, ranks do not divide the sequence.
+        """
+        if self._tensor_group.sequence_parallel and token_ids.size(-1) % self.group.size():
+            raise UsageError(
+                f"a sequence of {token_ids.size(-1)} tokens cannot be shared by {self.group.size()} ranks: "
+                f"choose a multiple of {self.group.size()}, or sequence_parallel=False"
+            )
+        return self.module(token_ids, *args, **kwargs)
+
+    def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
+        """Mean cross-entropy of what :meth:`forward` returned, see :mod:`.loss`: the same scalar on every rank."""
+        return vocabulary_parallel_cross_entropy(
+            logits, targets, self._first_token, self._tensor_group, compiles=compiles
+        )
+
+    def finish_gradient_synchronization(self) -> None:
+        """Complete the gradients. Every rank must call it between backward passes and optimizer step, once a step.
+
+        Under sequence parallelism the gradients of norms, which each rank has of its slice of the sequence, are summed;
+        all others are complete already. On a GPU the wait is only queued.
+        """
+        if not (self._tensor_group.sequence_parallel and self._tensor_group.name):
+            return
+        gradients = [parameter.grad for parameter in self._whole_parameters().values() if parameter.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.group)
+            sums = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For gradient accumulation, as of the other wrappers: layers communicate nevertheless, as they must."""
+        return contextlib.nullcontext()
+
+    def cut_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of which each rank has a part, by their first names."""
+        return {
+            name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is not None
+        }
+
+    def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Whole copies of all parameters by their names, as one process has them. Every rank of the group calls it.
+
+        Args:
+            parts: this rank's parts by name, where ``module`` has only slices of them
+                (``FSDP.gather_full_params()``); None takes the module's own.
+        """
+        own = dict(self.module.named_parameters(remove_duplicate=False)) if parts is None else parts
+        return whole_tensors(own, self.shapes, self.group)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts of whole parameters, whatever mesh they come from. Call it before the other wrapper.
+
+        Raises:
+            UsageError: names or shapes are not those of this model (the message says which).
+        """
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        load_whole(parameters, state_dict, self.shapes, self.group.rank(), self.group.size())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the module, without a prefix: this rank's parts. For whole ones: :meth:`full_state_dict`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what :meth:`state_dict` returned on the same rank of equally many ranks."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _whole_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}
