@@ -83,9 +83,7 @@ class TensorParallel(nn.Module):
         rank, size = self.group.rank(), self.group.size()
         with same_on_every_rank(self.group) as lines:
             if isinstance(module, TensorParallel) or hasattr(module, "finish_gradient_synchronization"):
-                raise UsageError(
-                    f"{type(module).__name__} is wrapped already: wrap the plain module, and this afterwards"
-                )
+                raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
             require_shareable(module, size)
             lines += [f"TensorParallel with {sequence_parallel=}, {communicates=}", *describe_module(module)]
         self.shapes = cut_weights(module, rank, size, initialize, device)
@@ -162,7 +160,7 @@ class TensorParallel(nn.Module):
         load_whole(parameters, state_dict, self.shapes, self.group.rank(), self.group.size())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the module, without a prefix: this rank's parts. For whole ones: :meth:`full_state_dict`."""
+        """The module's state dict, without a prefix: this rank's parts. For whole ones: :meth:`full_state_dict`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
