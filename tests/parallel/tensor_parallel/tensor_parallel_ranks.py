@@ -6,6 +6,7 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 
+from cs336sys.errors import UsageError
 from cs336sys.parallel.tensor_parallel import TensorParallel
 
 # Neither inner features nor tokens divide by 2 or 4.
@@ -56,3 +57,41 @@ def gradients(half=False, sequence_parallel=False, compiled=False, group=None, *
     shared.finish_gradient_synchronization()
     parts = {name: parameter.grad for name, parameter in shared.module.named_parameters(remove_duplicate=False)}
     return loss.item(), shared.full_state_dict(parts)
+
+
+def gradients_of_all(variants):
+    """:func:`gradients` of each variant."""
+    return {name: gradients(**settings) for name, settings in variants.items()}
+
+
+def round_trip(sequence_parallel):
+    """A whole state dict loaded, and what comes out again."""
+    shared = TensorParallel(model(seed=1), sequence_parallel=sequence_parallel)
+    shared.load_full_state_dict(model(seed=2).state_dict())
+    return shared.full_state_dict()
+
+
+def refusals():
+    """What ranks are told about models that they cannot share."""
+    told = {}
+    models = {"heads": model(num_heads=1), "tokens": model(vocab_size=1), "a bias": model(), "no heads": model()}
+    models["a bias"].layers[1].ffn.w2.bias = torch.nn.Parameter(torch.zeros(16))
+    del models["no heads"].layers[0].attn.num_heads
+    models["another model"] = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    models["no feed-forward network"] = model()
+    models["no feed-forward network"].layers[0].ffn = torch.nn.Module()
+    for name, plain in models.items():
+        try:
+            TensorParallel(plain)
+        except UsageError as error:
+            told[name] = str(error)
+    shared = TensorParallel(model(), sequence_parallel=True)
+    try:
+        shared(batch(length=7)[0])
+    except UsageError as error:
+        told["sequence"] = str(error)
+    try:
+        shared.load_full_state_dict(model(d_ff=24).state_dict())
+    except UsageError as error:
+        told["state dict"] = str(error)
+    return told

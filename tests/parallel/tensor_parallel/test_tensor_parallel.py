@@ -1,0 +1,66 @@
+"""Ranks that share every layer compute what one process computes."""
+
+import pytest
+import tensor_parallel_ranks
+
+VARIANTS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "bf16": {"half": True},
+}
+
+
+@pytest.fixture(scope="module")
+def found(ranks):
+    """What both ranks found of all variants, with and without sequence parallelism."""
+    variants = {
+        f"{name}, sequence" if sequence else name: {**settings, "sequence_parallel": sequence}
+        for name, settings in VARIANTS.items()
+        for sequence in (False, True)
+    }
+    return ranks(2).run(tensor_parallel_ranks.gradients_of_all, variants)
+
+
+# Norms of differences over norms of gradients. In bf16, products of parts are rounded before they are summed.
+TOLERANCES = {"plain": 1e-5, "tied": 1e-5, "bf16": 4e-2}
+
+
+@pytest.mark.parametrize("sequence", ["", ", sequence"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_are_those_of_one_process(found, name, sequence):
+    expected_loss, expected = tensor_parallel_ranks.alone(**VARIANTS[name])
+    for of_rank in found:
+        loss, gradients = of_rank[name + sequence]
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCES[name])
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in gradients.items():
+            off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+            assert off <= TOLERANCES[name], parameter
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_whole_state_dict_comes_out_as_it_went_in(ranks, sequence_parallel):
+    expected = tensor_parallel_ranks.model(seed=2).state_dict()
+    for whole in ranks(2).run(tensor_parallel_ranks.round_trip, sequence_parallel):
+        assert whole.keys() == expected.keys()
+        assert all(value.equal(expected[name]) for name, value in whole.items())
+
+
+def test_refusals_name_the_rule_and_the_choices(ranks):
+    told = ranks(2).run(tensor_parallel_ranks.refusals)[1]
+    assert told == {
+        "heads": "layers.0.attn: 1 attention head cannot be shared by 2 tensor parallel ranks: choose 1 rank",
+        "tokens": "2 tensor parallel ranks cannot share 1 tokens: choose at most 1",
+        "a bias": "parameter layers.1.ffn.w2.bias: tensor parallelism knows how to cut those of cs336_basics alone, "
+        "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
+        "no heads": "layers.0.attn (CausalMultiHeadSelfAttention) has no num_heads, by which it splits projections "
+        "into heads: name that attribute so",
+        "another model": "parameter 0.weight: tensor parallelism knows how to cut those of cs336_basics alone, "
+        "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
+        "no feed-forward network": "layers.0 (TransformerBlock) has no module ffn.w1, as those of cs336_basics do",
+        "sequence": "a sequence of 7 tokens cannot be shared by 2 ranks: choose a multiple of 2, or "
+        "sequence_parallel=False",
+        "state dict": "the state dict is of another model: layers.0.ffn.w1.weight is (24, 16) there and (23, 16) here; "
+        "layers.0.ffn.w2.weight is (16, 24) there and (16, 23) here; layers.0.ffn.w3.weight is (24, 16) there and "
+        "(23, 16) here, and 3 more",
+    }
