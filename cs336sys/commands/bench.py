@@ -52,7 +52,7 @@ def bench(
 ) -> None:
     """Time forward pass, backward pass and optimizer step, for every combination of the lists.
 
-    cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block --plot bench.png
+    cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
     from cs336sys.measure.system import capacity
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds

@@ -9,8 +9,9 @@ from typing import ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from cs336sys.commands.invocation.help_rows import in_fewer_rows
 from cs336sys.commands.options.former_names import former_names, with_todays_name
-from cs336sys.commands.options.reading import OUTPUT, with_read_options
+from cs336sys.commands.options.reading import with_read_options
 from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings
 from cs336sys.errors import UsageError, choose_from
 
@@ -39,12 +40,10 @@ def _with_own_variables(parameters, ctx, command=""):
 
 
 class _Command(TyperCommand):
-    def get_help_option(self, ctx):
-        option = super().get_help_option(ctx)
-        # Beside options that every command has, and not in a panel of its own.
-        if option is not None:
-            option.rich_help_panel = OUTPUT
-        return option
+    def format_help(self, ctx, formatter):
+        shown = copy.copy(self)
+        vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
+        super(_Command, shown).format_help(ctx, formatter)
 
     def get_params(self, ctx):
         return _with_own_variables(super().get_params(ctx), ctx, self.name)

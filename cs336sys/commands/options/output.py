@@ -30,13 +30,13 @@ class OutputOptions:
         str | None,
         typer.Option(
             "--format",
-            help=f"{', '.join(FORMATS)}. Default: the file's.",
+            help=f"{', '.join(FORMATS)}.",
             show_default=False,
             autocompletion=among(FORMATS),
         ),
     ] = None
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the result to this file, not to stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file; .csv, .md, ...: in its format.")
     ] = None
     table: Annotated[list[str], typer.Option("--table", help="Only the tables of these names.")] = field(
         default_factory=list

@@ -91,7 +91,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="<name>",
-        help="Yours: FILE.py:NAME or package.module:NAME, see docs/your_model.md.",
+        help="Yours: FILE.py:NAME, see docs/your_model.md.",
         show_default=False,
     ),
 ]
@@ -110,7 +110,7 @@ BatchOption = Annotated[
 ]
 BlocksOption = Annotated[
     str | None,
-    typer.Option("--blocks", help="Blocks of your model: 'encoder.layers.*'. Default: found.", show_default=False),
+    typer.Option("--blocks", help="Its blocks: 'encoder.layers.*'. Default: found.", show_default=False),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks of your code, too.")]
 DryRunOption = Annotated[
