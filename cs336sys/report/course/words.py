@@ -97,8 +97,16 @@ def failures(cells: Sequence[Cell], what) -> list[str]:
 
 def derived_sentence(answer: Derived) -> str:
     """A derived value with its formula and its reason."""
-    value, unit = in_shown_unit(answer.value, answer.unit)
-    relation = "at most" if answer.relation == "<=" else "at least" if answer.relation == ">=" else ""
-    number = "without limit" if value == float("inf") else f"{relation} {format_number(value, 'value')} {unit}".strip()
     reason = f" {answer.reason}" if answer.reason else ""
-    return f"{answer.quantity[:1].upper()}{answer.quantity[1:]}: {answer.derivation(format_operand)}, {number}.{reason}"
+    quantity = f"{answer.quantity[:1].upper()}{answer.quantity[1:]}"
+    return f"{quantity}: {answer.derivation(format_operand)}, {derived_value(answer)}.{reason}"
+
+
+def derived_value(answer: Derived) -> str:
+    """``20 MiB``, ``at most 60.61 devices``."""
+    value, unit = in_shown_unit(answer.value, answer.unit)
+    if value == float("inf"):
+        return "without limit"
+    relation = {"<=": "at most ", ">=": "at least "}.get(answer.relation, "")
+    number = f"{value:,.0f}" if value == int(value) else format_quantity(value, "")
+    return f"{relation}{number.strip()} {unit}".strip()

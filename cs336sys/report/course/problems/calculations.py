@@ -1,5 +1,6 @@
 """The problems that are arithmetic alone: the XXL model, ring collectives, when links bound parallel training."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from cs336sys.accounting.answers.communication import ring_answers
@@ -7,7 +8,7 @@ from cs336sys.accounting.answers.parallelism import TP_BACKWARD, Mesh, paralleli
 from cs336sys.accounting.answers.xxl import batch_answers, memory_answers
 from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
-from cs336sys.accounting.parallelism import Layer, best_whole_mesh
+from cs336sys.accounting.parallelism import Layer
 from cs336sys.accounting.xxl import XXL, TpuMesh
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence
@@ -21,6 +22,9 @@ from cs336sys.sizes import SIZES
 _TOKENS = 4 * 512
 _LAYER_TOKENS, _DEVICES, _LINK_BYTES_PER_S = 131_072, 8, 450e9
 
+# Of two axes, so that both communicate.
+_MESH = Mesh(fsdp=4, tp=2)
+
 Answers = Callable[[], Sequence[Derived]]
 
 
@@ -30,11 +34,21 @@ def _part(letter: str, problem: str, answers: Answers, command: Sequence[str], *
     def answer(evidence: Evidence, handout: Handout) -> Answer:
         derived = answers()
         wanted = f"{problem} ({letter})" if letter else problem
-        mine = [one for one in derived if one.question == wanted]
+        mine = _with_definitions([one for one in derived if one.question == wanted], derived)
         table = answers_table(problem, f"{problem}: all steps", mine)
         return Answer([*before, *map(derived_sentence, mine)], [table])
 
     return Part(letter, answer, lambda target: arithmetic(*command))
+
+
+def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
+    """The answers, and before them what no question asks for and their formulas name."""
+    chosen = list(answers)
+    for one in reversed(derived[: derived.index(answers[0])] if answers else []):
+        named = re.compile(rf"(?<!\w){re.escape(one.symbol)}(?!\w)")
+        if one.symbol and not one.question and any(named.search(other.expression.formula) for other in chosen):
+            chosen.insert(0, one)
+    return chosen
 
 
 def _xxl_memory() -> list[Derived]:
@@ -77,6 +91,15 @@ def _layer() -> Layer:
     return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
 
 
+def _numbers() -> str:
+    layer = _layer()
+    return (
+        f"The numbers put in are those of a layer of 2.7b (D = {layer.d_model:,}, D_FF = {layer.d_ff:,}) with "
+        f"B = {layer.batch:,} tokens, on H200s in bf16: C = {layer.flops_per_s / 1e12:.4g} TFLOP/s, "
+        f"W = {layer.bytes_per_s / 1e9:g} GB/s."
+    )
+
+
 def _parallel(strategy: str) -> Answers:
     def answers() -> list[Derived]:
         layer = _layer()
@@ -84,15 +107,19 @@ def _parallel(strategy: str) -> Answers:
         if strategy == "tp":
             mesh = Mesh(tp=_DEVICES)
         elif strategy == "fsdp-tp":
-            mesh = Mesh(*best_whole_mesh(layer, _DEVICES, "forward", overlapped=False))
+            mesh = _MESH
         return parallelism_answers(strategy, layer, mesh)
 
     return answers
 
 
 def _calculations(problem: str, title: str, strategy: str, letters: str) -> Problem:
-    command = ("account", "parallel", "--strategy", strategy)
-    parts = [_part(letter, problem, _parallel(strategy), command) for letter in letters]
+    mesh = ("--mesh", f"{_MESH.fsdp}x{_MESH.tp}") if strategy == "fsdp-tp" else ()
+    command = ("account", "parallel", "--strategy", strategy, *mesh)
+    parts = [
+        _part(letter, problem, _parallel(strategy), command, *([_numbers()] if letter == letters[0] else []))
+        for letter in letters
+    ]
     return Problem(problem, title, parts)
 
 

@@ -1,6 +1,6 @@
 """The problems whose answer is code: where it is, whether the course's tests pass, and what measured runs say of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336sys.report.course.evidence import Evidence
@@ -17,12 +17,12 @@ class Code:
 
     Attributes:
         name: of the class, as it is imported.
-        tests: of the course, beginnings of their names.
+        tests: of the course, beginnings of their names; of one year's alone, where each year names its own.
         command, settings: whose cells were checked with this code.
     """
 
     name: str
-    tests: tuple[str, ...]
+    tests: tuple[str, ...] | Mapping[int, tuple[str, ...]]
     command: str = ""
     settings: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -30,8 +30,10 @@ class Code:
     def answer(self) -> Callable[[Evidence, Handout], Answer]:
         def written(evidence: Evidence, handout: Handout) -> Answer:
             sentences = [f"`{self.name}`."]
-            passed = [name for name, outcome in self._of(evidence).items() if outcome == "passed"]
-            failed = [name for name, outcome in self._of(evidence).items() if outcome == "failed"]
+            tests = self.tests_of(handout)
+            outcomes = {name: outcome for name, outcome in evidence.tests.items() if name.startswith(tests)}
+            passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
+            failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
             if passed or failed:
                 named = f" ({joined(passed)})" if passed else ""
                 fails = f", not {joined(failed)}" if failed else ""
@@ -43,19 +45,18 @@ class Code:
             sentences += _check_words(cells)
             missing = (
                 []
-                if passed or failed or not self.tests
-                else [f"the course's tests; the file of `{self.test_line}` among `--from` says"]
+                if passed or failed or not tests
+                else [
+                    f"the course's tests; the file of `python -m pytest tests -k '{' or '.join(tests)}' --junitxml "
+                    "course-tests.xml` among `--from` says"
+                ]
             )
             return Answer(sentences, (), {}, runs_of([group for group in found if group.measured][:1]), missing)
 
         return written
 
-    @property
-    def test_line(self) -> str:
-        return f"python -m pytest tests -k '{' or '.join(self.tests)}' --junitxml course-tests.xml"
-
-    def _of(self, evidence: Evidence) -> dict[str, str]:
-        return {name: outcome for name, outcome in evidence.tests.items() if name.startswith(self.tests)}
+    def tests_of(self, handout: Handout) -> tuple[str, ...]:
+        return self.tests if isinstance(self.tests, tuple) else self.tests[handout.year]
 
 
 def _check_words(cells: Sequence[Cell]) -> list[str]:
@@ -150,7 +151,7 @@ DDP_OVERLAP = _trained(
     "DDP that overlaps individual parameters",
     Code(
         f"{_DDP}.OverlappedDDP",
-        ("test_DistributedDataParallelIndividualParameters", "test_DistributedDataParallel["),
+        {2025: ("test_DistributedDataParallelIndividualParameters",), 2026: ("test_DistributedDataParallel[",)},
         "ddp",
         _strategy("overlap"),
     ),

@@ -50,7 +50,7 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
         "head_dim": (16, 32, 64, 128),
         "causal": (True,),
     }
-    found = evidence.find("flash", grid, batch_size=(1,), heads=(1,))
+    found = evidence.find_each("flash", grid, batch_size=(1,), heads=(1,))
     rows, used, cells = [], [], []
     for group in found:
         chosen = [c for c in group.cells if c.configuration["implementation"] in (*_OURS, _PYTORCH, "compiled")]
@@ -61,6 +61,8 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
             used.append(group)
     if not rows:
         return None
+    # The first invocation's, of those that measured both.
+    rows.sort(key=lambda row: "end_to_end_ms" not in row)
     rows = list({(r["dtype"], r["head_dim"], r["context"]): r for r in reversed(rows)}.values())
     rows.sort(key=lambda row: (row["dtype"], row["head_dim"], row["context"]))
     sentences = []
@@ -99,6 +101,14 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
     pictures = pictures_of(used[:1])
     there = {row["dtype"] for row in rows}
     missing = [f"the grid in {dtype}" for dtype in ("bf16", "fp32") if dtype not in there]
+    failed = {
+        tuple(c.configuration[name] for name in ("dtype", "head_dim", "context")) for c in cells if c.status != "ok"
+    }
+    missing += [
+        f"PyTorch's attention at context {row['context']}, head dim {row['head_dim']} in {row['dtype']}"
+        for row in rows
+        if "end_to_end_ms" not in row and (row["dtype"], row["head_dim"], row["context"]) not in failed
+    ]
     title = "FlashAttention against PyTorch's attention, batch 1, causal, medians"
     return Answer(sentences, plain_table("flash", title, columns, rows), pictures, runs_of(used), missing)
 

@@ -35,7 +35,7 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
         f"Halves inside halves: `{_SKETCH}`.",
         "At any time one block's residuals are alive, and one input for each level of halves that waits.",
         *map(derived_sentence, asked),
-        f"Without checkpoints it is {format_quantity(plain.value / GIB, 'gib')}, "
+        f"Without checkpoints {format_quantity(plain.value / GIB, 'gib')} are held, "
         f"{times(plain.value / asked[0].value)} as much.",
     ]
     found = _checkpointed(evidence)

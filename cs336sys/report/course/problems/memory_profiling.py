@@ -107,11 +107,15 @@ def _timeline_words(cell: Cell, called: str) -> list[str]:
 
 
 def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = _recorded(evidence, handout, precision=("fp32",), mode=("forward", "train"))
-    cells = _groups(found)
+    found = _recorded(evidence, handout, precision=("fp32",), mode=("forward", "forward-backward", "train"))
+    every = _groups(found)
+    cells = [cell for cell in every if cell.configuration["mode"] != "forward-backward"]
     if not cells:
         return None
     rows = _peak_rows(cells, "mode")
+    kept = {_context(cell): _forward_gib(cell) for cell in every if cell.configuration["mode"] == "forward-backward"}
+    for row in rows:
+        row["kept_gib"] = kept.get(row["context"])
     sentences = []
     for mode, called in (("forward", "a forward pass"), ("train", "a training step")):
         of_mode = sorted((c for c in cells if c.configuration["mode"] == mode and c.status == "ok"), key=_context)
@@ -127,11 +131,19 @@ def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
                 f"Its peak {hardly} from {_context(first)} to {_context(last)} (the context grows "
                 f"{times(_context(last) / _context(first))})."
             )
-    sentences += failures(cells, _called)
+    listed = [
+        f"{gib(need)} at context {context}" for context, need in sorted(kept.items()) if not isinstance(need, str)
+    ]
+    if listed:
+        sentences.append(
+            f"These forward passes keep nothing for a backward pass; with their graph kept they need {joined(listed)}."
+        )
+    sentences += [*failures(every, _called), *_needs(every)]
     columns = (
         Column("size", "size"),
         Column("context", "context"),
         Column("forward_gib", "forward", "gib"),
+        *([Column("kept_gib", "forward, graph kept", "gib")] if kept else []),
         Column("train_gib", "training step", "gib"),
     )
     return Answer(
@@ -141,6 +153,24 @@ def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
         runs_of(found),
         _missing_contexts(cells, handout),
     )
+
+
+def _needs(cells: list[Cell]) -> list[str]:
+    """What is predicted of the cells that ran out of memory."""
+    listed = [
+        f"{gib(training.predicted_peak().total_gib)} ({training.mode}, context {training.size.context})"
+        for cell in cells
+        if cell.status == "oom" and (training := MemoryWorkload.from_configuration(cell.configuration).training).is_ours
+    ]
+    return [f"By the accounting {'it' if len(listed) == 1 else 'they'} would need {joined(listed)}."] if listed else []
+
+
+def _forward_gib(cell: Cell) -> float | str:
+    """What the forward pass itself and the loss hold at most of a step; the status of what was not measured."""
+    if cell.status != "ok":
+        return cell.status
+    passes = [phase["allocated"] for phase in cell.derived["phases"] if phase["phase"] in ("forward", "loss")]
+    return max(passes) / GIB
 
 
 def _called(cell: Cell) -> str:
@@ -298,7 +328,7 @@ def _gradient_words(cell: Cell) -> list[str]:
 
 
 def memory_commands(target: Target) -> list[Command]:
-    options = {"mode": ("forward", "train"), "precision": ("fp32", "bf16")}
+    options = {"mode": ("forward", "forward-backward", "train"), "precision": ("fp32", "bf16")}
     contexts = target.contexts(sorted(target.handout.memory_contexts))
     return [
         Sweep("memprof", target.sizes((_SIZE,)), contexts, options, ("--no-predict", "--steps", "1"), steps=4).on(

@@ -8,8 +8,18 @@ from cs336sys.report.course.evidence import Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.problems.ddp import exposed_words, other_size, rows_of, setup_words
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic, state_gib
-from cs336sys.report.course.words import derived_sentence, faster, gib, joined, ms, percent, spread, times
+from cs336sys.report.course.words import (
+    derived_value,
+    faster,
+    gib,
+    joined,
+    ms,
+    percent,
+    spread,
+    times,
+)
 from cs336sys.report.noise import Interval
+from cs336sys.report.numbers import format_operand
 from cs336sys.report.parallel.shard import COMPONENTS, memory_of
 from cs336sys.report.tables import Column
 from cs336sys.results import Cell, Run
@@ -200,12 +210,10 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
     parameters = 4
     shares = {name: sent_bytes(name, parameters, 2) for name in ("none", "optimizer", "optimizer-flat")}
     ours, flat, none = (float(shares[name]) for name in ("optimizer", "optimizer-flat", "none"))
-    answers = [
-        answer
+    sends = {
+        strategy: next(one for one in state_answers(SIZES[handout.xl], 2, strategy) if one.question.endswith("(c)"))
         for strategy in ("optimizer", "optimizer-flat")
-        for answer in state_answers(SIZES[handout.xl], 2, strategy)
-        if answer.question.endswith("(c)")
-    ]
+    }
     return Answer(
         [
             "ZeRO stage 1 cuts the optimizer state into equal slices whatever the parameters are, reduce-scatters the "
@@ -216,7 +224,11 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
             f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, "
             "where ZeRO "
             f"stage 1 sends {times(flat / none)}.",
-            *map(derived_sentence, answers),
+            *(
+                f"For {handout.called(handout.xl)} on 2 ranks {called} sends {one.derivation(format_operand)}, "
+                f"{derived_value(one)} a step. {one.reason}"
+                for called, one in (("the first", sends["optimizer"]), ("ZeRO stage 1", sends["optimizer-flat"]))
+            ),
             "`optimizer-flat` here is ZeRO's scheme; it also drops the gradients of other ranks' slices, as stage 2.",
         ]
     )
@@ -238,8 +250,16 @@ def _shard(target: Target, strategies: str, options: dict, cells: int, *flags: s
 
 def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
     answers = state_answers(SIZES[handout.xl], 2, "fsdp")
-    saved = [answer for answer in answers if "less than" in answer.quantity]
-    sentences = [derived_sentence(answer) for answer in saved]
+    saved = {
+        name: one for one in answers for name in ("none", "optimizer") if one.quantity.endswith(f"less than {name}")
+    }
+    sentences = [
+        "FSDP leaves each of N ranks 1 / N of the parameters p, the gradients g and the optimizer state o; without "
+        "sharding a rank holds all of them, with optimizer-state sharding all but o.",
+        f"On 2 ranks, for {handout.called(handout.xl)}, that should save {derived_value(saved['none'])} of what a rank "
+        f"without sharding holds when all of it exists, and {derived_value(saved['optimizer'])} of what one with "
+        "optimizer-state sharding does.",
+    ]
     found = _found(evidence, handout, "none", "optimizer", "fsdp")
     group = next((one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()), None)
     runs: tuple[Run, ...] = ()
