@@ -68,7 +68,8 @@ def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequenc
 def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
     """The tables with their rows sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
 
-    Samples are sorted by their mean. Rows without a value come last in either order.
+    Samples are sorted by their mean. Rows without a value come last in either order. Where rows have their own
+    units, bytes and seconds, those of one kind are sorted among themselves, and kinds keep their order.
 
     Args:
         among: the tables that the column must be of, where ``tables`` are some of them.
@@ -79,15 +80,18 @@ def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) 
     name, is_descending = order.removeprefix("-"), order.startswith("-")
     _check_columns([name], "--sort", among or tables)
     return [
-        _sorted(table, columns[0].key, is_descending) if (columns := _named(table, name)) else table for table in tables
+        _sorted(table, columns[0], is_descending) if (columns := _named(table, name)) else table for table in tables
     ]
 
 
-def _sorted(table: Table, key: str, is_descending: bool) -> Table:
-    ranked = [(_rank(row.get(key)), row) for row in table.rows]
+def _sorted(table: Table, column: Column, is_descending: bool) -> Table:
+    ranked = [(_rank(row.get(column.exact or column.key)), row) for row in table.rows]
     known = sorted(
         ((rank, row) for rank, row in ranked if rank is not None), key=lambda pair: pair[0], reverse=is_descending
     )
+    if (kind := column.kind) is not None:
+        kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
+        known.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
     return replace(table, rows=[row for _, row in known] + [row for rank, row in ranked if rank is None])
 
 

@@ -33,11 +33,15 @@ class Column:
         key: the name for programs, with its unit: ``forward_ms``, ``parameters``, ``peak_gib``.
         header: the name for people, without it: ``forward``.
         unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
+        exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
+            is a number of; rows of one kind are sorted among themselves.
     """
 
     key: str
     header: str
     unit: str | None = None
+    exact: str | None = None
+    kind: str | None = None
 
     @property
     def title(self) -> str:

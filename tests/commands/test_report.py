@@ -97,7 +97,11 @@ def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_measures_into_a_folder_and_a_second_run_goes_on(tmp_path):
+def test_run_measures_what_its_lines_say_and_a_second_run_goes_on(tmp_path, monkeypatch):
+    # Neither is read by what it runs: these could not be.
+    (tmp_path / "pyproject.toml").write_text('[tool.cs336sys.flash]\nsteps = "some"\n')
+    monkeypatch.setenv("CS336SYS_FLASH_WARMUP", "many")
+    monkeypatch.chdir(tmp_path)
     folder, page = tmp_path / "results", tmp_path / "report.html"
     options = ["--year", "2025", "--run", "--folder", folder, "--size", "tiny", "--device", "cpu", "--output", page]
     first = report(*options, "--only", "flash_forward")

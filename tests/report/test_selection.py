@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.accounting.derivation import Derived
 from cs336sys.errors import UsageError
+from cs336sys.report.account.answers import answers_table
 from cs336sys.report.noise import Interval
 from cs336sys.report.selection import select_columns, select_in_groups, select_tables, sort_rows
 from cs336sys.report.tables import Column, Table
@@ -52,6 +54,20 @@ def order(tables):
 )
 def test_rows_are_sorted_where_the_column_is_and_those_without_a_value_come_last(column, expected):
     assert order(sort_rows([TIMES, RATIOS], column)) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"), [("value", ["5 MB", "3 GB", "2 ms", "1 s"]), ("-value", ["3 GB", "5 MB", "1 s", "2 ms"])]
+)
+def test_values_with_units_of_their_own_are_sorted_by_what_they_are(column, expected):
+    answers = [
+        Derived("3 GB", 3 * 2**30, "bytes"),
+        Derived("2 ms", 2e-3, "s"),
+        Derived("1 s", 1.0, "s"),
+        Derived("5 MB", 5e6, "decimal_bytes"),
+    ]
+    (table,) = sort_rows([answers_table("some", "some", answers)], column)
+    assert [row["quantity"] for row in table.rows] == expected
 
 
 def test_columns_come_in_the_order_asked_for_and_tables_without_any_are_left_out():

@@ -1,8 +1,9 @@
 """Runs the commands of a write-up one after the other, each in a process of its own."""
 
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336sys.commands.invocation.faults import say
@@ -47,12 +48,21 @@ def results_path(command: Command, folder: Path) -> Path:
     return folder / f"{command.arguments[0]}-{digest}.jsonl.gz"
 
 
+def without_settings(environment: Mapping[str, str], command: str) -> dict[str, str]:
+    """The environment in which a command does what its line says: no settings file, no variables of its options."""
+    prefix = f"CS336SYS_{command.upper()}_"
+    kept = {name: value for name, value in environment.items() if not name.startswith(prefix)}
+    # An empty file, so that no pyproject.toml is looked for.
+    return kept | {"CS336SYS_CONFIG": os.devnull}
+
+
 def _run(command: Command, folder: Path) -> int:
     path = results_path(command, folder)
     arguments = [*command.arguments, "--save", str(path), "--output", str(path.with_name(f"{path.name[:-9]}.md"))]
     if command.arguments[0] not in _NOT_RESUMABLE:
         arguments.append("--resume")
-    program = Guarded([sys.executable, "-m", "cs336sys", *arguments], stdout=2)
+    environment = without_settings(os.environ, command.arguments[0])
+    program = Guarded([sys.executable, "-m", "cs336sys", *arguments], stdout=2, env=environment)
     try:
         while not program.has_ended(_POLL_S):
             pass
