@@ -9,6 +9,7 @@ from torch import Tensor
 from cs336sys.accounting.sharding.context import SequenceSplit
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import require_process_group, through_host
+from cs336sys.parallel.same_on_ranks import require_same_lines
 
 
 class Arriving:
@@ -50,7 +51,7 @@ class ContextGroup:
         rank: this rank's place in the group.
 
     Raises:
-        UsageError: there is no process group, or the split is for another number of ranks.
+        UsageError: there is no process group, the split is for another number of ranks, or ranks differ in it.
     """
 
     def __init__(self, split: SequenceSplit, group: dist.ProcessGroup | None = None, *, communicates: bool = True):
@@ -62,6 +63,8 @@ class ContextGroup:
                 f"a sequence split over {split.world_size} ranks: the process group has {self.world_size}; choose "
                 "the same number"
             )
+        order = "zigzag" if split.is_zigzag else "in rank order"
+        require_same_lines([f"sequences of {split.length} tokens {order}"])
         self._group = group
         self._communicates = communicates
 

@@ -1,0 +1,96 @@
+"""Which tokens of a sequence each rank holds, and what the ranks send for it, by hand."""
+
+import itertools
+
+import pytest
+
+from cs336sys.accounting.sharding.context import (
+    SequenceSplit,
+    all_to_all_bytes,
+    context_sent_bytes,
+    require_heads,
+    ring_bytes,
+)
+from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, predicted_memory, predicted_sent_bytes
+from cs336sys.errors import UsageError
+from cs336sys.sizes import choose_size
+
+
+def test_zigzag_gives_each_rank_a_chunk_from_either_end():
+    split = SequenceSplit(8, 2)
+    assert split.chunks == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    assert SequenceSplit(7, 2, is_zigzag=False).chunks == ((range(0, 4),), (range(4, 7),))
+
+
+@pytest.mark.parametrize("is_zigzag", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length", [8, 9, 23, 64, 101])
+def test_every_token_has_one_rank_and_work_is_even(length, world_size, is_zigzag):
+    split = SequenceSplit(length, world_size, is_zigzag)
+    positions = [[token for chunk in chunks for token in chunk] for chunks in split.chunks]
+    assert sorted(itertools.chain(*positions)) == list(range(length))
+    assert all(own == sorted(own) for own in positions)
+    assert max(split.lengths) - min(split.lengths) <= 1
+    if is_zigzag:
+        # Keys that a rank's queries see, itself among them.
+        seen = [sum(token + 1 for token in own) for own in positions]
+        assert max(seen) - min(seen) <= 2 * length
+
+
+def test_fewer_tokens_than_ranks_are_refused():
+    with pytest.raises(UsageError, match="a sequence of 3 tokens cannot be split over 4 ranks: choose at least one"):
+        SequenceSplit(3, 4)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused_with_the_choices():
+    require_heads(12, 4)
+    with pytest.raises(UsageError, match="5 ranks do not divide 12 heads; choose 1, 2, 3, 4, 6 or 12 ranks, or ring"):
+        require_heads(12, 5)
+
+
+def test_a_ring_of_three_by_hand():
+    """Ten tokens: chunks of 2, 2, 2, 2, 1, 1, so ranks with 3, 3 and 4."""
+    split = SequenceSplit(10, 3)
+    assert split.lengths == (3, 3, 4)
+    # Rank 1 passes on its own block and that of rank 0; then gradients of rank 0's block, and those of rank 2's home.
+    assert ring_bytes(split, 1, 100, 1000, 2) == 2 * 100 * (3 + 3) + 1000 * (3 + 4)
+    assert ring_bytes(SequenceSplit(10, 1), 0, 100, 1000, 2) == 0
+
+
+def test_an_all_to_all_of_two_by_hand():
+    """Rank 0 has 4 of 7 tokens; a token's query has 10 bytes, and its key and value 20."""
+    split = SequenceSplit(7, 2, is_zigzag=False)
+    # Its tokens of half of the heads, then three tokens of its half of the output; gradients the same way back.
+    assert all_to_all_bytes(split, 0, 10, 20, 2) == 4 * 15 + 3 * 5 + 4 * 5 + 3 * 15
+
+
+def test_what_a_step_of_equal_slices_sends():
+    size = choose_size("small", context=1024, batch_size=3)
+    tokens, parameters = 3 * 512, 128_625_408
+    gradients = 4 * parameters
+    layers, width = 12, 768
+    # Keys and values in bf16 twice, their gradients in fp32 once.
+    ring = layers * tokens * width * (2 * 2 * 2 + 2 * 4)
+    assert context_sent_bytes("context-ring", size, 2, "bf16", "none") == ring + gradients
+    again = layers * tokens * width * 2 * 2
+    assert context_sent_bytes("context-ring", size, 2, "bf16", "block") == ring + again + gradients
+    # Query, key, value and output: half of them, twice.
+    assert context_sent_bytes("context-all-to-all", size, 2, "fp32", "none") == pytest.approx(
+        layers * tokens * width * 4 * 4 / 2 * 2 + gradients
+    )
+    assert context_sent_bytes("context-ring", size, 1, "bf16", "block") == 0
+
+
+def test_a_rank_holds_the_whole_state_and_the_activations_of_its_slice():
+    size = choose_size("small", context=4096, batch_size=1)
+    step = ShardedStep("context-ring", size, 4, "bf16", "reference")
+    alone = ShardedStep("none", size, 1, "bf16", "flash")
+    assert fullest_state(step) == fullest_state(alone)
+    moments = {held.moment: held for held in predicted_memory(step)}
+    short = ShardedStep("none", choose_size("small", context=1024, batch_size=1), 1, "bf16", "flash")
+    peak = {held.moment: held for held in predicted_memory(short)}["peak"]
+    # Beside those of a sequence of its length: where its tokens stand, and the angles of all positions.
+    assert moments["peak"].total == peak.total + 8 * 1024 + 4 * (4096 - 1024) * 64
+    assert predicted_sent_bytes(step) == context_sent_bytes("context-ring", size, 4, "bf16", "none")
+    with pytest.raises(UsageError, match="a sequence of 4 tokens"):
+        ShardedStep("context-ring", choose_size("small", context=4), 8, "bf16", "flash").share  # noqa: B018

@@ -1,0 +1,105 @@
+"""What the tests of training on slices of sequences run on ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336sys.experiments.parallel.rank import verify_on_rank
+from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.experiments.training import TrainStep
+from cs336sys.parallel.collectives import gather_numbers
+from cs336sys.parallel.context_parallel import merging, ring
+
+CPU = torch.device("cpu")
+
+
+def gradients(workload):
+    """Loss and gradients of one step, and those of one process."""
+    step = ParallelStep(workload, CPU)
+    for name, run in step.phases.items():
+        if name != "optimizer":
+            run()
+    loss = gather_numbers(step.loss).mean().item()
+    found = {name: value.grad for name, value in step.replica.whole_parameters().items()}
+    alone = TrainStep(replace(workload.training, attention="reference"), CPU)
+    alone.forward()
+    alone.backward()
+    expected = {name: value.grad for name, value in alone.model.named_parameters()}
+    return loss, alone.loss.item(), {name: (found[name], value) for name, value in expected.items()}
+
+
+def gradients_of_all(workloads):
+    return [gradients(workload) for workload in workloads]
+
+
+def _skip_a_block(patched):
+    seen = ring._Ring.seen
+    patched.setattr(
+        ring._Ring, "seen", lambda *at: (slice(0, 0), slice(None)) if at[1] == 1 and at[0]._rank == 1 else seen(*at)
+    )
+
+
+def _see_too_much(patched):
+    """Ranks before the owner of a block let the queries of their first chunk see it, too."""
+    seen = ring._Ring.seen
+    patched.setattr(ring._Ring, "seen", lambda *at: (slice(None), seen(*at)[1]))
+
+
+def _merge_by_halves(patched):
+    def merge(out, logsumexp, block_out, block_logsumexp):
+        out.lerp_(block_out.to(out.dtype), 0.5)
+        logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
+
+    patched.setattr(ring, "merge_block", merge)
+
+
+def _add_without_rescaling(patched):
+    def merge(out, logsumexp, block_out, block_logsumexp):
+        before = logsumexp.clone()
+        merging.merge_block(out, logsumexp, block_out, block_logsumexp)
+        # The old output keeps its weight of 1.
+        out += out * (1 - torch.exp(before - logsumexp)).unsqueeze(-1)
+
+    patched.setattr(ring, "merge_block", merge)
+
+
+def _keep_the_first_logsumexp(patched):
+    """The forward pass is right, the backward pass computes with the logsumexp over the own block."""
+
+    def merge(out, logsumexp, block_out, block_logsumexp):
+        merging.merge_block(out, logsumexp.clone(), block_out, block_logsumexp)
+
+    patched.setattr(ring, "merge_block", merge)
+
+
+def _lose_gradients_on_their_way(patched):
+    pass_on = ring._Ring.pass_on
+
+    def losing(own, block, step, what):
+        return pass_on(own, block * 0 if what == ring._GRADIENTS else block, step, what)
+
+    patched.setattr(ring._Ring, "pass_on", losing)
+
+
+def _keep_positions_local(patched):
+    import cs336sys.experiments.parallel.context_strategies as strategies
+
+    patched.setattr(strategies, "give_positions", lambda *_: None)
+
+
+FAULTS = {
+    "a block is skipped": _skip_a_block,
+    "a mask is wrong on one block": _see_too_much,
+    "blocks are merged by halves": _merge_by_halves,
+    "the output is not rescaled": _add_without_rescaling,
+    "the logsumexp is that of the own block": _keep_the_first_logsumexp,
+    "gradients are lost on their way": _lose_gradients_on_their_way,
+    "positions are those in the slice": _keep_positions_local,
+}
+
+
+def verify_with(fault, workload):
+    with pytest.MonkeyPatch.context() as patched:
+        FAULTS[fault](patched)
+        return verify_on_rank(workload)

@@ -1,0 +1,120 @@
+"""The strategies that split sequences, on Gloo ranks that all tests share."""
+
+import context_training_ranks
+import pytest
+import sharding_ranks
+import torch
+
+from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.parallel.context_strategies import PREPARE_CONTEXT
+from cs336sys.experiments.parallel.measurement import measure_parallel_training
+from cs336sys.experiments.weight_check import TOLERANCES
+from cs336sys.report.parallel.shard import shard_plan, sharded_step
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, UserCode, Workload
+
+# Divides by no number of ranks.
+SIZE = choose_size("tiny", context=37, batch_size=2, vocab_size=100, d_model=32, d_ff=64, num_heads=4)
+# Activations are most of this one's memory.
+WIDE = choose_size("tiny", context=387, batch_size=1, vocab_size=2000)
+
+RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
+
+
+def workload(strategy, checkpointing="none", world_size=2, **settings):
+    training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 2} | settings)
+    return ParallelWorkload(training, strategy, world_size, checkpointing=checkpointing)
+
+
+def largest(differences):
+    return max(difference.relative for difference in differences)
+
+
+def test_a_step_has_loss_and_every_gradient_of_one_process(ranks):
+    cells = [
+        workload(RING),
+        workload(RING, "block", attention="flash"),
+        workload(ALL_TO_ALL, "block"),
+        workload(ALL_TO_ALL, attention="sdpa"),
+    ]
+    for of_rank in ranks().run(context_training_ranks.gradients_of_all, cells):
+        for cell, (loss, expected, gradients) in zip(cells, of_rank, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-6)
+            for name, (found, wanted) in gradients.items():
+                message = f"{cell.strategy} {cell.checkpointing} {cell.training.attention}: {name}"
+                assert (found - wanted).norm() <= 1e-5 * wanted.norm(), message
+
+
+def test_lower_precision_moves_weights_by_its_rounding(ranks):
+    cells = [workload(strategy, precision="bf16", attention="flash") for strategy in (RING, ALL_TO_ALL)]
+    for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):
+        assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 4
+
+
+@pytest.mark.parametrize("fault", context_training_ranks.FAULTS)
+def test_the_check_finds_a_ring_that_is_wrong_in_one_thing(ranks, fault):
+    """In the precision with the widest tolerance."""
+    cell = workload(RING, precision="bf16", attention="flash")
+    assert largest(ranks().run(context_training_ranks.verify_with, fault, cell)) > 2 * TOLERANCES["bf16"]
+
+
+def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
+    cells = [workload(RING, size=WIDE, attention="flash"), workload(ALL_TO_ALL, size=WIDE, attention="sdpa")]
+    of_ranks = ranks().run(sharding_ranks.observe_all, cells)
+    for cell, found in zip(cells, zip(*of_ranks, strict=True), strict=True):
+        step = sharded_step(cell)
+        assert max(sent for _, sent in found) == predicted_sent_bytes(step), cell.strategy
+        memory = {held.moment: held for held in max((of_rank[0] for of_rank in found), key=lambda held: held[-1].total)}
+        predicted = {held.moment: held for held in predicted_memory(step)}
+        assert list(memory) == list(predicted) == list(MOMENTS)
+        for part in ("parameters", "gradients", "optimizer_state"):
+            assert getattr(memory["before the optimizer"], part) == getattr(predicted["before the optimizer"], part)
+        assert 0.99 <= memory["peak"].total / predicted["peak"].total <= 1.01, (cell.strategy, cell.checkpointing)
+
+
+def test_a_cell_is_measured_beside_the_same_step_without_communication(ranks):
+    ranks()
+    cell = workload(RING, "block")
+    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    assert outcome.status == "ok"
+    assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["fp32"] / 50
+    assert {"step", "forward", "unsynchronized", "communication"} <= outcome.samples.keys()
+    assert outcome.derived["sent_bytes"] == predicted_sent_bytes(sharded_step(cell))
+
+
+def test_torchs_own_is_refused_where_it_has_no_kernels():
+    def reason(device="cpu", **settings):
+        with pytest.raises(CapabilityError) as refusal:
+            PREPARE_CONTEXT["torch-context"](workload("torch-context", **settings), torch.device(device), None)
+        return str(refusal.value)
+
+    assert reason().endswith("knows SDPA's CUDA kernels alone")
+    assert reason("cuda").endswith("--attention reference is another; choose sdpa")
+    assert reason("cuda", attention="sdpa").endswith("equal chunks: context 37 is no multiple of that")
+    assert reason("cuda", attention="sdpa", compile="block").endswith("choose --compile off and --cuda-graph off")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"strategy": ALL_TO_ALL, "world_size": 3}, "3 ranks do not divide 4 heads; choose 1, 2 or 4 ranks, or ring"),
+        ({"strategy": RING, "world_size": 40}, "a sequence of 37 tokens cannot be split over 40 ranks"),
+        ({"strategy": RING, "checkpointing": "keep=1", "attention": "flash"}, "choose none or block"),
+        ({"strategy": RING, "user": UserCode("model.py:Model")}, "attention of cs336_basics alone: leave out --model"),
+    ],
+)
+def test_workloads_that_cannot_be_are_refused(settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        workload(**settings)
+
+
+def test_a_ring_of_torchs_attention_has_no_logsumexp(ranks):
+    with pytest.raises(CapabilityError, match="which --attention sdpa does not return; choose flash or reference"):
+        ranks().run(sharding_ranks.verify_all, [workload(RING, attention="sdpa")])
+
+
+def test_a_plan_says_what_a_rank_has_of_each_sequence():
+    (row,) = shard_plan([workload(RING, world_size=4)]).rows
+    assert (row["share"], row["tokens"]) == (2, 10)
+    assert row["predicted_sent_bytes"] == predicted_sent_bytes(sharded_step(workload(RING, world_size=4)))
