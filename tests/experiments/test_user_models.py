@@ -110,6 +110,23 @@ def test_our_attention_is_torchs(settings):
     torch.testing.assert_close(user_models.attention.our_attention(query, key, value, **settings), expected)
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_grouped_heads_are_repeated_only_for_kernels_that_have_no_groups(monkeypatch, needed):
+    heads = []
+    flash_attention = user_models.attention.flash_attention
+
+    def noted(query, key, value, **settings):
+        heads.append(key.shape[-3])
+        return flash_attention(query, key, value, **settings)
+
+    monkeypatch.setattr(user_models.attention, "flash_attention", noted)
+    monkeypatch.setattr(user_models.attention, "_needs_equal_heads", lambda query: needed)
+    query, (key, value) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
+    found = user_models.attention.our_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(found, user_models.torch_attention(query, key, value, enable_gqa=True))
+    assert heads == [4 if needed else 2]
+
+
 def test_a_models_own_cell_leaves_torchs_attention_alone():
     TrainStep(workload("Encoder", attention="flash"), CPU)
     assert F.scaled_dot_product_attention is not user_models.torch_attention

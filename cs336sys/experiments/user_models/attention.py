@@ -1,9 +1,10 @@
 """Another attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.attention.hopper.availability import HEAD_DIMS as HOPPER_HEAD_DIMS
 
 # torch's own, whatever stands in its place.
 torch_attention = F.scaled_dot_product_attention
@@ -36,26 +38,58 @@ def replace_attention(name: str) -> None:
     F.scaled_dot_product_attention = chosen
 
 
-def our_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+class AttentionCall(NamedTuple):
+    """What a call gives to ``torch.nn.functional.scaled_dot_product_attention``, with its names and defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def by(self, attention: Callable[..., Tensor], *, drops: bool = True) -> Tensor:
+        """This call, computed by torch's attention or one in its place."""
+        dropout_p = self.dropout_p if drops else 0.0
+        mask, scale = self.attn_mask, self.scale
+        query, key, value = self.query, self.key, self.value
+        return attention(query, key, value, mask, dropout_p, self.is_causal, scale=scale, enable_gqa=self.enable_gqa)
+
+    @property
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """Key and value with a head for each of the query's."""
+        groups = self.query.shape[-3] // self.key.shape[-3]
+        return self.key.repeat_interleave(groups, -3), self.value.repeat_interleave(groups, -3)
+
+
+def our_attention(*arguments: Any, **named: Any) -> Tensor:
     """This project's attention in the signature of torch's; what it cannot do, torch's does."""
-    if why_not_ours(query, key, value, attn_mask, dropout_p, enable_gqa) is not None:
-        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if scale is not None:
+    call = AttentionCall(*arguments, **named)
+    query, key, value = call.query, call.key, call.value
+    if why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa) is not None:
+        return call.by(torch_attention)
+    if call.scale is not None:
         # Ours divides the scores by sqrt(D).
-        query = query * (scale * math.sqrt(query.shape[-1]))
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (tensor.repeat_interleave(groups, -3) for tensor in (key, value))
-    return flash_attention(query, key, value, is_causal=is_causal)
+        query = query * (call.scale * math.sqrt(query.shape[-1]))
+    if call.enable_gqa and _needs_equal_heads(query):
+        key, value = call.repeated
+    return flash_attention(query, key, value, is_causal=call.is_causal)
+
+
+def _needs_equal_heads(query: Tensor) -> bool:
+    """Whether the kernels that would take this query are those for Hopper, which have no groups of heads.
+
+    With copies of keys and values they are faster than plain Triton without.
+    """
+    in_half = query.dtype != torch.float32 or torch.is_autocast_enabled("cuda")
+    return query.is_cuda and _is_hopper() and in_half and query.shape[-1] in HOPPER_HEAD_DIMS
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def why_not_ours(
@@ -87,23 +121,15 @@ def watched_attention(called: Callable[..., None], *, computes: bool = True) -> 
     """
     attention = F.scaled_dot_product_attention
 
-    def watch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        called(query, key, value, attn_mask, dropout_p if _drops else 0.0, is_causal, enable_gqa)
+    def watch(*arguments: Any, **named: Any) -> Tensor:
+        call = AttentionCall(*arguments, **named)
+        dropout_p = call.dropout_p if _drops else 0.0
+        called(call.query, call.key, call.value, call.attn_mask, dropout_p, call.is_causal, call.enable_gqa)
         if computes:
-            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if enable_gqa:
-            key, value = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+            return call.by(attention)
+        key, value = call.repeated if call.enable_gqa else (call.key, call.value)
         mean = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
-        return mean + query.mean(-1, keepdim=True)
+        return mean + call.query.mean(-1, keepdim=True)
 
     with mock.patch.object(F, "scaled_dot_product_attention", watch):
         yield
@@ -144,27 +170,9 @@ def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return input
 
 
-def _our_attention_keeping_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return our_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+def _our_attention_keeping_all(*arguments: Any, **named: Any) -> Tensor:
+    return AttentionCall(*arguments, **named).by(our_attention, drops=False)
 
 
-def _torch_attention_keeping_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return torch_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+def _torch_attention_keeping_all(*arguments: Any, **named: Any) -> Tensor:
+    return AttentionCall(*arguments, **named).by(torch_attention, drops=False)
