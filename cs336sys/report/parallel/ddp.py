@@ -114,11 +114,11 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
             row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
         timeline = cell.derived.get("timeline")
         row["running_ms"] = timeline["communication_ms"] if timeline else None
-        rows.append(row | _exposed(cell))
+        rows.append(row | exposure(cell))
     return rows
 
 
-def _exposed(cell: Cell) -> dict[str, Any]:
+def exposure(cell: Cell) -> dict[str, Any]:
     """What communication costs the step, and how much of it that hides, as far as these samples can tell."""
     if "unsynchronized" not in cell.samples:
         return {}
@@ -216,7 +216,7 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
                     "buckets": count,
                     "mean_bucket_bytes": total / count,
                     "predicted_ms": 1e3 * predicted_s,
-                    "exposed_ms": _exposed(cell)["exposed_ms"],
+                    "exposed_ms": exposure(cell)["exposed_ms"],
                     "step_ms": cell.samples["step"],
                 }
             )

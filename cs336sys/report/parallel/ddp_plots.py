@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.buckets import overhead_on_link_s
+from cs336sys.report.numbers import format_value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.parallel.ddp import PARALLEL_SETTING_COLUMNS, bucket_sweeps, link_of
+from cs336sys.report.parallel.ddp import PARALLEL_SETTING_COLUMNS, bucket_sweeps, exposure, link_of
 from cs336sys.report.titles import shown_settings
 from cs336sys.results import Cell
 from cs336sys.workload import bucket_name
@@ -64,9 +65,10 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     if configuration["bucket_mb"] is not None:
         words.append(bucket_name(configuration["bucket_mb"]))
     words += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
+    exposed = exposure(cell).get("exposed_ms")
     return (
         f"{' '.join(words)}: communication {timeline['communication_ms']:.1f} ms, of which "
-        f"{timeline['overlap_ms']:.1f} ms beside computing; exposed {cell.derived['exposed_ms']:.1f} ms "
+        f"{timeline['overlap_ms']:.1f} ms beside computing; exposed {format_value(exposed, 'ms')} ms "
         f"of a {cell.samples['step'].median:.1f} ms step"
     )
 

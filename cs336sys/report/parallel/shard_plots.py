@@ -1,5 +1,6 @@
 """The picture of ``shard``: what a rank's memory holds at four moments, with what was predicted beside."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}
 
+# More beside each other cannot be read on a page.
+_AXES_IN_A_ROW = 6
+
 # Of the distance between moments: a measured and a predicted bar, and where they stand.
 _WIDTH = 0.4
 _OFFSETS = {"measured": -_WIDTH / 2, "predicted": _WIDTH / 2}
@@ -29,8 +33,10 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
     count = max(1, len(drawn))
-    figure = Figure(figsize=(1 + 2.6 * count, 4.6), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False, sharey=True)[0]
+    columns = min(count, _AXES_IN_A_ROW)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(1 + 2.6 * columns, 4.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
     settings = shown_settings(cells, {"size": Column("size", "size"), **SHARDING_SETTING_COLUMNS})
     for drawing, cell in zip(axes, drawn, strict=False):
         for source, moments in memory_of(cell).items():
@@ -38,7 +44,10 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
         drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
         drawing.set_title(_heading(cell, list(settings)), fontsize=8)
         drawing.grid(axis="y", alpha=0.3)
-    axes[0].set_ylabel("memory of the fullest rank, GiB")
+    for drawing in axes[::columns]:
+        drawing.set_ylabel("memory of the fullest rank, GiB")
+    for drawing in axes[count:]:
+        drawing.set_visible(False)
     handles = [Patch(color=_COLORS[name], label=header) for name, header in COMPONENTS.items()]
     handles.append(Patch(facecolor="none", edgecolor="black", linewidth=0.7, label="predicted"))
     figure.legend(
