@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.sharding.mesh import mesh_ranks, read_mesh
+from cs336sys.accounting.sharding.tensor import outer_dimension, strategy_of_mesh
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
@@ -24,7 +26,13 @@ from cs336sys.commands.sweep.ranks import (
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Cell
-from cs336sys.workload import BLOCK_CHECKPOINTING, SHARD_STRATEGIES, SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.workload import (
+    BLOCK_CHECKPOINTING,
+    SHARD_STRATEGIES,
+    SHARDING_STRATEGIES,
+    TENSOR_STRATEGIES,
+    ParallelWorkload,
+)
 
 
 def shard(
@@ -33,7 +41,7 @@ def shard(
         list[str],
         typer.Option(
             "--strategy",
-            help=f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence.",
+            help=f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
             autocompletion=among(SHARD_STRATEGIES),
             show_default=False,
         ),
@@ -56,6 +64,10 @@ def shard(
         bool,
         typer.Option("--board", help="The step of the 2026 handout's leaderboard, by the fastest parts there are."),
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Ranks in two dimensions, of which tp are neighbours that share layers: fsdp=2,tp=2."),
+    ] = None,
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
     high_priority: HighPriorityOption = False,
@@ -83,6 +95,10 @@ def shard(
 
     cs336sys shard --strategy fsdp --size 10b --bf16 --optimizer fused --checkpoint block
 
+    cs336sys shard --strategy tensor,tensor-sequence,torch-tensor --size 2.7b --bf16 --optimizer fused --compile block
+
+    cs336sys shard --mesh fsdp=2,tp=2 --size 2.7b --bf16 --optimizer fused
+
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
     from cs336sys.commands.options.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
@@ -99,6 +115,9 @@ def shard(
         if strategy != ["fsdp"]:
             raise UsageError(f"--board measures the strategy fsdp: --strategy {','.join(strategy)} cannot be chosen")
     limit_bytes = read_memory_limit(memory_limit)
+    if mesh is not None:
+        strategy = strategy if is_given(ctx, "strategy") else [strategy_of_mesh(mesh)]
+        world_size = world_size or [str(mesh_ranks(read_mesh(mesh)))]
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = []
     for ranks, training, checkpointing, (name, ahead) in product(
@@ -117,6 +136,7 @@ def shard(
             timeout_s=timeout,
             prefetch=ahead,
             checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
+            mesh=mesh if mesh is None or name in TENSOR_STRATEGIES else None,
         )
         if checkpointing == "auto":
             workload = chosen_by_memory(workload, limit_bytes, tells=is_first_rank())
@@ -158,7 +178,7 @@ def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int
     return [
         (name, units)
         for name in split_list(strategy, "--strategy", one_of(SHARD_STRATEGIES))
-        for units in (ahead if name == "fsdp" else [None])
+        for units in (ahead if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
     ]
 
 

@@ -33,7 +33,7 @@ SETTING_COLUMNS = {
 
 
 # Values that a title does not name: what everybody assumes.
-_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",)}
+_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",), "mesh": (None,)}
 
 # What a step in CUDA graphs costs.
 _GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))

@@ -18,7 +18,16 @@ from cs336sys.accounting.sharding.context import (
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
+from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, read_mesh
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
+from cs336sys.accounting.sharding.tensor import (
+    OWN_TENSOR_STRATEGIES,
+    TENSOR,
+    TENSOR_STRATEGIES,
+    heads_refusal,
+    is_sequence_parallel,
+    outer_dimension,
+)
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.workload.configured import Configured, check_choices
@@ -29,14 +38,15 @@ from cs336sys.workload.training import Workload
 BUCKETED_STRATEGIES = ("bucketed", "bucketed-step")
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", *BUCKETED_STRATEGIES, "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
-# What shard measures: those whose ranks have sequences of their own, and those that split each sequence.
-SHARD_STRATEGIES = (*SHARDING_STRATEGIES, *CONTEXT_STRATEGIES)
+# What shard measures: those whose ranks have sequences of their own, that split each sequence, and that share layers.
+SHARD_STRATEGIES = (*SHARDING_STRATEGIES, *CONTEXT_STRATEGIES, *TENSOR_STRATEGIES)
 _ALONE = "-unsynchronized"
 STRATEGIES = (
     *DATA_PARALLEL_STRATEGIES,
     *SHARD_STRATEGIES,
     "unsynchronized",
     *(name + _ALONE for name in OWN_CONTEXT_STRATEGIES),
+    *(name + _ALONE for name in OWN_TENSOR_STRATEGIES if outer_dimension(name) is None),
 )
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
@@ -69,6 +79,8 @@ class ParallelWorkload(Configured):
         prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
         checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
             ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
+        mesh: for strategies that share layers, sizes of dimensions, ``fsdp=2,tp=2``; None is one dimension, or with two
+            of them ``tp=2``.
     """
 
     training: Workload
@@ -82,6 +94,7 @@ class ParallelWorkload(Configured):
     timeout_s: float = 120.0
     prefetch: int | None = None
     checkpointing: str = "none"
+    mesh: str | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -112,16 +125,70 @@ class ParallelWorkload(Configured):
             raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
-        if (self.prefetch is not None) != (self.strategy == "fsdp"):
+        if (self.prefetch is not None) != self.gathers_ahead:
             raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
         if self.prefetch is not None and self.prefetch < 0:
             raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
+        if self.mesh is not None and not self.shares_layers:
+            raise UsageError(
+                f"--mesh {self.mesh}: the ranks of strategy '{self.strategy}' have one dimension; leave it out, or "
+                f"choose a strategy with {TENSOR}"
+            )
         if self.splits_sequences:
             self._check_context()
-        elif self.training.size.batch_size % self.world_size:
+            return
+        if self.shares_layers:
+            self._check_tensor()
+        if self.training.size.batch_size % self.data_ranks:
             raise UsageError(
-                f"--batch-size {self.training.size.batch_size}: {self.world_size} ranks cannot share it equally; "
-                f"choose a multiple of {self.world_size}"
+                f"--batch-size {self.training.size.batch_size}: {self.data_ranks} "
+                f"{'groups of ranks' if self.shares_layers else 'ranks'} cannot share it equally; "
+                f"choose a multiple of {self.data_ranks}"
+            )
+
+    def _check_tensor(self) -> None:
+        training, tensor_ranks = self.training, self.tensor_ranks
+        if self.mesh is not None:
+            sizes = read_mesh(self.mesh)
+            outer = outer_dimension(self.strategy)
+            wanted = {"tp"} if outer is None else {outer, "tp"}
+            is_alone = self.strategy.endswith(_ALONE)
+            if mesh_ranks(sizes) != self.world_size:
+                raise UsageError(
+                    f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}"
+                )
+            if sizes.keys() != wanted and not (is_alone and "tp" in sizes):
+                raise UsageError(
+                    f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(sorted(wanted))}"
+                )
+            if mesh_text(sizes) != self.mesh:
+                raise UsageError(f"--mesh {self.mesh}: neighbours share layers, so tp comes last: {mesh_text(sizes)}")
+        elif self.world_size % tensor_ranks:
+            raise UsageError(
+                f"--world-size {self.world_size}: strategy '{self.strategy}' has two ranks for each layer; choose an "
+                "even number, or say by --mesh how many"
+            )
+        if not training.is_ours:
+            raise UsageError(f"--strategy {self.strategy} shares layers of cs336_basics alone: leave out --model")
+        if training.fused_kernels:
+            raise UsageError(
+                f"--strategy {self.strategy} computes with the layers of cs336_basics: leave out --kernels "
+                f"{training.kernels}"
+            )
+        if kept_blocks(self.checkpointing) is not None:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} tells products apart by the widths of whole layers, and --strategy "
+                f"{self.strategy} shares them: choose none or block"
+            )
+        if training.compile == "model":
+            raise UsageError(f"--strategy {self.strategy} is compiled by blocks: choose --compile block or off")
+        refusal = heads_refusal(training.size.num_heads, tensor_ranks)
+        if refusal is not None:
+            raise UsageError(f"--strategy {self.strategy}: {refusal}")
+        if is_sequence_parallel(self.strategy.removesuffix(_ALONE)) and training.size.context % tensor_ranks:
+            raise UsageError(
+                f"--context {training.size.context}: {tensor_ranks} ranks cannot share it equally; choose a multiple "
+                f"of {tensor_ranks}, or a strategy without sequence"
             )
 
     def _check_context(self) -> None:
@@ -170,10 +237,34 @@ class ParallelWorkload(Configured):
         return self.strategy.removesuffix(_ALONE) in CONTEXT_STRATEGIES
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether ranks share layers, and so the sequences that they compute with."""
+        return self.strategy.removesuffix(_ALONE) in TENSOR_STRATEGIES
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share each layer."""
+        if not self.shares_layers:
+            return 1
+        if self.mesh is not None:
+            return read_mesh(self.mesh).get("tp", 1)
+        return self.world_size if outer_dimension(self.strategy) is None else 2
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of ranks that share layers, share the batch."""
+        return self.world_size // self.tensor_ranks
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether weights are gathered by this project's FSDP."""
+        return self.strategy == "fsdp" or outer_dimension(self.strategy) == "fsdp"
+
+    @property
     def share(self) -> int:
         """Sequences a rank has, or has a slice of."""
         batch_size = self.training.size.batch_size
-        return batch_size if self.splits_sequences else batch_size // self.world_size
+        return batch_size if self.splits_sequences else batch_size // self.data_ranks
 
     @property
     def share_size(self) -> ModelSize:
@@ -244,10 +335,14 @@ class ParallelWorkload(Configured):
     @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
-        alone = "unsynchronized"
+        alone, mesh = "unsynchronized", None
         if self.splits_sequences:
             own = self.strategy.removesuffix(_ALONE)
             alone = (own if own in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
+        if self.shares_layers:
+            own = self.strategy.removesuffix(_ALONE)
+            alone = TENSOR + ("-sequence" if is_sequence_parallel(own) else "") + _ALONE
+            mesh = mesh_text({"ddp": self.data_ranks, "tp": self.tensor_ranks})
         return replace(
             self,
             strategy=alone,
@@ -256,4 +351,5 @@ class ParallelWorkload(Configured):
             trace=None,
             prefetch=None,
             checkpointing="none" if self.writes_out_blocks else self.checkpointing,
+            mesh=mesh,
         )

@@ -9,8 +9,8 @@ precision.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.parameters import parameter_shapes
@@ -63,8 +63,13 @@ def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) ->
 
 def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the sharded parameters, by unit in the order of use."""
+    return units_of(parameter_shapes(size))
+
+
+def units_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
+    """Those of the shapes that have several dimensions, by unit in the order of use."""
     units: dict[str, list[tuple[int, ...]]] = {}
-    for name, shape in parameter_shapes(size).items():
+    for name, shape in shapes.items():
         if len(shape) > 1:
             parts = name.split(".")
             units.setdefault(".".join(parts[:2]) if parts[0] == "layers" else parts[0], []).append(shape)
@@ -189,10 +194,17 @@ def step_communication(size: ModelSize, element_bytes: int, world_size: int) -> 
         UsageError: the world size is not positive.
     """
     _check_rank(0, world_size)
-    units = sharded_units(size)
+    communication = communication_of_units(sharded_units(size), element_bytes, world_size)
+    return replace(communication, all_reduce=4 * replicated_elements(size))
+
+
+def communication_of_units(
+    units: Mapping[str, Sequence[tuple[int, ...]]], element_bytes: int, world_size: int
+) -> StepCommunication:
+    """As :func:`step_communication`, of the shapes of units' parameters, without any that are replicated."""
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in units.values()]
     elements = sum(math.prod(shape) for shapes in units.values() for shape in shapes)
-    return StepCommunication(2 * sum(gathers) - gathers[-1], element_bytes * elements, 4 * replicated_elements(size))
+    return StepCommunication(2 * sum(gathers) - gathers[-1], element_bytes * elements, 0)
 
 
 def _widest(values: Sequence[int], count: int) -> int:

@@ -30,7 +30,7 @@ MOMENTS = ("initialized", "before the first optimizer step", "before the optimiz
 _COUNTERPARTS = {"torch-zero": "optimizer"}
 
 # They gather weights in half precision, in which their models compute; all others compute under autocast.
-FULLY_SHARDED = ("fsdp", "torch-fsdp")
+FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence")
 
 # What ShardedOptimizer communicates in one launch. Two H200, 12 blocks of 2.7b, bf16, compiled, ms a step at 100, 250
 # and 500 MB: whole parameters 51.9, 47.1, 46.9 (at 100 a weight of the feed-forward network is a bucket of its own,
@@ -152,6 +152,17 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
         rest = peak.activations + always - _always_held(step.share)
         moments.append(RankMemory(MOMENTS[4], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
+
+
+def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
+    """As :func:`predicted_memory` without a peak, where ranks have this state and every rank the whole batch."""
+    held = _always_held(size)
+    return [
+        RankMemory(MOMENTS[0], state.parameters, 0, 0, held),
+        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, held),
+        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, held),
+        RankMemory(MOMENTS[3], state.parameters, 0, state.optimizer_state, held),
+    ]
 
 
 def fullest_state(step: ShardedStep) -> TrainingState:

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# torch's functional collectives, which torch.compile knows.
+_FUNCTIONAL = "_c10d_functional"
 
 # How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors in 2 of
 # 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all strategies.
@@ -39,14 +43,16 @@ class Communication:
     """One collective that this rank launched; several tensors launched as one group count as one.
 
     Attributes:
-        name: of torch's operator: ``allreduce_``, ``_allgather_base_``, ...
+        name: of torch's operator: ``allreduce_``, ``_allgather_base_``, ...; functional ones are ``all_reduce``, ...
         bytes: of the whole array as nccl-tests counts: of an all-gather its output, of a reduce-scatter its input.
         dtype: of what is sent.
+        ranks: how many take part.
     """
 
     name: str
     bytes: int
     dtype: str
+    ranks: int
     _operator: Callable[..., Any]
     _arguments: dict[str, Any]
 
@@ -56,7 +62,8 @@ class Communication:
         # Fully sharded models gather weights as bytes.
         return self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
 
-    def sent_bytes(self, world_size: int) -> float:
+    @property
+    def sent_bytes(self) -> float:
         """What a rank sends, on average, where ranks form a ring: an all-reduce sends everything twice.
 
         Of an all-to-all whose parts differ in size, what this rank sends to others.
@@ -65,8 +72,8 @@ class Communication:
         if sizes:
             own = sizes[dist.ProcessGroup.unbox(self._arguments["process_group"]).rank()]
             return self._arguments["input"].bytes * (sum(sizes) - own) / sum(sizes)
-        times = 2 if self.name.startswith("allreduce") else 1
-        return times * (world_size - 1) / world_size * self.bytes
+        times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
+        return times * (self.ranks - 1) / self.ranks * self.bytes
 
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
         """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
@@ -107,10 +114,15 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
+            # DTensors launch theirs below: let them, and see what they launch.
+            return NotImplemented
         result = operator(*args, **kwargs)
-        # Operators without a result only check something.
-        if operator.namespace == "c10d" and result is not None:
-            self._launched(operator, dict(zip(_parameters(operator), args, strict=False)) | kwargs, result)
+        # Operators without a result only check something, functional ones without a group wait for others.
+        if operator.namespace in ("c10d", _FUNCTIONAL) and result is not None:
+            arguments = dict(zip(_parameters(operator), args, strict=False)) | kwargs
+            if operator.namespace == "c10d" or "group_name" in arguments:
+                self._launched(operator, arguments, result)
         return result
 
 
@@ -151,9 +163,29 @@ def _parameters(operator: Any) -> list[str]:
     return [parameter.name for parameter in operator._schema.arguments]
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """What a functional collective returned."""
+
+    tensors: Any
+
+    def wait(self) -> None:
+        for tensor in tree_flatten(self.tensors)[0]:
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def _work(result: Any) -> Any:
     """What can be waited for; some operators return their tensors before it."""
+    if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(one, Tensor) for one in result)):
+        return _Arriving(result)
     return result[-1] if isinstance(result, tuple) else result
+
+
+def _ranks(arguments: dict[str, Any]) -> int:
+    """How many ranks a call is among."""
+    if "group_name" in arguments:
+        return _resolve_process_group(arguments["group_name"]).size()
+    return dist.ProcessGroup.unbox(arguments["process_group"]).size()
 
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
@@ -164,8 +196,12 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
         dtypes += [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     leaves, structure = tree_flatten(arguments)
     arguments = tree_unflatten([_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
-    name = operator.name().removeprefix("c10d::").partition(".")[0]
-    return Communication(name, max(bytes_of_arguments), next(iter(dtypes), "none"), operator, arguments)
+    name = operator.name().partition("::")[2].partition(".")[0]
+    ranks, most = _ranks(arguments), max(bytes_of_arguments)
+    if operator.namespace == _FUNCTIONAL and name.startswith("all_gather"):
+        # It returns what the others are given.
+        most *= ranks
+    return Communication(name, most, next(iter(dtypes), "none"), ranks, operator, arguments)
 
 
 def _layout(tensor: Tensor) -> _Layout:

@@ -168,11 +168,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         gradient_calls=sum(not communication.is_flags for communication in communications),
         communicated_bytes=sum(communication.bytes for communication in communications),
         timeline=timeline,
-        sent_bytes=sum(
-            communication.sent_bytes(workload.world_size)
-            for communication in communications
-            if not communication.is_flags
-        ),
+        sent_bytes=sum(communication.sent_bytes for communication in communications if not communication.is_flags),
         memory=memory,
         gathers=gathers,
         capture_s=step.graphs.capture_s if step.graphs is not None else None,

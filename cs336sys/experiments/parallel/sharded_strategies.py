@@ -174,7 +174,7 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
                     part.forward = functools.partial(keeping_input, part.forward)
                 fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Replica(model, optimizer(model.parameters()), None, lambda: _full_tensors(model))
+    return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
 
 
 def _torch_fsdp_of_users(
@@ -190,7 +190,7 @@ def _torch_fsdp_of_users(
             block.forward = functools.partial(keeping_input, block.forward, keeps_random=True)
         shard(block)
     shard(model)
-    return Replica(model, optimizer(model.parameters()), None, lambda: _full_tensors(model))
+    return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
 
 
 def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tensor]:
@@ -198,15 +198,12 @@ def _arrived(model: nn.Module, optimizer: ShardedOptimizer) -> Mapping[str, Tens
     return dict(model.named_parameters())
 
 
-def _full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    """All parameters by name, those that are DTensors whole. All ranks call it together."""
     from torch.distributed.tensor import DTensor
 
-    full = {}
-    for name, parameter in model.named_parameters():
-        shard = parameter.detach()
-        assert isinstance(shard, DTensor)
-        full[name] = shard.full_tensor()
-    return full
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in held.items()}
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:

@@ -23,6 +23,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.parallel.context_strategies import PREPARE_CONTEXT
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
+from cs336sys.experiments.parallel.tensor_strategies import PREPARE_TENSOR
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks
@@ -63,7 +64,7 @@ class ParallelStep(TrainStep):
         if not workload.training.is_ours:
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
-        prepare = (PREPARE | PREPARE_SHARDED | PREPARE_CONTEXT)[workload.strategy]
+        prepare = (PREPARE | PREPARE_SHARDED | PREPARE_CONTEXT | PREPARE_TENSOR)[workload.strategy]
         self.warmup_of_capture = warmup_of_capture(workload)
         in_graphs = workload.training.cuda_graph == "on"
         self._recorder = recorder_of(workload, device) if in_graphs else None
@@ -83,6 +84,8 @@ class ParallelStep(TrainStep):
             scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
         )
         self.replica = replica
+        if replica.loss is not None:
+            self._loss_function = replica.loss
         self._around_passes = contextlib.ExitStack()
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")

@@ -61,6 +61,7 @@ class Replica:
         sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
         share: index of this rank's part of inputs and targets; None is its sequences of the batch.
         loss_weight: what this rank's mean loss counts in the mean of all.
+        loss: of what the model returned and this rank's targets, where that is not all logits; None is the workload's.
         around: entered for the forward and the backward pass of every step together.
     """
 
@@ -77,6 +78,7 @@ class Replica:
     share: Any = None
     loss_weight: float = 1.0
     around: Callable[[], AbstractContextManager[Any]] | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cs336sys.accounting.tensor_parallel import cut_dimension, own_part
+from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
@@ -121,7 +121,7 @@ class TensorParallel(nn.Module):
         Under sequence parallelism the gradients of norms, which each rank has of its slice of the sequence, are summed;
         all others are complete already. On a GPU the wait is only queued.
         """
-        if not (self._tensor_group.sequence_parallel and self._tensor_group.name):
+        if not self.completes_gradients:
             return
         gradients = [parameter.grad for parameter in self._whole_parameters().values() if parameter.grad is not None]
         if gradients:
@@ -129,6 +129,11 @@ class TensorParallel(nn.Module):
             dist.all_reduce(flat, group=self.group)
             sums = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether :meth:`finish_gradient_synchronization` has anything to do."""
+        return self._tensor_group.sequence_parallel and bool(self._tensor_group.name)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For gradient accumulation, as of the other wrappers: layers communicate nevertheless, as they must."""

@@ -12,8 +12,10 @@ from cs336sys.accounting.sharding.step import (
     RankMemory,
     ShardedStep,
     predicted_memory,
+    predicted_memory_of_state,
     predicted_sent_bytes,
 )
+from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.parallel.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
@@ -33,6 +35,7 @@ from cs336sys.workload import ParallelWorkload
 
 SHARDING_SETTING_COLUMNS = {
     "world_size": Column("world_size", "ranks"),
+    "mesh": Column("mesh", "mesh"),
     **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
     "checkpointing": Column("checkpointing", "checkpointing"),
 }
@@ -65,7 +68,29 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
     )
 
 
+def _tensor_step(workload: ParallelWorkload) -> TensorStep:
+    training = workload.training
+    return TensorStep(
+        workload.strategy,
+        training.size,
+        workload.tensor_ranks,
+        workload.data_ranks,
+        training.precision,
+        workload.checkpointing,
+        training.compile != "off",
+    )
+
+
+def _predicted_sent(workload: ParallelWorkload) -> float | None:
+    """What a rank sends in a step; None where that is torch's own affair."""
+    if workload.strategy in OWN_TENSOR_STRATEGIES:
+        return _tensor_step(workload).sent_bytes
+    return None if workload.shares_layers else predicted_sent_bytes(sharded_step(workload))
+
+
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
+    if workload.shares_layers:
+        return predicted_memory_of_state(_tensor_step(workload).state, workload.training.size)
     if workload.writes_out_blocks:
         return kept_memory(workload.kept_step)
     step = sharded_step(workload)
@@ -127,7 +152,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for row, cell in zip(rows, cells, strict=True):
         if cell.status == "ok" and "model" not in cell.configuration:
             workload = ParallelWorkload.from_configuration(cell.configuration)
-            row["predicted_sent_bytes"] = predicted_sent_bytes(sharded_step(workload))
+            row["predicted_sent_bytes"] = _predicted_sent(workload)
     return rows
 
 
@@ -207,9 +232,8 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
         row["tokens"] = workload.share_size.context
         if workload.training.is_ours:
-            step = sharded_step(workload)
             row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
-            row["predicted_sent_bytes"] = predicted_sent_bytes(step)
+            row["predicted_sent_bytes"] = _predicted_sent(workload)
         rows.append(row)
     columns = (
         *SIZE_COLUMNS,
