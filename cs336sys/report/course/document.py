@@ -25,6 +25,17 @@ _OF_FILES = {
     "--resume-any": False,
 }
 
+# What pictures show, by the names that commands give them; memprof names each by its workload.
+_CAPTIONS = {
+    "allreduce": "time and bus bandwidth over the size, and over the number of ranks",
+    "attn": "time and memory of attention over the context",
+    "buckets": "overhead over the size of buckets, measured and by the equation",
+    "flash": "throughput over the context",
+    "memory": "what the rank that holds most holds at each moment",
+    "shares": "share of each kind of kernel in the kernel time of each phase",
+    "timelines": "when rank 0 computes and when it communicates in one step",
+}
+
 # What cells of another version, or another program, may lack.
 _LACKING = (KeyError, IndexError, TypeError, AttributeError, ValueError, StopIteration, ZeroDivisionError)
 
@@ -128,6 +139,13 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     return Section(part.letter, blocks, [] if blocks else lines)
 
 
+def _caption(name: str) -> str:
+    """What a picture shows; those of several invocations are numbered in the order of their commands."""
+    kind, _, number = name.partition(", ")
+    shown = _CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}")
+    return f"{shown}, {number}" if number else shown
+
+
 def _block(evidence: Evidence, answer: Answer, lines: Sequence[str]) -> Block:
     measured = [command_line(run) for run in answer.runs]
     # Some say themselves what would give them.
@@ -136,7 +154,7 @@ def _block(evidence: Evidence, answer: Answer, lines: Sequence[str]) -> Block:
     if plain:
         source = f" That comes from {', '.join(f'`{line}`' for line in lines)}." if lines else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
-    pictures = [Picture(name, draw) for name, draw in answer.pictures.items()]
+    pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
     return Block(
         evidence.machine if answer.runs else "",
         list(dict.fromkeys(measured)) or list(lines),

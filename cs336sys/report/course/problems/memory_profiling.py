@@ -288,11 +288,16 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
         predicted = block_activations(
             MemoryWorkload.from_configuration(cell.configuration).training.size, "fp32", "reference"
         )
+        as_derived = (
+            "as the formula has it"
+            if abs(total / predicted.total - 1) < 0.01
+            else f"{times(total / predicted.total)} the formula's"
+        )
         five = tensors[:5]
         listed = [f"{tensor.get('operation') or 'an input'} {percent(100 * tensor['size'] / total)}" for tensor in five]
         sentences.append(
             f"At context {_context(cell)} one block saves {format_quantity(total, 'bytes')} for the backward pass "
-            f"({times(total / predicted.total)} the formula's), of which the five largest tensors, "
+            f"({as_derived}), of which the five largest tensors, "
             f"{joined(listed)}, are "
             f"{percent(100 * sum(tensor['size'] for tensor in five) / total)}."
         )
