@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.context import SequenceSplit
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import require_process_group, through_host
+from cs336sys.parallel.collectives import process_group, require_process_group, through_host
 from cs336sys.parallel.same_on_ranks import require_same_lines
 
 
@@ -43,7 +44,8 @@ class ContextGroup:
 
     Args:
         split: of as many ranks as the group has.
-        group: None is the default process group. One of its own lets keys and values overtake what else is under way.
+        group: a process group, or one dimension of a mesh; None is the default process group. One of its own lets keys
+            and values overtake what else is under way.
         communicates: False computes with this rank's own tensors in place of what others would send, for measuring how
             long the same step takes without communication.
 
@@ -54,18 +56,20 @@ class ContextGroup:
         UsageError: there is no process group, the split is for another number of ranks, or ranks differ in it.
     """
 
-    def __init__(self, split: SequenceSplit, group: dist.ProcessGroup | None = None, *, communicates: bool = True):
+    def __init__(
+        self, split: SequenceSplit, group: dist.ProcessGroup | DeviceMesh | None = None, *, communicates: bool = True
+    ):
         require_process_group("context parallelism")
         self.split = split
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = process_group(group)
+        self.rank, self.world_size = self._group.rank(), self._group.size()
         if split.world_size != self.world_size:
             raise UsageError(
                 f"a sequence split over {split.world_size} ranks: the process group has {self.world_size}; choose "
                 "the same number"
             )
         order = "zigzag" if split.is_zigzag else "in rank order"
-        require_same_lines([f"sequences of {split.length} tokens {order}"])
-        self._group = group
+        require_same_lines([f"sequences of {split.length} tokens {order}"], self._group)
         self._communicates = communicates
 
     @property

@@ -16,6 +16,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep
+from cs336sys.report.noise import ratio
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.parallel.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
 from cs336sys.report.tables import Column, Table
@@ -30,7 +31,7 @@ from cs336sys.report.titles import (
     title,
     unknown_memory,
 )
-from cs336sys.results import Cell, Run
+from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.workload import ParallelWorkload
 
 SHARDING_SETTING_COLUMNS = {
@@ -105,6 +106,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
     own = (*shown.values(), *_STRATEGY_COLUMNS)
     rows = _step_rows(cells)
+    scaling = [Column("scaling", "over one rank", "ratio")] if any("scaling" in row for row in rows) else []
     measured = [cell for cell in cells if cell.status == "ok"]
     tables = [
         Table(
@@ -113,7 +115,9 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             (
                 *SIZE_COLUMNS,
                 *own,
-                *_STEP_COLUMNS,
+                *_STEP_COLUMNS[:2],
+                *scaling,
+                *_STEP_COLUMNS[2:],
                 *rate_columns(cells),
                 *OFF_COLUMNS,
                 *graph_columns(cells),
@@ -153,7 +157,25 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if cell.status == "ok" and "model" not in cell.configuration:
             workload = ParallelWorkload.from_configuration(cell.configuration)
             row["predicted_sent_bytes"] = _predicted_sent(workload)
+    _add_scaling(cells, rows)
     return rows
+
+
+def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
+    """Speed over one rank that computes the same batch, by the same strategy or else by ``none``."""
+
+    def batch(cell: Cell) -> str:
+        return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
+
+    alone = {
+        (batch(cell), cell.configuration["strategy"]): cell.samples["step"]
+        for cell in cells
+        if cell.configuration["world_size"] == 1 and cell.status == "ok"
+    }
+    for row, cell in zip(rows, cells, strict=True):
+        own = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
+        if own is not None and cell.configuration["world_size"] > 1 and cell.status == "ok":
+            row["scaling"] = ratio(own, cell.samples["step"])
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
