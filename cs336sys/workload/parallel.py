@@ -329,7 +329,9 @@ class ParallelWorkload(Configured):
 
     @property
     def has_unsynchronized(self) -> bool:
-        """Whether the same step can be computed without communication."""
+        """Whether the same step can be computed without communication; one rank that splits nothing has none."""
+        if self.splits_sequences and self.world_size == 1:
+            return False
         return not self.writes_out_blocks and self.strategy != "torch-context"
 
     @property

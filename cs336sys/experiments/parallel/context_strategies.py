@@ -1,14 +1,15 @@
 """The strategies of ``shard`` that give each rank a slice of every sequence: ours, and torch's own beside them."""
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, split_of
@@ -17,6 +18,7 @@ from cs336sys.experiments.parallel.sharded_strategies import BUCKETS
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import CausalAttention, causal_attention, give_positions, model_attention
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
+from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.workload import ParallelWorkload
@@ -68,7 +70,7 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         split = split_of(strategy, workload.training.size, workload.world_size)
-        group = _own_group(workload.timeout_s, dist.get_backend() == "nccl") if communicates else None
+        group = _own_group(process_group(None), workload.timeout_s) if communicates else None
         context = ContextGroup(split, group, communicates=communicates)
         attention = _ATTENTION[strategy](context, workload)
         if workload.training.compile != "off":
@@ -102,11 +104,12 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
     return prepare
 
 
-@functools.cache
-def _own_group(timeout_s: float, is_nccl: bool) -> dist.ProcessGroup:
+# The same for all cells of one default group.
+@functools.lru_cache(maxsize=1)
+def _own_group(default: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     """All ranks, on a communicator of its own: what attention waits for must not queue behind gradients."""
     options = None
-    if is_nccl:
+    if dist.get_backend(default) == "nccl":
         # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=timeout_s)
@@ -147,10 +150,17 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
     give_positions(plain, positions)
     model = BucketedDDP(plain, BUCKETS)
 
-    def around() -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
         # Inputs are cut already, as it would cut them: it needs to be shown a sequence to know its length.
         sequence = torch.empty(1, training.size.context, device=device)
-        return context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence})
+        own = F.scaled_dot_product_attention
+        try:
+            with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence}):
+                yield
+        finally:
+            # torch 2.11 leaves its own there after an error.
+            F.scaled_dot_product_attention = own
 
     return Replica(
         model,

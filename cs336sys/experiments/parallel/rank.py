@@ -141,6 +141,9 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         synchronize_steps=training.synchronize == "step",
     )
     peak_gib = peak_memory_gib(device)
+    if workload.strategy.endswith("unsynchronized"):
+        # Its time is all that others are compared with, and a step may take seconds.
+        return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
     if not in_graphs:
         communications = _recorded(step)
     timeline = None
@@ -158,8 +161,10 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
             finish_communication()
     gathers = _watched_gathers(step)
     if communications:
-        # Without sharing them, a fully sharded model's collectives may need more memory than a GPU has.
-        tensors: dict[Any, Tensor] | None = {} if workload.strategy in FULLY_SHARDED else None
+        # Without sharing them, collectives of a fully sharded model, or of long sequences, may need more memory than a
+        # GPU has.
+        shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
+        tensors: dict[Any, Tensor] | None = {} if shares else None
         samples["communication"] = _time_alone(communications, tensors, training.steps, device)
     return RankMeasurement(
         samples,

@@ -86,7 +86,8 @@ def _predicted_sent(workload: ParallelWorkload) -> float | None:
     """What a rank sends in a step; None where that is torch's own affair."""
     if workload.strategy in OWN_TENSOR_STRATEGIES:
         return _tensor_step(workload).sent_bytes
-    return None if workload.shares_layers else predicted_sent_bytes(sharded_step(workload))
+    known = not workload.shares_layers and workload.strategy != "torch-context"
+    return predicted_sent_bytes(sharded_step(workload)) if known else None
 
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
