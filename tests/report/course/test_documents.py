@@ -246,6 +246,71 @@ def test_cells_of_two_machines_are_kept_apart():
     assert "small 9.540 ms" in blocks[1].sentences[0]
 
 
+def test_a_compiled_model_is_compared_with_the_vanilla_model_of_its_own_run():
+    """Another run, with more cells, has a vanilla model too."""
+    (file,) = saved("bench-h200")
+    off, block = (
+        next(
+            cell
+            for cell in file.cells
+            if cell.configuration["compile"] == how and cell.configuration["size"] == "small"
+        )
+        for how in ("off", "block")
+    )
+    whole = replace(scaled(block, 2), configuration=block.configuration | {"compile": "model"}, run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    text = words(
+        answers(2025, [file, Results(runs, (replace(scaled(off, 2), run_id="b"), whole))], "torch_compile", "b")
+    )
+    assert "small (fp32), with the model compiled: the forward 38.17 ms to 29.92 ms (1.28x as fast)" in text
+    assert "each block" not in text
+
+
+def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():
+    def peaks(**gib):
+        cells = [cell for cell in files[0].cells if cell.configuration["checkpointing"] == "block"]
+        measured = [
+            replace(
+                cells[0],
+                configuration=cells[0].configuration | {"checkpointing": name.replace("_", "=")},
+                derived=cells[0].derived | {"peak_gib": peak},
+            )
+            for name, peak in gib.items()
+        ]
+        return words(answers(2026, [Results(files[0].runs, tuple(measured))], "gradient_checkpointing", "b"))
+
+    files = saved("memprof-h200")
+    alike = peaks(sublayer=59.4, block=59.4, every_2=63.6)
+    assert "The least is that of groups of 1 block, as expected." in alike
+    assert "The next smaller pieces, attention and feed-forward layers, need as much." in alike
+    assert "The next larger pieces, groups of 2 blocks, need 4.200 GiB more." in alike
+    smaller = peaks(sublayer=50.0, block=59.4, every_2=63.6)
+    assert "that of attention and feed-forward layers, and not groups of 1 block as expected" in smaller
+
+
+def test_forward_passes_with_their_graph_stand_beside_those_without_and_what_did_not_fit_is_predicted():
+    files = saved("memprof-h200", "memprof-2048-h200")
+    plain = next(
+        cell
+        for cell in files[0].cells
+        if (cell.configuration["size"], cell.configuration["mode"], cell.configuration["precision"])
+        == ("2.7b", "train", "fp32")
+    )
+    graph = replace(plain, configuration=plain.configuration | {"mode": "forward-backward"})
+    kept = [Results(files[0].runs, (*files[0].cells, graph)), files[1]]
+    assert "graph kept" not in words(answers(2026, files, "memory_profiling", "b"))
+    text = words(answers(2026, kept, "memory_profiling", "b"))
+    most = max(phase["allocated"] for phase in plain.derived["phases"] if phase["phase"] in ("forward", "loss"))
+    assert f"with their graph kept they need {most / 2**30:.2f} GiB at context 128." in text
+    assert "By the accounting it would need 243.8 GiB (train, context 2048)." in text
+
+
+def test_formulas_come_after_what_their_symbols_stand_for():
+    (block,) = answers(2026, [], "fsdp_tp_calcs", "c")
+    formulas = [sentence.split(": ", 1)[1] for sentence in block.sentences[-3:]]
+    assert [formula.split(" = ")[0] for formula in formulas] == ["b", "t", "N <= (1 + b) (1 + t)"]
+
+
 def test_what_has_no_data_names_the_command_that_gives_it():
     ((_, sections),) = document(2025, [], "nsys_profile").problems
     assert all(not section.blocks for section in sections)
