@@ -29,6 +29,7 @@ from cs336sys.measure.profile.nsys_report import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.timing import time_phases
+from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results import Samples
 from cs336sys.workload import ProfileWorkload, Workload
@@ -174,8 +175,7 @@ def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folde
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # acc_events only silences a warning about further profiling cycles: there is one.
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    profiler = TorchProfiler(activities)
     _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
     trace = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))

@@ -9,6 +9,7 @@ import torch
 import torch.utils.benchmark
 from torch.autograd import DeviceType
 
+from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.results import Samples
 
 # What is written to empty an L2 cache of what calls left there: several times an H200's 50 MB.
@@ -183,8 +184,7 @@ def gpu_busy_ms(step: Callable[[], None]) -> float | None:
         Milliseconds, or None when the profiler saw no GPU work (it cannot trace on this machine).
     """
     torch.cuda.synchronize()
-    # acc_events only silences a warning about further profiling cycles: there is one.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with TorchProfiler([torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
     intervals = [

@@ -10,6 +10,7 @@ from torch.autograd import DeviceType
 
 from cs336sys.measure.profile import taxonomy
 from cs336sys.measure.timing import covered, elapsed_ms, mark
+from cs336sys.measure.torch_profiler import TorchProfiler
 
 # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
 _OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")
@@ -128,8 +129,7 @@ def _profiled(
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     _synchronize(device)
-    # acc_events only silences a warning about further profiling cycles: there is one.
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+    with TorchProfiler([activity]) as profiler:
         marks = [mark(on_gpu)]
         for run in phases.values():
             run()
@@ -153,7 +153,7 @@ def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with TorchProfiler(activities) as profiler:
         for run in phases.values():
             run()
         _synchronize(device)

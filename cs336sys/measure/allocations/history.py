@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336sys.measure.allocations.timeline import Event
+from cs336sys.measure.torch_profiler import TorchProfiler
 
 # A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
 # and completed. An entry takes a few KB of host memory.
@@ -128,9 +129,7 @@ class CpuHistory(AllocationHistory):
         self._marks = 0
         self._times: list[int] = []
         self._event_times: list[int] = []
-        self._profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
+        self._profiler = TorchProfiler([torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._had_onednn = torch.backends.mkldnn.enabled
 
     def __enter__(self) -> "CpuHistory":
