@@ -48,12 +48,22 @@ def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
     )
     shown = [table for group in found for table in group.table("attn", *keys)]
     pictures = pictures_of(found)
-    return Answer(sentences, [*shown, *tables], pictures, runs_of(found))
+    every = {_shape(cell): cell for cell in cells}
+    missing = [
+        f"{_CALLED.get(name, name)} at {shape_words(cell)}"
+        for name in dict.fromkeys(cell.configuration["implementation"] for cell in cells)
+        for shape, cell in sorted(every.items())
+        if all(_shape(one) != shape for one in cells if one.configuration["implementation"] == name)
+    ]
+    return Answer(sentences, [*shown, *tables], pictures, runs_of(found), missing)
+
+
+_CALLED = {"model": "the model's own attention", "eager": "plain attention with torch.softmax"}
 
 
 def _attention_words(name: str, cells: Sequence[Cell]) -> list[str]:
     measured = sorted((cell for cell in cells if cell.status == "ok"), key=_shape)
-    words = {"model": "the model's own attention", "eager": "plain attention with torch.softmax"}.get(name, name)
+    words = _CALLED.get(name, name)
     sentences = []
     if measured:
         first, last = measured[0], measured[-1]
