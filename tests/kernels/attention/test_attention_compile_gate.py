@@ -141,16 +141,18 @@ HOPPER = (
     "hopper, head dim 256",
     "hopper, head dim 256 full",
 )
-# Bytes of registers that go to memory from triton 3.7 on; with 3.6, by which all was measured, none do. Triton 3.9: in
-# forward around the mask and at the end of an item, not in the loop over whole tiles; in backward for each tile.
+# Bytes of registers that go to memory. With triton 3.6, by which all was measured, an address once an item.
+SPILLED_BY_TRITON_3_6 = {("hopper, head dim 64", "forward"): 16}
+# From triton 3.7 on. Triton 3.9: in forward mostly around the mask, at the end of an item and where a step is repeated
+# with new maxima; in backward for each tile.
 SPILLED_BY_LATER_TRITON = {
-    ("hopper, head dim 32", "forward"): 52,
-    ("hopper, head dim 32 full", "forward"): 28,
-    ("hopper, head dim 64", "forward"): 268,
-    ("hopper, head dim 64 full", "forward"): 236,
-    ("hopper, head dim 128 full", "forward"): 48,
-    ("hopper, head dim 256", "forward"): 32,
-    ("hopper, head dim 256 full", "forward"): 44,
+    ("hopper, head dim 16", "forward"): 88,
+    ("hopper, head dim 32", "forward"): 192,
+    ("hopper, head dim 32 full", "forward"): 176,
+    ("hopper, head dim 64", "forward"): 720,
+    ("hopper, head dim 64 full", "forward"): 604,
+    ("hopper, head dim 256", "forward"): 104,
+    ("hopper, head dim 256 full", "forward"): 88,
     ("hopper, head dim 64", "backward"): 36,
     ("hopper, head dim 64 full", "backward"): 20,
     ("hopper, head dim 128", "backward"): 532,
@@ -159,7 +161,7 @@ SPILLED_BY_LATER_TRITON = {
 
 
 def test_hopper_kernels_keep_their_sums_in_registers(compiled):
-    allowances = {} if triton.__version__.startswith("3.6.") else SPILLED_BY_LATER_TRITON
+    allowances = SPILLED_BY_TRITON_3_6 if triton.__version__.startswith("3.6.") else SPILLED_BY_LATER_TRITON
     for configuration in HOPPER:
         for name, kernel in compiled[configuration].items():
             allowed = allowances.get((configuration, name), 0)
@@ -180,8 +182,8 @@ def test_hopper_softmax_runs_beside_a_product(compiled):
     for configuration in HOPPER:
         forward = compiled[configuration]["forward"]
         head_dim = int(configuration.split()[3])
-        # 64 x 128 scores (64 x 64 with head dimension 256) and two factors for older weights of 128 threads.
-        exponentials, consumers = 34 if head_dim == 256 else 66, 3 if head_dim <= 64 else 2
+        # 64 x 128 scores (64 x 64 with head dimension 256) of 128 threads.
+        exponentials, consumers = 32 if head_dim == 256 else 64, 3 if head_dim <= 64 else 2
         assert forward["exp2_beside_product"] == [exponentials] * consumers, f"{configuration}: {forward}"
 
 

@@ -10,12 +10,18 @@ to the first. So whatever needs a mask, the diagonal and the tail, comes first.
 Between two bars the matrix products are issued together and the softmax starts when S is there: the tensor cores
 multiply P V of one tile while the exponentials of the next are computed. P stays in registers, as the left operand.
 
+Weights are relative to the maximum of the row in the first tile, whose logarithm ends up in the logsumexp: any other
+number would do as long as nothing overflows. So the loop takes no maxima, which as chains of comparisons would stand
+in front of the exponentials, and rescales nothing. When a sum of weights passes a limit, S of the tile is multiplied
+once more and its step is that of the online softmax, with new maxima.
+
 Synchronisation is by mbarriers. A ``ready`` barrier counts one arrival, the producer's, and the bytes of the tile; a
 ``free`` barrier one arrival of each warpgroup that has read it. A phase is named by its parity: use n of a slot waits
 for phase n of ``ready``, of parity n & 1, and may overwrite the slot after phase n - 1 of ``free``; a fresh barrier
 counts as having completed a phase of parity 1, so the first use passes.
 
-Sources: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2; Dao, "FlashAttention-2" (2023), algorithm 1.
+Sources: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2; Dao, "FlashAttention-2" (2023), algorithm 1; Hong
+et al., "FlashDecoding++" (2023), section 3, for weights relative to another number than the maximum.
 """
 
 from triton.experimental import gluon
@@ -33,8 +39,17 @@ from cs336sys.kernels.attention.hopper.schedule import key_tiles
 LN_2 = gl.constexpr(0.6931471805599453)
 # The rows of one warpgroup's matrix instruction.
 CONSUMER_ROWS = gl.constexpr(64)
+# Of a warpgroup.
+WARPS = gl.constexpr(4)
 # With a larger head dimension shared memory has no room for tiles of the output: they take those of the queries.
 LARGEST_WITH_OUT_TILES = gl.constexpr(128)
+# The maximum of a row that has seen no key or only scores of -inf. Subtracted from one of these it gives a weight of 0,
+# from any finite score inf, which is beyond every limit.
+NO_MAXIMUM = gl.constexpr(-1e30)
+# The largest sum of one thread's weights that a step without maxima may find, as the bits of a float32, which order
+# positive numbers, too: 2^60 keeps all sums far from infinity, and 2^15 each weight in the range of float16.
+LIMIT = gl.constexpr(0x5D800000)
+FLOAT16_LIMIT = gl.constexpr(0x47000000)
 FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 _key_tiles = gluon.jit(key_tiles)
@@ -47,10 +62,10 @@ def _num_rounds(schedule):
 
 @gluon.jit
 def _item(schedule, round, num_heads, ITEM_ROWS: gl.constexpr):
-    """(first query, batch, head, sequence) of this program's item in a round."""
+    """(first query, batch, head) of this program's item in a round."""
     entry = schedule + (gl.load(schedule + gl.program_id(0) * 2 + 1) + round) * 2
     sequence = gl.load(entry + 1)
-    return gl.load(entry) * ITEM_ROWS, sequence // num_heads, sequence % num_heads, sequence
+    return gl.load(entry) * ITEM_ROWS, sequence // num_heads, sequence % num_heads
 
 
 @gluon.jit
@@ -76,12 +91,12 @@ def _producer(
 ):
     query, key, value, _ = tensors
     num_heads, num_queries, num_keys = shape
-    query_tiles, key_ring, value_ring, _ = buffers
+    query_tiles, key_ring, value_ring, _, _ = buffers
     query_ready, query_free, key_ready, key_free, value_ready, value_free, _ = barriers
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     first_use = 0
     for round in range(_num_rounds(schedule)):
-        first_query, batch, head, _sequence = _item(schedule, round, num_heads, ITEM_ROWS)
+        first_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
         end = _key_tiles(first_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
         last_key = (end - 1) * KEY_ROWS
         _load(key, batch, head, last_key, key_ring, key_ready, key_free, first_use, STAGES)
@@ -134,10 +149,8 @@ def _sum_in_thread(weights):
 def _softmax(scores, row_max, row_sum, scale_log2):
     """One step of the online softmax: weights, new maximum and sums of the rows, and the factor of older weights."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-    # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores * scale_log2 - shift[:, None])
-    rescale = gl.exp2(row_max - shift)
+    weights = gl.exp2(scores * scale_log2 - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
     sums = _sum_in_thread(weights)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return weights, new_max, row_sum, rescale
@@ -154,7 +167,6 @@ def _attend(
     first_query,
     batch,
     head,
-    sequence,
     first_use,
     whole,
     end,
@@ -170,14 +182,16 @@ def _attend(
     Tile end - 1 - i is use first_use + i of the rings.
     """
     out = tensors[3]
-    query_tiles, key_ring, value_ring, out_tiles = buffers
+    query_tiles, key_ring, value_ring, out_tiles, largest_sums = buffers
     _, query_free, key_ready, key_free, value_ready, value_free, turns = barriers
-    _, num_queries, num_keys = shape
+    num_heads, num_queries, num_keys = shape
     dtype: gl.constexpr = out.dtype
     HEAD_DIM: gl.constexpr = out.block_type.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    in_every_thread: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+    limit: gl.constexpr = FLOAT16_LIMIT if dtype == gl.float16 else LIMIT
     zeros = gl.zeros([CONSUMER_ROWS, KEY_ROWS], gl.float32, scores_layout)
     query_tile = query_tiles.index(CONSUMER)
 
@@ -192,7 +206,7 @@ def _attend(
     mbarrier.arrive(key_free.index(slot), count=1)
     if end > whole:
         scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, num_keys, CAUSAL)
-    row_max = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    row_max = gl.full([CONSUMER_ROWS], NO_MAXIMUM, gl.float32, gl.SliceLayout(1, scores_layout))
     row_sum = _sum_in_thread(zeros)
     weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, scale_log2)
     left = gl.convert_layout(weights.to(dtype), weights_layout)
@@ -212,17 +226,33 @@ def _attend(
             _pass_turn(turns, CONSUMER, CONSUMERS)
         # Products finish in the order of their issue: one outstanding means that S is there.
         scores = warpgroup_mma_wait(1, [scores])
-        mbarrier.arrive(key_free.index(slot), count=1)
         if end - i > whole:
             scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
-        weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
+        weights = gl.exp2(scores * scale_log2 - row_max[:, None])
+        sums = _sum_in_thread(weights)
+        # The largest of each warp goes to shared memory, where every thread will find the largest of all. By ``gl.max``
+        # of all each step would go through shared memory twice (1x16x16384x64: 1.104 ms instead of 0.995).
+        largest_of_warps = largest_sums.index(2 * CONSUMER + use % 2)
+        largest_of_warps.store(gl.max(sums.to(gl.int32, bitcast=True).reshape([WARPS, CONSUMER_ROWS]), 1))
         # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
         # the one for S, and no softmax runs beside a product.
         mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < end)
         out_sum = warpgroup_mma_wait(0, [out_sum])
         mbarrier.arrive(value_free.index(value_slot), count=1)
         left = gl.convert_layout(weights.to(dtype), weights_layout)
-        out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+        if gl.max(largest_of_warps.load(in_every_thread), 0) > limit:
+            scores = warpgroup_mma(
+                query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, [scores])
+            if end - i > whole:
+                scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
+            weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
+            left = gl.convert_layout(weights.to(dtype), weights_layout)
+            out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+        else:
+            row_sum += sums
+        mbarrier.arrive(key_free.index(slot), count=1)
     OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
     if OWN_OUT_TILES:
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
@@ -246,7 +276,7 @@ def _attend(
     tma_store(out, [batch, head, first_query, 0], out_tiles.index(CONSUMER))
     queries = first_query + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, scores_layout))
     natural_logsumexp = (row_max + gl.log2(row_sum)) * LN_2
-    logsumexps = logsumexp + sequence.to(gl.int64) * num_queries + queries
+    logsumexps = logsumexp + (batch * num_heads + head).to(gl.int64) * num_queries + queries
     gl.store(logsumexps, natural_logsumexp, mask=queries < num_queries)
     if not OWN_OUT_TILES:
         store_wait(0)
@@ -275,7 +305,7 @@ def _consumer(
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     first_use = 0
     for round in range(_num_rounds(schedule)):
-        item_query, batch, head, sequence = _item(schedule, round, num_heads, ITEM_ROWS)
+        item_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
         first_query = item_query + CONSUMER * CONSUMER_ROWS
         item_end = _key_tiles(item_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
         whole, end = _key_tiles(first_query, CONSUMER_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)
@@ -302,7 +332,6 @@ def _consumer(
                 first_query,
                 batch,
                 head,
-                sequence,
                 first_use + item_end - end,
                 whole,
                 end,
@@ -353,6 +382,8 @@ def forward_kernel(
     out_tiles = query_tiles
     if HEAD_DIM <= LARGEST_WITH_OUT_TILES:
         out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
+    # Two for each consumer, in turn; with one, which would do, the compiler of triton 3.6 spills 380 bytes.
+    largest_sums = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     query_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
     query_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
@@ -372,7 +403,7 @@ def forward_kernel(
         mbarrier.init(value_free.index(stage), count=CONSUMERS)
 
     tensors = (query, key, value, out)
-    buffers = (query_tiles, key_ring, value_ring, out_tiles)
+    buffers = (query_tiles, key_ring, value_ring, out_tiles, largest_sums)
     barriers = (query_ready, query_free, key_ready, key_free, value_ready, value_free, turns)
     shape = (num_heads, num_queries, num_keys)
     # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.

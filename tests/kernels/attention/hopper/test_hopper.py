@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_checks import STRIDES, assert_exact, assert_matches_float64, random_inputs
+from attention_checks import STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, operators
@@ -242,6 +242,22 @@ def test_nan_in_a_key_reaches_all_queries_that_see_it(head_dim, device):
     out = FlashAttentionTriton.apply(query, key, value, True, "tf32x3", False, "hopper")
     assert out[0, 137:].isnan().all()
     assert not out[0, :137].isnan().any()
+
+
+@on_hopper
+@HEAD_DIMS
+@CAUSAL
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scores_that_grow_from_tile_to_tile(dtype, is_causal, head_dim, device):
+    """Tiles are read from the last to the first: weights relative to the maximum of the last would be infinite."""
+    query, key, value = (tensor.detach() for tensor in random_inputs((1, 2), 700, 700, head_dim, dtype, device))
+    key *= torch.logspace(math.log10(300.0), -1.0, 700, device=device, dtype=torch.float32).to(dtype)[:, None]
+    out, logsumexp = flash_attention(query, key, value, is_causal, implementation="hopper", return_logsumexp=True)
+    doubles = (tensor.double() for tensor in (query, key, value))
+    expected_out, expected_logsumexp = reference_attention(*doubles, is_causal)
+    tolerance = TOLERANCES[dtype] * max(1.0, expected_out.abs().max().item())
+    torch.testing.assert_close(out.double(), expected_out, rtol=0.0, atol=tolerance)
+    torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-5, atol=1e-4)
 
 
 @on_hopper

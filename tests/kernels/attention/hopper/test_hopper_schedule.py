@@ -204,13 +204,20 @@ def simulate(
                 # Still there when the products are complete.
                 assert ring["key", (use + i) % stages] == key
                 reads[me, sequence, first_query].append(("key", *key))
-                arrive("free", "key", (use + i) % stages)
+                if not i:
+                    arrive("free", "key", use % stages)
                 yield
                 if i + 1 < end:
-                    key = yield from read("key", use + i + 1)
+                    next_key = yield from read("key", use + i + 1)
                 if i:
                     assert ring["value", (use + i - 1) % stages] == value
                     arrive("free", "value", (use + i - 1) % stages)
+                    yield
+                    # Still there when its scores are needed once more.
+                    assert ring["key", (use + i) % stages] == key
+                    arrive("free", "key", (use + i) % stages)
+                if i + 1 < end:
+                    key = next_key
             if own_out_tiles or not end:
                 arrive("query_free", me)
             if end:
