@@ -132,13 +132,19 @@ def give_positions(model: nn.Module, positions: Tensor) -> None:
             module.register_forward_pre_hook(with_positions, with_kwargs=True)
 
 
-def build_model(workload: Workload, device: torch.device, attention: CausalAttention | None = None) -> nn.Module:
+def build_model(
+    workload: Workload,
+    device: torch.device,
+    attention: CausalAttention | None = None,
+    compile_options: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """The workload's model on ``device``: initialized from its seed, compiled as it says.
 
     Attention is replaced for the whole process, see :func:`use_attention`.
 
     Args:
         attention: in place of the workload's, of our model.
+        compile_options: what torch.compile is told about blocks.
 
     Raises:
         UserCodeError: the user's function does not give a model.
@@ -168,7 +174,7 @@ def build_model(workload: Workload, device: torch.device, attention: CausalAtten
                 f"compile block: {workload.user.model} has no list of blocks; choose model, or name them by --blocks"
             )
         for block in blocks.values():
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, options=None if compile_options is None else dict(compile_options))
     return model
 
 

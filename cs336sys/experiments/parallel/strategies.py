@@ -113,7 +113,10 @@ Prepare = Callable[[ParallelWorkload, torch.device, OptimizerChoice], Replica]
 
 
 def build_plain_model(
-    workload: ParallelWorkload, device: torch.device, attention: CausalAttention | None = None
+    workload: ParallelWorkload,
+    device: torch.device,
+    attention: CausalAttention | None = None,
+    compile_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model that a strategy wraps: with checkpoints around its blocks if the workload says so.
 
@@ -122,8 +125,9 @@ def build_plain_model(
 
     Args:
         attention: in place of the workload's.
+        compile_options: what torch.compile is told about blocks.
     """
-    model = build_model(workload.training, device, attention)
+    model = build_model(workload.training, device, attention, compile_options)
     if workload.checkpointing == "block":
         for block in blocks_of(workload.training, model).values():
             run = block._compiled_call_impl or block._call_impl

@@ -20,7 +20,7 @@ from cs336sys.experiments.training import AUTOCAST_DTYPES, initialize_layer
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler
-from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
 from cs336sys.workload import ParallelWorkload
 
 _META = torch.device("meta")
@@ -51,7 +51,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
         training = workload.training
         mesh = _mesh(workload, device)
         # Layers are filled on the device one after the other, so that the whole model never exists.
-        plain = build_plain_model(workload, _META)
+        plain = build_plain_model(workload, _META, compile_options=COMPILE_OPTIONS)
         torch.manual_seed(training.seed)
         shared = TensorParallel(
             plain,
@@ -188,6 +188,8 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             **({"ln_final": SequenceParallel()} if sequence_parallel else {}),
         },
     )
+    # A compiled block may not be given what is still arriving: its backward pass would lose the layout (torch 2.13).
+    model.token_embeddings.register_forward_hook(lambda _, inputs, embedded: embedded.clone())
     for block in model.layers:
         parallelize_module(
             block,

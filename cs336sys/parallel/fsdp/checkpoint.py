@@ -55,14 +55,14 @@ def save_checkpoint(
         state = _model_state(sharded) | {"extra": [extra]}
         if optimizer is not None:
             state |= _optimizer_state(sharded, optimizer)
-    _on_first_rank(lambda: _make_empty(partial))
+    on_first_rank(lambda: _make_empty(partial))
     try:
         # Otherwise dictionaries and lists would be split into further keys, or have theirs turned into strings.
         whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(state, checkpoint_id=str(partial), planner=whole)
     except dcp.api.CheckpointException as error:
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
-    _on_first_rank(lambda: _replace(path, partial))
+    on_first_rank(lambda: _replace(path, partial))
 
 
 def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -80,7 +80,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
             gives names and shapes), or something in it could run code.
     """
     path = Path(path)
-    _on_first_rank(lambda: _check_whole(path))
+    on_first_rank(lambda: _check_whole(path))
     reader = PlainReader(path)
     saved = reader.read_metadata()
     state = _model_state(sharded)
@@ -250,7 +250,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
         raise UsageError(f"checkpoint {path} is of another model: {'; '.join(differences[:3])}{more}")
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
+def on_first_rank(action: Callable[[], None]) -> None:
     """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises its error."""
     error: Exception | None = None
     if dist.get_rank() == 0:

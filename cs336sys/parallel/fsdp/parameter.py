@@ -67,11 +67,12 @@ class ShardedParameter:
         self.full = nn.Parameter(padded.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
         return padded[self.group.rank() * each :][: len(self.rows)]
 
-    def gather_whole(self) -> Tensor:
-        """All rows in the dtype of the shard, in new memory. Every rank must call it."""
+    def gather_whole(self, own: Tensor | None = None) -> Tensor:
+        """All rows in new memory: of the shard, or of what is cut like it. Every rank must call it."""
+        own = self.shard.detach() if own is None else own
         each, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
-        padded = self.shard.new_zeros((self.group.size() * each, *self.shape[1:]))
-        padded[rank * each :][: len(self.rows)] = self.shard.detach()
+        padded = own.new_zeros((self.group.size() * each, *self.shape[1:]))
+        padded[rank * each :][: len(self.rows)] = own
         gather = SliceGather([padded.view(-1)], self.names[0], self.group)
         gather.start()
         gather.wait()

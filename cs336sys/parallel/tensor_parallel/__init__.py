@@ -7,7 +7,8 @@
 - ``wrapper.py``: the class.
 """
 
+from cs336sys.parallel.tensor_parallel.group import COMPILE_OPTIONS
 from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
 
-__all__ = ["TensorParallel", "vocabulary_parallel_cross_entropy"]
+__all__ = ["COMPILE_OPTIONS", "TensorParallel", "vocabulary_parallel_cross_entropy"]

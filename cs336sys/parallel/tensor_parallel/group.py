@@ -21,6 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# For ``block.compile(options=...)``: gradients of a layer's input are all-reduced as soon as they are there, and waited
+# for when they are needed, so that the products for the gradients of weights run meanwhile.
+COMPILE_OPTIONS: dict[str, Any] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
+
 
 @dataclass(frozen=True)
 class TensorGroup:

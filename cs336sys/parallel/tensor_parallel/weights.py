@@ -90,7 +90,7 @@ def cut_weights(
             name = f"{module_name}.{attribute}"
             shapes[name] = whole.shape
             if whole not in parts:
-                own = _part(whole.detach(), cut_dimension(name), rank, world_size)
+                own = part_of(whole.detach(), name, rank, world_size)
                 parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
                 # Of the same object a tied layer that comes later gets the same part.
                 parts[parts[whole]] = parts[whole]
@@ -98,7 +98,9 @@ def cut_weights(
     return shapes
 
 
-def _part(whole: Tensor, dimension: int | None, rank: int, world_size: int) -> Tensor:
+def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
+    """A rank's part of a tensor that is cut as the parameter of this name; itself if every rank has the whole."""
+    dimension = cut_dimension(name)
     if dimension is None:
         return whole
     own = own_part(whole.size(dimension), rank, world_size)
@@ -114,12 +116,14 @@ def whole_tensors(
     copies: dict[int, Tensor] = {}
     for name, part in parts.items():
         if id(part) not in copies:
-            copies[id(part)] = _whole(part.detach(), cut_dimension(name), shapes[name], group)
+            copies[id(part)] = whole_tensor(part.detach(), name, shapes[name], group)
         whole[name] = copies[id(part)]
     return whole
 
 
-def _whole(part: Tensor, dimension: int | None, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+    """A whole copy of what is cut as the parameter of this name. Every rank of the group calls it."""
+    dimension = cut_dimension(name)
     if dimension is None:
         return part.clone()
     sizes = [len(own_part(shape[dimension], rank, group.size())) for rank in range(group.size())]
@@ -155,4 +159,4 @@ def load_whole(
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(f"the state dict is of another model: {'; '.join(differences[:3])}{more}")
     for name, parameter in parameters.items():
-        parameter.copy_(_part(whole[name].to(parameter.device), cut_dimension(name), rank, world_size))
+        parameter.copy_(part_of(whole[name], name, rank, world_size))

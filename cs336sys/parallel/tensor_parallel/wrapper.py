@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers
@@ -40,7 +40,7 @@ class TensorParallel(nn.Module):
     - The module is changed in place: ``shared.module`` has the names and modules that it had, with this rank's parts of
       their weights, so that :class:`~cs336sys.parallel.fsdp.FSDP` or a class of :mod:`~cs336sys.parallel.ddp` can wrap
       it for the other dimension of a mesh; then call that wrapper, and ``finish_gradient_synchronization()`` of both,
-      the wrapper's first. Compile its blocks before or afterwards.
+      the wrapper's first. Compile its blocks before or afterwards, ``block.compile(options=COMPILE_OPTIONS)``.
     - It is anybody's ``cs336_basics``: a model with the names of its state dict, whose attention has ``num_heads``.
     - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
     - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
@@ -139,11 +139,38 @@ class TensorParallel(nn.Module):
         """For gradient accumulation, as of the other wrappers: layers communicate nevertheless, as they must."""
         return contextlib.nullcontext()
 
-    def cut_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of which each rank has a part, by their first names."""
-        return {
-            name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is not None
-        }
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, sharded: Any = None) -> Tensor:
+        """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
+
+        Every rank must call it, after ``finish_gradient_synchronization()``.
+
+        Args:
+            sharded: the :class:`~cs336sys.parallel.fsdp.FSDP` module around ``module``, if there is one.
+
+        Returns:
+            the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
+        """
+        groups = [self.group]
+        held = dict(self.module.named_parameters())
+        if sharded is not None:
+            groups.append(sharded.group)
+            held = {name: one.shard for name, one in sharded.sharded_parameters.items()}
+            held |= sharded.replicated_parameters
+        norms = []
+        for is_cut in (True, False):
+            gradients = [
+                one.grad
+                for name, one in held.items()
+                if (cut_dimension(name) is not None) == is_cut and one.grad is not None
+            ]
+            norms.append(nn.utils.get_total_norm(gradients, norm_type))
+        norm, of_whole = (one.to(next(iter(held.values())).device) for one in norms)
+        for group in groups:
+            norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
+        norm = torch.linalg.vector_norm(torch.stack((norm, of_whole)), norm_type)
+        nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
+        return norm
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Whole copies of all parameters by their names, as one process has them. Every rank of the group calls it.

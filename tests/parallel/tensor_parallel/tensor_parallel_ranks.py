@@ -3,11 +3,16 @@
 import contextlib
 
 import torch
+import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
+from torch.distributed.device_mesh import init_device_mesh
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
+from cs336sys.parallel.tensor_parallel.checkpoint import load_checkpoint, save_checkpoint
 
 # Neither inner features nor tokens divide by 2 or 4.
 SIZES = {"vocab_size": 19, "context_length": 8, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_ff": 23}
@@ -49,7 +54,7 @@ def gradients(half=False, sequence_parallel=False, compiled=False, group=None, *
     shared = TensorParallel(model(**settings), group, sequence_parallel=sequence_parallel)
     if compiled:
         for block in shared.module.layers:
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, options=COMPILE_OPTIONS)
     inputs, targets = batch()
     with precision(half):
         loss = shared.loss(shared(inputs), targets, compiles=compiled)
@@ -95,3 +100,65 @@ def refusals():
     except UsageError as error:
         told["state dict"] = str(error)
     return told
+
+
+MAX_NORM = 0.05
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def two_steps_alone():
+    """Norms of the gradients, and weights, of one process that clips."""
+    plain = model()
+    optimizer = optimizer_of(plain.parameters())
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        cross_entropy(plain(inputs), targets).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM).item())
+        optimizer.step()
+    return norms, {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+
+def two_steps_on_mesh(data_ranks, outer, sequence_parallel, save=None, load=None):
+    """The same on a mesh.
+
+    Args:
+        save: write a checkpoint after the first step.
+        load: read one in place of the first step.
+    """
+    tensor_ranks = dist.get_world_size() // data_ranks
+    mesh = init_device_mesh("cpu", (data_ranks, tensor_ranks), mesh_dim_names=("data", "tp"))
+    shared = TensorParallel(model(seed=0 if load is None else 1), mesh["tp"], sequence_parallel=sequence_parallel)
+    wrapped = shared
+    if outer == "ddp":
+        wrapped = BucketedDDP(shared.module, 0.001, group=mesh["data"])
+    elif outer == "fsdp":
+        wrapped = FSDP(shared.module, group=mesh["data"])
+    sharded = wrapped if outer == "fsdp" else None
+    optimizer = optimizer_of(wrapped.parameters())
+    share = slice(*(4 // data_ranks * (mesh.get_local_rank("data") + end) for end in (0, 1)))
+    norms, extra = [], None
+    for step in range(2):
+        if step == 0 and load is not None:
+            extra = load_checkpoint(load, shared, optimizer, sharded=sharded)
+            continue
+        optimizer.zero_grad()
+        inputs, targets = batch(step)
+        shared.loss(wrapped(inputs[share]), targets[share]).backward()
+        wrapped.finish_gradient_synchronization()
+        if wrapped is not shared:
+            shared.finish_gradient_synchronization()
+        norms.append(shared.clip_grad_norm_(MAX_NORM, sharded=sharded).item())
+        optimizer.step()
+        if step == 0 and save is not None:
+            save_checkpoint(save, shared, optimizer, sharded=sharded, extra={"step": 1})
+    return norms, shared.full_state_dict(None if sharded is None else sharded.gather_full_params()), extra
+
+
+def two_steps_on_meshes(runs):
+    """:func:`two_steps_on_mesh`, in turn."""
+    return [two_steps_on_mesh(*arguments) for arguments in runs]
