@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, choose_from
+from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
@@ -42,6 +43,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear-cross-entropy": (),
 }
 
+# Products of weights' gradients that may wait beside the backward pass: a block's.
+DEPTH = 4
+
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"
 
@@ -64,7 +68,7 @@ class Fused:
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in STACKED.get(type(module).__name__, ()):
-                module.__dict__[name] = module.__dict__["gradient_dtype"] = None
+                module.__dict__[name] = module.__dict__["gradient_dtype"] = module.__dict__["beside"] = None
         head = getattr(model, HEAD, None)
         self._head = head if head in forwards else None
         if self._head is not None:
@@ -155,11 +159,22 @@ class Fused:
         self._model.register_forward_pre_hook(_refresh_changed_copies)
         return self.copies
 
+    def compute_gradients_beside(self) -> None:
+        """Compute the blocks' weights' gradients on a GPU stream beside the rest of the backward pass, for copies.
+
+        The gradients are there when ``backward()`` returns. Hooks on weights, and wrappers that send gradients away as
+        they come, would read them before.
+        """
+        beside = Beside(next(self._model.parameters()).device, DEPTH)
+        for module in self._modules:
+            if type(module).__name__ in STACKED:
+                module.__dict__["beside"] = beside
+
     def undo(self) -> None:
         """The model computes as before; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
-            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype"):
+            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype", "beside"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
             self._head.__dict__.pop("targets", None)
@@ -194,9 +209,15 @@ def _norm_forward(
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
     if ffn.gate_up_copy is None:
         return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
-    dtype = ffn.gradient_dtype
-    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight, gradient_dtype=dtype)
-    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype)
+    dtype, beside = ffn.gradient_dtype, _beside(ffn)
+    weights = ffn.w1.weight, ffn.w3.weight
+    gate_up = linear_of_copy(x, ffn.gate_up_copy, *weights, gradient_dtype=dtype, beside=beside)
+    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype, beside)
+
+
+def _beside(module: Any) -> Beside | None:
+    # Compiled code has one stream.
+    return None if torch.compiler.is_compiling() else module.beside
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
@@ -220,13 +241,15 @@ def _attention_forward(theta: float | None, attention: Attention) -> Callable:
         if attn.qkv_copy is None:
             return type(attn).forward(attn, x, token_positions)
         dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype)
+        beside = _beside(attn)
+        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype, beside=beside)
         if theta is None:
             query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
         else:
             query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
         heads = attention(query, key, value).transpose(-3, -2).flatten(-2)
-        return linear_of_copy(heads, attn.output_copy, attn.output_proj.weight, gradient_dtype=dtype)
+        output = attn.output_proj.weight
+        return linear_of_copy(heads, attn.output_copy, output, gradient_dtype=dtype, beside=beside)
 
     return forward
 

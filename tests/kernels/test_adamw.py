@@ -137,7 +137,7 @@ def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, mon
     give_gradients(parameters, 0)
     for _ in range(4):
         optimizer.step()
-    assert len(optimizer._tables._chunks.launches) == 1
+    assert len(optimizer._rest.tables._chunks.launches) == 1
     # The first step makes the states.
     assert len(described) == 2
     give_gradients(parameters, 1)
@@ -402,6 +402,52 @@ def test_learning_rate_changes_between_steps(device):
         optimizer.step()
         expected.step()
     assert_states_match(optimizer, expected)
+
+
+def test_updates_in_the_backward_pass(device):
+    """Bit for bit those of step(), with the gradients of one group at a time; the rest is left to step()."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device=device) for _ in range(4)])
+    unused = torch.nn.Parameter(torch.ones(2, device=device))
+    same = copy.deepcopy(layers)
+    # The last group is never complete.
+    groups = [list(layers[1].parameters()), list(layers[2].parameters()), [*layers[3].parameters(), unused]]
+    optimizer = AdamW([*layers.parameters(), unused], lr=0.1, state_dtype="bf16")
+    expected = AdamW(same.parameters(), lr=0.1, state_dtype="bf16")
+    left = []
+    layers[0].weight.register_post_accumulate_grad_hook(
+        lambda _: left.append([layer.weight.grad is not None for layer in layers])
+    )
+
+    def train(steps):
+        for x in torch.randn(steps, 3, 4, device=device):
+            layers(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            same(x).square().sum().backward()
+            expected.step()
+            expected.zero_grad()
+
+    end = optimizer.update_in_backward(groups)
+    train(3)
+    assert left == [[True, False, False, True]] * 3
+    end()
+    train(1)
+    assert left[3:] == [[True] * 4]
+    for parameter, other in zip(layers.parameters(), same.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+        assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], expected.state[other]["exp_avg_sq"])
+    assert unused not in optimizer.state
+
+
+def test_what_cannot_be_updated_in_the_backward_pass(device):
+    parameters = parameters_of(make_tensors([(2,), (3,)], device=device))
+    optimizer = AdamW(parameters)
+    for groups in ([parameters, parameters[:1]], [[torch.nn.Parameter(torch.ones(2, device=device))]]):
+        with pytest.raises(ValueError, match="takes each of this optimizer's parameters once at most"):
+            optimizer.update_in_backward(groups)
+    with pytest.raises(ValueError, match="max_grad_norm needs all gradients before the first update"):
+        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters])
 
 
 def test_closure_and_steps_without_gradients(device):

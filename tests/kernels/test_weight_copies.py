@@ -101,3 +101,43 @@ def test_split_weights_are_what_is_computed_with(model):
     assert list(model.state_dict()) == keys
     norm = model.ln_final.weight
     assert optimizer.float32_weight(norm).data_ptr() == norm.data_ptr()
+
+
+class Later:
+    """In the place of a stream: what is launched runs when the backward pass has ended."""
+
+    def __init__(self):
+        self.work = []
+
+    def launch(self, run, tensors):
+        if not self.work:
+            torch.autograd.Variable._execution_engine.queue_callback(self.join)
+        self.work.append(run)
+
+    def join(self):
+        for run in self.work:
+            run()
+        self.work = []
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gradients_computed_beside_the_backward_pass(model, monkeypatch):
+    """Nothing reads or copies them in it; those that are added to others are computed in it."""
+    gradients, launches = [], []
+    for beside in (None, Later()):
+        handle = fuse(model)
+        handle.keep_copies(torch.bfloat16)
+        if beside is not None:
+            monkeypatch.setattr(
+                beside, "launch", lambda *args, launch=beside.launch: launches.append(1) or launch(*args)
+            )
+            monkeypatch.setattr("cs336sys.kernels.fuse.Beside", lambda device, depth, later=beside: later)
+            handle.compute_gradients_beside()
+        for _ in range(2):
+            loss_of(handle, model).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+        handle.undo()
+    assert len(launches) == 4
+    for (name, _), plain, found in zip(model.named_parameters(), *gradients, strict=True):
+        assert torch.equal(plain, found), name

@@ -1,14 +1,16 @@
 """The AdamW optimizer whose step is a few launches."""
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from cs336sys.kernels.adamw import kernels
-from cs336sys.kernels.adamw.tables import TRITON_DTYPES, Tables, Update, Variant, is_capturing
+from cs336sys.kernels.adamw.tables import TRITON_DTYPES, Member, Part, Tables, Update, Variant, is_capturing
+from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.operators import check_tensors
 
 STATE_DTYPES = ("fp32", "bf16", "split")
@@ -84,8 +86,8 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _forget(self) -> None:
-        self._tables: Tables | None = None
-        self._described: list | None = None
+        self._rest = Part([])
+        self._in_backward: list[Part] = []
         self._clip: torch.Tensor | None = None
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -162,7 +164,8 @@ class AdamW(torch.optim.Optimizer):
                 f"for {tuple(parameter.shape)}, {parameter.stride()}, {parameter.device}"
             )
         self._copies[parameter] = copy
-        self._described = None
+        for part in (self._rest, *self._in_backward):
+            part.described = None
         copy.detach().copy_(parameter.detach())
 
     @torch.no_grad()
@@ -181,12 +184,11 @@ class AdamW(torch.optim.Optimizer):
         return state.get("master", parameter.detach())
 
     @torch.no_grad()
-    def make_state(self) -> None:
+    def make_state(self, members: Sequence[Member] | None = None) -> None:
         """Makes the state of every parameter that has a gradient and no state yet, as the first step would."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self.state[parameter].update(self._initial_state(parameter))
+        for parameter, *_ in self._members() if members is None else members:
+            if parameter.grad is not None and not self.state[parameter]:
+                self.state[parameter].update(self._initial_state(parameter))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -202,59 +204,121 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        signature = self._signature()
-        if signature == []:
-            return loss
-        updates = None
-        if signature is None or signature != self._described:
-            # Kept until the launch: copies of gradients are held by nothing else.
-            updates = self._describe()
-            # What a graph that is being captured copies to the device is not there before it runs.
-            self._described = None if is_capturing(self._device) else signature
-        assert self._tables is not None
-        self._clip = self._tables.step([_settings(group) for group in self.param_groups], self.max_grad_norm)
-        del updates
+        inside = {id(member.parameter) for part in self._in_backward for member in part.members}
+        self._rest.members = [member for member in self._members() if id(member.parameter) not in inside]
+        for part in (self._rest, *self._in_backward):
+            self._update(part)
         return loss
+
+    def update_in_backward(
+        self, groups: Sequence[Sequence[torch.Tensor]], beside: Beside | None = None, after: Beside | None = None
+    ) -> Callable[[], None]:
+        """From now on the backward pass updates parameters: each group as soon as all in it have gradients.
+
+        These are dropped then, so that no more than a few groups' exist at once. :meth:`step` updates all other
+        parameters. Gradients of several backward passes cannot be summed for one step.
+
+        Args:
+            groups: parameters that are updated together, such as a block's.
+            beside: where updates run while the backward pass goes on; None runs them in it.
+            after: where gradients are computed, if beside the backward pass, too.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ValueError: there is a ``max_grad_norm``, which needs all gradients first, or a parameter is none of this
+                optimizer's or in two groups.
+        """
+        if self.max_grad_norm is not None:
+            raise ValueError("AdamW: max_grad_norm needs all gradients before the first update: leave it out")
+        known = {id(member.parameter): member for member in self._members()}
+        parts = []
+        for group in groups:
+            if any(id(parameter) not in known for parameter in group):
+                raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
+            parts.append(Part([known.pop(id(parameter)) for parameter in group]))
+        self._in_backward += parts
+        hooks = [
+            member.parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._update_if_complete, part, beside, after)
+            )
+            for part in parts
+            for member in part.members
+        ]
+
+        def end() -> None:
+            for hook in hooks:
+                hook.remove()
+            self._in_backward = [part for part in self._in_backward if part not in parts]
+
+        return end
+
+    @torch.no_grad()
+    def _update_if_complete(self, part: Part, beside: Beside | None, after: Beside | None, _: torch.Tensor) -> None:
+        gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
+        if len(gradients) < len(part.members):
+            return
+        if beside is None:
+            self._update(part)
+        else:
+            # On the current stream, which owns what it allocates.
+            self.make_state(part.members)
+            beside.launch(functools.partial(self._update, part), gradients, after)
+        for member in part.members:
+            member.parameter.grad = None
+
+    def _members(self) -> list[Member]:
+        numbers = itertools.count()
+        return [
+            Member(parameter, number, group)
+            for group, settings in enumerate(self.param_groups)
+            for parameter, number in zip(settings["params"], numbers, strict=False)
+        ]
+
+    def _update(self, part: Part) -> None:
+        """Updates those of its members that have a gradient."""
+        signature = self._signature(part.members)
+        if signature == []:
+            return
+        updates = None
+        if signature is None or signature != part.described:
+            # Kept until the launch: copies of gradients are held by nothing else.
+            updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
+            if part.tables is None:
+                check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
+                part.tables = Tables(self._device)
+            part.tables.describe(updates)
+            # What a graph that is being captured copies to the device is not there before it runs.
+            part.described = None if is_capturing(self._device) else signature
+        assert part.tables is not None
+        self._clip = part.tables.step([_settings(group) for group in self.param_groups], self.max_grad_norm)
+        del updates
 
     @property
     def _device(self) -> torch.device:
         return self.param_groups[0]["params"][0].device
 
-    def _signature(self) -> list | None:
+    def _signature(self, members: Sequence[Member]) -> list | None:
         """Equal to that of the last step if all tensors are where they were; None where that cannot be said."""
         signature: list[tuple | None] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    signature.append(None)
-                    continue
-                state = self.state.get(parameter)
-                if not state or gradient.layout != torch.strided or gradient.stride() != parameter.stride():
-                    return None
-                signature.append(
-                    (
-                        parameter.data_ptr(), gradient.data_ptr(), gradient.dtype, parameter.numel(),
-                        *[tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)],
-                    )
-                )  # fmt: skip
+        for parameter, *_ in members:
+            gradient = parameter.grad
+            if gradient is None:
+                signature.append(None)
+                continue
+            state = self.state.get(parameter)
+            if not state or gradient.layout != torch.strided or gradient.stride() != parameter.stride():
+                return None
+            signature.append(
+                (
+                    parameter.data_ptr(), gradient.data_ptr(), gradient.dtype, parameter.numel(),
+                    *[tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)],
+                )
+            )  # fmt: skip
         return signature if any(signature) else []
 
-    def _describe(self) -> list[Update]:
-        numbers = itertools.count()
-        updates = [
-            self._update(parameter, number, group)
-            for group, settings in enumerate(self.param_groups)
-            for parameter, number in zip(settings["params"], numbers, strict=False)
-            if parameter.grad is not None
-        ]
-        if self._tables is None:
-            check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
-            self._tables = Tables(self._device)
-        self._tables.describe(updates)
-        return updates
-
-    def _update(self, parameter: torch.Tensor, number: int, group: int) -> Update:
+    def _describe(self, parameter: torch.Tensor, number: int, group: int) -> Update:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:

@@ -186,6 +186,23 @@ class Tables:
         return self._setting_table
 
 
+class Member(NamedTuple):
+    """A parameter with its place in the optimizer and its group's."""
+
+    parameter: torch.Tensor
+    number: int
+    group: int
+
+
+class Part:
+    """Parameters that are updated together, and what the kernels have been told of them."""
+
+    def __init__(self, members: Sequence[Member]):
+        self.members = members
+        self.tables: Tables | None = None
+        self.described: list | None = None
+
+
 def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: float | None) -> None:
     if max_norm is not None:
         for variant, first, count in chunks.launches:
