@@ -195,7 +195,13 @@ def _with_numbers(value: Any) -> Any:
 
 
 # Settings that files saved earlier do not name, with the value that they had then.
-LATER_SETTINGS: dict[str, Any] = {"cuda_graph": "off", "kernels": "reference", "state_dtype": "fp32", "mesh": None}
+LATER_SETTINGS: dict[str, Any] = {
+    "cuda_graph": "off",
+    "kernels": "reference",
+    "state_dtype": "fp32",
+    "update": "step",
+    "mesh": None,
+}
 
 
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:

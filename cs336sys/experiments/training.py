@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.cuda_graphs import WARM_UP_STEPS, GraphedStep, Recorder
+from cs336sys.cuda_graphs import WARM_UP_STEPS, CudaRecorder, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import build_optimizer, require_kernels
@@ -27,6 +27,9 @@ from cs336sys.workload import PHASES_OF_MODE, Workload
 
 if TYPE_CHECKING:
     from cs336sys.kernels.fuse import Fused
+
+# Blocks whose updates may wait beside the backward pass: their gradients are held so long.
+_BLOCKS_BESIDE = 2
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -308,11 +311,13 @@ class TrainStep:
             kernel computes it together with the logits.
         loss: what the last forward pass returned.
         takes_half_gradients: whether float32 parameters may have gradients in bf16.
+        chains_blocks: whether fused blocks are called one after another, each whole and once, and nothing between them.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         graphs: the step in CUDA graphs, once :meth:`capture` has been called.
     """
 
     takes_half_gradients = True
+    chains_blocks = True
     warmup_of_capture = WARM_UP_STEPS
 
     def __init__(
@@ -350,6 +355,10 @@ class TrainStep:
             # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
             self._fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
+        if self._fused is not None and self.chains_blocks and "rms-norm" in workload.fused_kernels:
+            self._fused.chain_blocks()
+        if workload.update == "backward":
+            self._update_in_backward()
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
@@ -372,6 +381,15 @@ class TrainStep:
     def __call__(self) -> None:
         for phase in self.phases.values():
             phase()
+
+    def _update_in_backward(self) -> None:
+        from cs336sys.kernels.adamw import AdamW
+        from cs336sys.kernels.beside import Beside
+
+        assert isinstance(self.optimizer, AdamW)
+        blocks = [list(block.parameters()) for block in blocks_of(self.workload, self.model).values()]
+        beside = Beside(self.device, depth=_BLOCKS_BESIDE) if self.device.type == "cuda" else None
+        self.optimizer.update_in_backward(blocks, beside)
 
     def use_batch(self, number: int) -> None:
         """Train on another batch of the workload from now on, see :func:`make_batch`."""
@@ -431,6 +449,9 @@ class TrainStep:
                 "whether to skip it, which a CUDA graph cannot; choose fused, whose kernel decides, or bf16"
             )
         self.release_graphs()
+        if recorder is None and self.workload.update == "backward" and self.device.type == "cuda":
+            # Updates take what the backward pass leaves idle.
+            recorder = CudaRecorder(self.device, torch.cuda.Stream(self.device, priority=-1))
         self.graphs = GraphedStep(
             self._launched_with_loss if with_loss else self._launched,
             _tensors((self.inputs, self.targets)),

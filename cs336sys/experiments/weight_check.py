@@ -49,7 +49,7 @@ def plainly_trained(workload: Workload) -> Workload:
     """What a workload is checked against: steps that are launched, and PyTorch's operations in place of our kernels."""
     plain = replace(workload, cuda_graph="off")
     if workload.optimizer == "adamw":
-        plain = replace(plain, optimizer="course", state_dtype="fp32", compile="off")
+        plain = replace(plain, optimizer="course", state_dtype="fp32", update="step", compile="off")
     if workload.fused_kernels:
         plain = replace(plain, kernels="reference", compile="off")
     return plain

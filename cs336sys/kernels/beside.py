@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +10,9 @@ from torch import Tensor
 class Beside:
     """A stream beside that of the backward pass.
 
-    A product leaves multiprocessors idle while its last tiles are computed, and all tensor cores are idle while a norm
-    or a gate is. What only the optimizer waits for can run there. The caller of ``backward()`` goes on when it is done:
-    its stream waits for this one. The host never waits, and in a CUDA graph the streams become branches.
+    The tensor cores need little of the memory's bandwidth, and an optimizer nothing else. The stream that called
+    ``backward()`` waits for this one at the end of the pass. The host never waits, and in a CUDA graph the streams
+    become branches.
 
     Args:
         device: a GPU.
@@ -26,16 +25,11 @@ class Beside:
         self._pass = -1
         self._stream = torch.cuda.Stream(device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Beside":
-        # A copy of a model works beside on the same stream.
-        return self
-
-    def launch(self, run: Callable[[], object], tensors: Sequence[Tensor], after: "Beside | None" = None) -> None:
+    def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
         """Launch ``run`` beside what the current stream is given from now on. Only within a backward pass.
 
         Args:
             tensors: what it reads and writes, made on the current stream.
-            after: it waits for what was launched there, too.
         """
         if self._pass != torch._C._current_graph_task_id():
             self._pass = torch._C._current_graph_task_id()
@@ -44,8 +38,6 @@ class Beside:
         while len(self._held) >= self._depth:
             current.wait_event(self._held.popleft()[0])
         self._stream.wait_stream(current)
-        if after is not None:
-            self._stream.wait_stream(after._stream)
         with torch.cuda.stream(self._stream):
             run()
         # Freed earlier, their memory would be given to what the current stream computes next.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, choose_from
-from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
@@ -43,9 +42,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear-cross-entropy": (),
 }
 
-# Products of weights' gradients that may wait beside the backward pass: a block's.
-DEPTH = 4
-
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"
 
@@ -68,7 +64,7 @@ class Fused:
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in STACKED.get(type(module).__name__, ()):
-                module.__dict__[name] = module.__dict__["gradient_dtype"] = module.__dict__["beside"] = None
+                module.__dict__[name] = module.__dict__["gradient_dtype"] = None
         head = getattr(model, HEAD, None)
         self._head = head if head in forwards else None
         if self._head is not None:
@@ -159,22 +155,30 @@ class Fused:
         self._model.register_forward_pre_hook(_refresh_changed_copies)
         return self.copies
 
-    def compute_gradients_beside(self) -> None:
-        """Compute the blocks' weights' gradients on a GPU stream beside the rest of the backward pass, for copies.
+    def chain_blocks(self) -> None:
+        """Let each block's last addition run in the kernel of the norm after it: the next block's first, or the last.
 
-        The gradients are there when ``backward()`` returns. Hooks on weights, and wrappers that send gradients away as
-        they come, would read them before.
+        What that norm is called with later is compared with the sum by identity, so that a model which does something
+        in between computes as before, with a norm too many. Not for blocks that are run again in the backward pass, nor
+        for wrappers that gather the weights of a block when it is called. Compiled blocks add by themselves.
+
+        Raises:
+            UsageError: the model was fused without rms-norm.
         """
-        beside = Beside(next(self._model.parameters()).device, DEPTH)
-        for module in self._modules:
-            if type(module).__name__ in STACKED:
-                module.__dict__["beside"] = beside
+        if "rms-norm" in self._lacks:
+            raise UsageError("a block's last addition is rms-norm's: the model was fused without it")
+        blocks: list[Any] = [module for module in self._modules if type(module).__name__ == "TransformerBlock"]
+        inside = {part for block in blocks for part in block.modules()}
+        last = [norm for norm in self._modules if type(norm).__name__ == "RMSNorm" and norm not in inside]
+        for block, norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), *last[:1]], strict=False):
+            # Past torch's list of a module's parts: the state dict has it once.
+            block.__dict__["next_norm"] = norm
 
     def undo(self) -> None:
         """The model computes as before; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
-            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype", "beside"):
+            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype", "next_norm", "computed"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
             self._head.__dict__.pop("targets", None)
@@ -203,27 +207,30 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
 def _norm_forward(
     norm: Any, x: Tensor, residual: Tensor | None = None, returns_x: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
+    if not torch.compiler.is_compiling():
+        total, version, y = norm.__dict__.pop("computed", (None, 0, None))
+        if residual is None and x is total and x._version == version:
+            return (y, x) if returns_x else y
     return rms_norm(x, norm.weight, norm.eps, residual, returns_x=returns_x)
 
 
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
     if ffn.gate_up_copy is None:
         return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
-    dtype, beside = ffn.gradient_dtype, _beside(ffn)
-    weights = ffn.w1.weight, ffn.w3.weight
-    gate_up = linear_of_copy(x, ffn.gate_up_copy, *weights, gradient_dtype=dtype, beside=beside)
-    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype, beside)
-
-
-def _beside(module: Any) -> Beside | None:
-    # Compiled code has one stream.
-    return None if torch.compiler.is_compiling() else module.beside
+    dtype = ffn.gradient_dtype
+    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight, gradient_dtype=dtype)
+    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype)
 
 
 def _block_forward(block: Any, x: Tensor) -> Tensor:
     normalized, x = block.ln1(x, returns_x=True)
     normalized, x = block.ln2(block.attn(normalized), residual=x)
-    return x + block.ffn(normalized)
+    out, norm = block.ffn(normalized), block.__dict__.get("next_norm")
+    if norm is None or torch.compiler.is_compiling():
+        return x + out
+    y, total = norm(out, residual=x)
+    norm.__dict__["computed"] = total, total._version, y
+    return total
 
 
 # One function for all modules that compute alike: compiled code is theirs together.
@@ -241,15 +248,13 @@ def _attention_forward(theta: float | None, attention: Attention) -> Callable:
         if attn.qkv_copy is None:
             return type(attn).forward(attn, x, token_positions)
         dtype, weights = attn.gradient_dtype, (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        beside = _beside(attn)
-        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype, beside=beside)
+        qkv = linear_of_copy(x, attn.qkv_copy, *weights, gradient_dtype=dtype)
         if theta is None:
             query, key, value = qkv.unflatten(-1, (3, attn.num_heads, -1)).transpose(-4, -2).unbind(-3)
         else:
             query, key, value = rope_qkv(qkv, attn.num_heads, positions=token_positions, theta=theta)
         heads = attention(query, key, value).transpose(-3, -2).flatten(-2)
-        output = attn.output_proj.weight
-        return linear_of_copy(heads, attn.output_copy, output, gradient_dtype=dtype, beside=beside)
+        return linear_of_copy(heads, attn.output_copy, attn.output_proj.weight, gradient_dtype=dtype)
 
     return forward
 

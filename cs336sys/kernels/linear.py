@@ -1,14 +1,12 @@
 """Linear layers that read their weights side by side in one tensor, such as 16-bit copies of float32 weights."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
 
 
@@ -16,17 +14,15 @@ def _empty_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dty
     return torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device)
 
 
-def _weight_gradient(
-    grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
     grad_rows, rows = as_rows(grad), as_rows(x)
     if dtype == rows.dtype:
-        return torch.mm(grad_rows.mT, rows, out=out)
+        return grad_rows.mT @ rows
     if rows.is_cuda:
-        return torch.mm(grad_rows.mT, rows, out_dtype=dtype, out=out)
+        return torch.mm(grad_rows.mT, rows, out_dtype=dtype)
     # torch has no product of half types with a float32 result on the CPU.
-    return torch.mm(grad_rows.mT.to(dtype), rows.to(dtype), out=out)
+    return grad_rows.mT.to(dtype) @ rows.to(dtype)
 
 
 _weight_gradient_operator = define_operator(
@@ -41,44 +37,21 @@ def _flops(grad_shape: torch.Size, x_shape: torch.Size, *args: Any, out_shape: A
     return 2 * math.prod(grad_shape) * x_shape[-1]
 
 
-def weight_gradient(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    weights: Sequence[torch.Tensor] = (),
-    beside: Beside | None = None,
-) -> torch.Tensor:
-    """The gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`.
-
-    Args:
-        weights: whose rows it has.
-        beside: launches the product, if no weight has a gradient yet, to which autograd would add this one at once.
-    """
-    if needs_operators(grad):
-        return _weight_gradient_operator(grad, x, dtype)
-    if beside is None or any(weight.grad is not None for weight in weights):
-        return _weight_gradient(grad, x, dtype)
-    out = _empty_weight_gradient(grad, x, dtype)
-    # Of a tensor that something else refers to, autograd would keep a copy, made at once.
-    alias = out.detach()
-    beside.launch(lambda: _weight_gradient(grad, x, dtype, alias), (grad, x, alias))
-    return out
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
+    compute = _weight_gradient_operator if needs_operators(grad) else _weight_gradient
+    return compute(grad, x, dtype)
 
 
 class LinearOfCopy(torch.autograd.Function):
-    """``LinearOfCopy.apply(x, copy, gradient_dtype, beside, *weights)``; see :func:`linear_of_copy`."""
+    """``LinearOfCopy.apply(x, copy, gradient_dtype, *weights)``; see :func:`linear_of_copy`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        copy: torch.Tensor,
-        gradient_dtype: torch.dtype,
-        beside: Beside | None,
-        *weights: torch.Tensor,
+        ctx: Any, x: torch.Tensor, copy: torch.Tensor, gradient_dtype: torch.dtype, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x, copy)
-        ctx.weights, ctx.beside = weights, beside
+        ctx.rows = [len(weight) for weight in weights]
         ctx.dtype = gradient_dtype
         return torch.nn.functional.linear(x, copy)
 
@@ -86,16 +59,12 @@ class LinearOfCopy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, copy = ctx.saved_tensors
-        grad_weight = weight_gradient(grad, x, ctx.dtype, ctx.weights, ctx.beside)
-        return grad @ copy, None, None, None, *grad_weight.split([len(weight) for weight in ctx.weights])
+        grad_weight = weight_gradient(grad, x, ctx.dtype)
+        return grad @ copy, None, None, *grad_weight.split(ctx.rows)
 
 
 def linear_of_copy(
-    x: torch.Tensor,
-    copy: torch.Tensor,
-    *weights: torch.Tensor,
-    gradient_dtype: torch.dtype | None = None,
-    beside: Beside | None = None,
+    x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor, gradient_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
 
@@ -108,12 +77,10 @@ def linear_of_copy(
         weights: (d_out, d_in) each, of one dtype. They are not read.
         gradient_dtype: in which the product writes the weights' gradients, None for the dtype of the weights; autograd
             casts them to the weights' ``grad_dtype``.
-        beside: where the weights' gradients are computed; then nothing may read them before the backward pass ends.
-            None computes them in it.
     """
     device_type = x.device.type
     gradient_dtype = gradient_dtype or weights[0].dtype
     if not torch.is_autocast_enabled(device_type):
-        return LinearOfCopy.apply(x, copy, gradient_dtype, beside, *weights)
+        return LinearOfCopy.apply(x, copy, gradient_dtype, *weights)
     with torch.autocast(device_type, enabled=False):
-        return LinearOfCopy.apply(x.to(copy.dtype), copy, gradient_dtype, beside, *weights)
+        return LinearOfCopy.apply(x.to(copy.dtype), copy, gradient_dtype, *weights)

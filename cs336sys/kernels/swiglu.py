@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.linear import weight_gradient
 from cs336sys.kernels.operators import (
     as_rows,
@@ -314,19 +313,13 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) ->
 
 
 class SwiGLULinearOfCopy(torch.autograd.Function):
-    """See :func:`swiglu_linear_of_copy`; arguments: gate_up, copy, gradient_dtype, weight, beside."""
+    """``SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype, weight)``; see :func:`swiglu_linear_of_copy`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_up: torch.Tensor,
-        copy: torch.Tensor,
-        gradient_dtype: torch.dtype,
-        weight: torch.Tensor,
-        beside: Beside | None,
+        ctx: Any, gate_up: torch.Tensor, copy: torch.Tensor, gradient_dtype: torch.dtype, weight: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(gate_up, copy)
-        ctx.weight, ctx.beside = weight, beside
         ctx.dtype = gradient_dtype
         gate, up = gate_up.chunk(2, -1)
         return _project(gate, up, copy)
@@ -337,15 +330,11 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
         gate_up, copy = ctx.saved_tensors
         backward = _pair_backward_operator if needs_operators(grad) else _backward_of_pair
         grad_gate_up, product = backward(gate_up, grad @ copy)
-        return grad_gate_up, None, None, weight_gradient(grad, product, ctx.dtype, [ctx.weight], ctx.beside), None
+        return grad_gate_up, None, None, weight_gradient(grad, product, ctx.dtype)
 
 
 def swiglu_linear_of_copy(
-    gate_up: torch.Tensor,
-    copy: torch.Tensor,
-    weight: torch.Tensor,
-    gradient_dtype: torch.dtype | None = None,
-    beside: Beside | None = None,
+    gate_up: torch.Tensor, copy: torch.Tensor, weight: torch.Tensor, gradient_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """:func:`swiglu_linear` of a gate and an up projection side by side, with the copy of a weight.
 
@@ -353,7 +342,7 @@ def swiglu_linear_of_copy(
         gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; the gradient is made whole, too.
         copy: (d_out, d).
         weight: (d_out, d), which gets its gradient and is not read.
-        gradient_dtype, beside: of that, as of :func:`linear_of_copy`.
+        gradient_dtype: of that, as of :func:`linear_of_copy`.
 
     Returns:
         (..., d_out), of the dtype of ``copy``.
@@ -362,7 +351,7 @@ def swiglu_linear_of_copy(
         As :func:`swiglu_linear`.
     """
     with torch.autocast(gate_up.device.type, enabled=False):
-        return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight, beside)
+        return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight)
 
 
 def reference_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,14 @@ SETTING_COLUMNS = {
     "kernels": Column("kernels", "kernels"),
     "optimizer": Column("optimizer", "optimizer"),
     "state_dtype": Column("state_dtype", "state"),
+    "update": Column("update", "update"),
     "cuda_graph": Column("cuda_graph", "CUDA graph"),
     "warmup": Column("warmup", "warm-up"),
 }
 
 
 # Values that a title does not name: what everybody assumes.
-_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",), "mesh": (None,)}
+_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",), "update": ("step",), "mesh": (None,)}
 
 # What a step in CUDA graphs costs.
 _GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
@@ -62,12 +63,12 @@ def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column])
 
 
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """What a plan says of models whose memory no formula knows: the user's, and ours with some fused kernels."""
+    """What a plan says of models whose memory no formula knows."""
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
-    kernels = dict.fromkeys(one.kernels for one in workloads if one.is_ours and not one.memory_is_known)
+    is_unknown = any(one.is_ours and not one.memory_is_known for one in workloads)
     return (
         *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
-        *(f"kernels {some}: memory is predicted for fused or reference alone" for some in kernels),
+        *(["memory is predicted for kernels reference or fused, and update step, alone"] if is_unknown else []),
     )
 
 

@@ -107,7 +107,7 @@ class ParallelWorkload(Configured):
             del choices["checkpointing"]
             self._check_kept()
         check_choices(self, choices)
-        self.training.require_all_kernels()
+        self.training.require_known_memory()
         if self.backend == "nccl" and self.training.device == "cpu":
             raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
         if self.training.mode != "train":

@@ -30,6 +30,7 @@ MODES = tuple(PHASES_OF_MODE)
 COMPILE_MODES = ("off", "block", "model")
 OPTIMIZERS = ("course", "fused", "adamw")
 STATE_DTYPES = ("fp32", "bf16", "split")
+UPDATES = ("step", "backward")
 # Kernels of ``cs336sys.kernels.fuse`` that a model can have one without the others.
 FUSED_KERNELS = ("rms-norm", "rope", "swiglu", "linear-cross-entropy")
 MODEL_KERNELS = ("reference", "fused", *FUSED_KERNELS)
@@ -37,7 +38,7 @@ CUDA_GRAPH = ("off", "on")
 SYNCHRONIZE = ("step", "none")
 
 # What ``bench`` compares: one model trained in different ways.
-COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph", "kernels", "state_dtype")
+COMPARED_SETTINGS = ("precision", "compile", "attention", "optimizer", "cuda_graph", "kernels", "state_dtype", "update")
 
 
 def parse_kernels(text: str) -> str:
@@ -93,6 +94,7 @@ _CHOICES = {
     "optimizer": OPTIMIZERS,
     "cuda_graph": CUDA_GRAPH,
     "state_dtype": STATE_DTYPES,
+    "update": UPDATES,
     "device": DEVICES,
     "synchronize": SYNCHRONIZE,
 }
@@ -117,6 +119,8 @@ class Workload(Configured):
             these in alone.
         state_dtype: of ``adamw``: moments in ``fp32``, or in ``bf16``; ``split`` keeps the blocks' weights as bf16 and
             what fp32 has beyond it.
+        update: of ``adamw``: by a ``step`` after the backward pass, or in ``backward``: each block as soon as it has
+            its gradients, which are dropped then.
         tf32: whether fp32 matrix products may use TF32.
         synchronize: ``step`` waits for the device after every step, as the handout asks; ``none`` only at the end.
         user: what of it is the user's.
@@ -131,6 +135,7 @@ class Workload(Configured):
     cuda_graph: str = "off"
     kernels: str = "reference"
     state_dtype: str = "fp32"
+    update: str = "step"
     device: str = "auto"
     tf32: bool = False
     synchronize: str = "step"
@@ -159,6 +164,12 @@ class Workload(Configured):
             raise UsageError(
                 f"--state-dtype split keeps weights in bf16: precision '{self.precision}' has none; choose bf16"
             )
+        if self.update == "backward" and (self.optimizer != "adamw" or self.mode != "train"):
+            raise UsageError(
+                f"--update backward: optimizer '{self.optimizer}' of mode {self.mode} cannot; choose adamw"
+            )
+        if self.update == "backward" and self.precision == "fp16":
+            raise UsageError("--update backward: fp16 looks at all gradients before it updates anything; choose bf16")
         if self.warmup < 0:
             raise UsageError(f"--warmup {self.warmup}: must be at least 0")
         if self.steps < 1:
@@ -173,17 +184,20 @@ class Workload(Configured):
 
     @property
     def memory_is_known(self) -> bool:
-        """Whether formulas know what a step holds: of our model, with all fused kernels or none."""
-        return self.is_ours and self.kernels in ("reference", "fused")
+        """Whether formulas know what a step holds: of our model, with all fused kernels or none, updated after it."""
+        return self.is_ours and self.kernels in ("reference", "fused") and self.update == "step"
 
-    def require_all_kernels(self) -> None:
-        """Refuse a model with some of the fused kernels.
+    def require_known_memory(self) -> None:
+        """Refuse a way to train our model that formulas of memory do not know.
 
         Raises:
-            UsageError: it has some, and not all.
+            UsageError: it has some of the fused kernels, or is updated in the backward pass.
         """
         if self.is_ours and not self.memory_is_known:
-            raise UsageError(f"--kernels {self.kernels}: memory is predicted for fused or reference alone; choose one")
+            option = "--update backward" if self.update == "backward" else f"--kernels {self.kernels}"
+            raise UsageError(
+                f"{option}: memory is predicted for kernels reference or fused, and update step; choose these"
+            )
 
     def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
         """The moments of a step that can be its peak, on paper; the same for compiled workloads, which need less.
@@ -271,6 +285,7 @@ class Workload(Configured):
         parts += [self.precision + ("-tf32" if self.tf32 else ""), f"compile-{self.compile}", self.attention]
         parts += [*([] if self.kernels == "reference" else [f"{self.kernels}-kernels"]), self.optimizer]
         parts += [self.state_dtype] if self.state_dtype != "fp32" else []
+        parts += ["update-in-backward"] if self.update == "backward" else []
         parts += [*(["graph"] if self.cuda_graph == "on" else []), f"w{self.warmup}"]
         return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(parts).replace("/", "x"))
 
@@ -299,7 +314,7 @@ class MemoryWorkload(Configured):
             object.__setattr__(self, "checkpointing", parse_checkpointing(self.checkpointing))
         except UsageError as error:
             raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
-        self.training.require_all_kernels()
+        self.training.require_known_memory()
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
         if self.checkpointing in SUBLAYERS:

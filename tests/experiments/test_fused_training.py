@@ -106,6 +106,8 @@ def test_fused_kernels_need_less_memory(name):
             {"state_dtype": "split", "kernels": "reference"},
             "split keeps the weights that --kernels fused computes with",
         ),
+        ({"update": "backward", "optimizer": "fused"}, "--update backward: optimizer 'fused' of mode train cannot"),
+        ({"update": "backward", "precision": "fp16"}, "--update backward: fp16 looks at all gradients before"),
     ],
 )
 def test_states_that_cannot_be(settings, sentence):
@@ -123,6 +125,22 @@ def test_gradients_are_as_autocast_rounds_them(precision, dtype):
     assert block.ln1.weight.grad.dtype == torch.float32
 
 
+def test_updates_in_the_backward_pass():
+    """Weights are bit for bit those of updates afterwards; of the blocks, no gradient is left to the optimizer."""
+    weights = []
+    for update in ("step", "backward"):
+        step = TrainStep(workload(update=update), DEVICE)
+        for _ in range(3):
+            step.forward()
+            step.backward()
+            has_gradients = [parameter.grad is not None for parameter in step.model.layers.parameters()]
+            assert has_gradients == [update == "step"] * len(has_gradients)
+            step.optimizer_step()
+        weights.append(dict(step.model.named_parameters()))
+    for name, parameter in weights[0].items():
+        assert torch.equal(parameter, weights[1][name]), name
+
+
 def test_some_of_the_kernels():
     step = TrainStep(workload(kernels="swiglu+rms-norm"), DEVICE)
     assert step.workload.kernels == "rms-norm+swiglu"
@@ -135,7 +153,9 @@ def test_some_of_the_kernels():
     assert fused_kernels(step.model).copies is None
     assert tuple(KERNELS) == FUSED_KERNELS
     for refuse in (MemoryWorkload, lambda training: ParallelWorkload(training, "naive", 1)):
-        with pytest.raises(UsageError, match=r"--kernels rms-norm\+swiglu: memory is predicted for fused or reference"):
+        with pytest.raises(
+            UsageError, match=r"--kernels rms-norm\+swiglu: memory is predicted for kernels reference or"
+        ):
             refuse(step.workload)
 
 

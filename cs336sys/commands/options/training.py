@@ -30,6 +30,7 @@ from cs336sys.workload import (
     OPTIMIZERS,
     STATE_DTYPES,
     SYNCHRONIZE,
+    UPDATES,
     UserCode,
     Workload,
     parse_kernels,
@@ -73,6 +74,12 @@ StateDtypeOption = Annotated[
         "--state-dtype",
         help="Of adamw: fp32, bf16, split.",
         autocompletion=among(STATE_DTYPES),
+    ),
+]
+UpdateOption = Annotated[
+    list[str],
+    typer.Option(
+        help="Of adamw: after a step's backward pass, or in it: step, backward.", autocompletion=among(UPDATES)
     ),
 ]
 CudaGraphOption = Annotated[
@@ -233,19 +240,26 @@ class ImplementationOptions:
     kernels: KernelsOption = field(default_factory=lambda: ["reference"])
     optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
     state_dtype: StateDtypeOption = field(default_factory=lambda: ["fp32"])
+    update: UpdateOption = field(default_factory=lambda: ["step"])
     cuda_graph: CudaGraphOption = field(default_factory=lambda: ["off"])
 
-    def optimizers(self) -> list[tuple[str, str]]:
-        """Optimizers with the dtypes of their states; only ``adamw`` has several.
+    def optimizers(self) -> list[tuple[str, str, str]]:
+        """Optimizers with the dtypes of their states and when they update; only ``adamw`` has several.
 
         Raises:
-            UsageError: a value is none of the choices, or dtypes were given that no optimizer has.
+            UsageError: a value is none of the choices, or one that no optimizer has.
         """
         names = split_list(self.optimizer, "--optimizer", _optimizer)
         dtypes = split_list(self.state_dtype, "--state-dtype", one_of(STATE_DTYPES))
         if dtypes != ["fp32"] and "adamw" not in names:
             raise UsageError(f"--state-dtype {','.join(dtypes)}: --optimizer {','.join(names)} has none; choose adamw")
-        return [(name, dtype) for name in names for dtype in (dtypes if name == "adamw" else ["fp32"])]
+        updates = split_list(self.update, "--update", one_of(UPDATES))
+        if updates != ["step"] and "adamw" not in names:
+            raise UsageError(f"--update {','.join(updates)}: --optimizer {','.join(names)} cannot; choose adamw")
+        chosen: list[tuple[str, str, str]] = []
+        for name in names:
+            chosen += product([name], dtypes, updates) if name == "adamw" else [(name, "fp32", "step")]
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -275,7 +289,7 @@ def _optimizer(text: str) -> str:
     return one_of(OPTIMIZERS)(text)
 
 
-def _user_code(model: ModelOptions, optimizers: list[tuple[str, str]]) -> UserCode:
+def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
     """What is the user's, with the digest of its files: one for all cells, which differ in what they name.
 
     Raises:
@@ -288,7 +302,7 @@ def _user_code(model: ModelOptions, optimizers: list[tuple[str, str]]) -> UserCo
                 source_file(reference)
             except UsageError as error:
                 raise UsageError(f"--{option} {error}") from error
-    named = [name for name in (*given.values(), *(name for name, _ in optimizers)) if name and is_user_code(name)]
+    named = [name for name in (*given.values(), *(name for name, *_ in optimizers)) if name and is_user_code(name)]
     return UserCode(**given, blocks=model.blocks, code_digest=digest(named) if named else None)
 
 
@@ -341,14 +355,14 @@ def expand_workloads(
             cuda_graph,
             kernels,
             state_dtype,
+            update,
             warmup=warmup,
             steps=steps.steps,
             user=user,
             **asdict(run),
         )
-        for size, (chosen, compile, attention, kernels, (optimizer, state_dtype), cuda_graph, warmup) in product(
-            sizes, choices
-        )
+        for size, choice in product(sizes, choices)
+        for chosen, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph, warmup in [choice]
         # Fused kernels alone compute with split weights; without any, the workload says so.
         if state_dtype != "split" or kernels == "fused" or "fused" not in chosen_kernels
     ]

@@ -44,6 +44,8 @@ class MemoryStep(TrainStep):
                 f"--checkpoint {workload.checkpointing}: {training.user.model} calls its blocks itself, one by one; "
                 "choose none or block"
             )
+        # Recomputed blocks must compute what they computed before.
+        self.chains_blocks = workload.checkpointing == "none"
         super().__init__(training, device, model=model)
 
     def region(self, name: str) -> AbstractContextManager[None]:

@@ -50,6 +50,8 @@ class ParallelStep(TrainStep):
 
     # Wrappers take gradients of another dtype than the parameters' if they know before: strategies see to that.
     takes_half_gradients = False
+    # Wrappers gather weights and start to send gradients between blocks.
+    chains_blocks = False
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)

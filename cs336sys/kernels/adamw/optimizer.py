@@ -211,7 +211,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def update_in_backward(
-        self, groups: Sequence[Sequence[torch.Tensor]], beside: Beside | None = None, after: Beside | None = None
+        self, groups: Sequence[Sequence[torch.Tensor]], beside: Beside | None = None
     ) -> Callable[[], None]:
         """From now on the backward pass updates parameters: each group as soon as all in it have gradients.
 
@@ -221,7 +221,6 @@ class AdamW(torch.optim.Optimizer):
         Args:
             groups: parameters that are updated together, such as a block's.
             beside: where updates run while the backward pass goes on; None runs them in it.
-            after: where gradients are computed, if beside the backward pass, too.
 
         Returns:
             What ends it.
@@ -241,7 +240,7 @@ class AdamW(torch.optim.Optimizer):
         self._in_backward += parts
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._update_if_complete, part, beside, after)
+                functools.partial(self._update_if_complete, part, beside)
             )
             for part in parts
             for member in part.members
@@ -255,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         return end
 
     @torch.no_grad()
-    def _update_if_complete(self, part: Part, beside: Beside | None, after: Beside | None, _: torch.Tensor) -> None:
+    def _update_if_complete(self, part: Part, beside: Beside | None, _: torch.Tensor) -> None:
         gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
         if len(gradients) < len(part.members):
             return
@@ -264,7 +263,7 @@ class AdamW(torch.optim.Optimizer):
         else:
             # On the current stream, which owns what it allocates.
             self.make_state(part.members)
-            beside.launch(functools.partial(self._update, part), gradients, after)
+            beside.launch(functools.partial(self._update, part), gradients)
         for member in part.members:
             member.parameter.grad = None
 

@@ -36,6 +36,7 @@ PLAIN: Mapping[str, Collection[Any]] = {
     "cuda_graph": ("off",),
     "kernels": ("reference", None),
     "state_dtype": ("fp32", None),
+    "update": ("step", None),
     "tf32": (False,),
 }
 
