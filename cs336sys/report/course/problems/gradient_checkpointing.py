@@ -77,12 +77,14 @@ def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
         f"block{'s' * (rule.best != 1)} should need the least."
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
-    grouped = {group: cell for cell in measured if (group := _group(cell)) is not None}
+    grouped = {group: cell for cell in measured if (group := _group(cell)) is not None and group <= size.num_layers}
     if grouped:
         listed = [f"{gib(_peak(cell))} ({cell.configuration['checkpointing']})" for _, cell in sorted(grouped.items())]
         sentences.append(f"Measured at context {size.context} in {precision}: {joined(listed)}.")
         # What needs as much with fewer checkpoints is better.
-        best = max(pieces for pieces in grouped if _needs_as_much(grouped[pieces], min(grouped.values(), key=_peak)))
+        least = min(grouped.values(), key=_peak)
+        alike = [pieces for pieces in grouped if _needs_as_much(grouped[pieces], least)]
+        best = rule.best if rule.best in alike else max(alike)
         expected = "as expected" if best == rule.best else f"and not {_pieces(rule.best)} as expected"
         sentences.append(f"The least is that of {_pieces(best)}, {expected}.")
         sentences += _neighbours(grouped, best)
