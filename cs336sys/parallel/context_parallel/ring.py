@@ -76,7 +76,9 @@ class RingAttention:
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return _RingAttention.apply(query, key, value, self)
+        # Blocks in PyTorch's operations would have their scores and logsumexps rounded by autocast, too.
+        with torch.autocast(device_type, enabled=False):
+            return _RingAttention.apply(query, key, value, self)
 
 
 class _Ring:

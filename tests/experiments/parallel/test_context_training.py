@@ -75,10 +75,11 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
 
 def test_a_cell_is_measured_beside_the_same_step_without_communication(ranks):
     ranks()
-    cell = workload(RING, "block")
+    # What travels is in half precision forward and in float32 back.
+    cell = workload(RING, "block", precision="bf16")
     outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
     assert outcome.status == "ok"
-    assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["fp32"] / 50
+    assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["bf16"] / 4
     assert {"step", "forward", "unsynchronized", "communication"} <= outcome.samples.keys()
     assert outcome.derived["sent_bytes"] == predicted_sent_bytes(sharded_step(cell))
 
