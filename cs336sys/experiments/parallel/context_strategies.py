@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, split_of
 from cs336sys.errors import CapabilityError
@@ -22,6 +23,9 @@ from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.workload import ParallelWorkload
+
+# Of SDPA, those that torch's ring knows: all but the one that keeps scores.
+_RING_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 # What computes a block of ring attention, by the name of workload.ATTENTION: torch's own has no logsumexp.
 _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
@@ -156,7 +160,10 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
         sequence = torch.empty(1, training.size.context, device=device)
         own = F.scaled_dot_product_attention
         try:
-            with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence}):
+            with (
+                sdpa_kernel(_RING_BACKENDS),
+                context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence}),
+            ):
                 yield
         finally:
             # torch 2.11 leaves its own there after an error.
