@@ -146,7 +146,7 @@ class TensorStep:
 
     @property
     def sent_bytes(self) -> float:
-        """What the first rank sends in a step: for layers, and for the batch that groups share."""
+        """What the rank that sends most sends in a step: for layers, and for the batch that groups share."""
         return self.sent_for_layers + self._sent_for_batch
 
     @property
@@ -185,9 +185,17 @@ class TensorStep:
         if outer == "ddp":
             elements = sum(map(math.prod, self.shapes.values()))
             return StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
-        communication = communication_of_units(units_of(self.shapes), ELEMENT_BYTES[self.precision], self.data_ranks)
-        norms = sum(shape[0] for shape in self.shapes.values() if len(shape) == 1)
-        return replace(communication, all_reduce=4 * norms).sent_bytes(self.data_ranks)
+        e, shapes = ELEMENT_BYTES[self.precision], self.shapes.values()
+        communication = communication_of_units(units_of(self.shapes), e, self.data_ranks)
+        norms = sum(shape[0] for shape in shapes if len(shape) == 1)
+        communication = replace(communication, reduce_scatter=0, all_reduce=4 * norms)
+        # The last rank keeps the fewest rows of gradients, and sends the most.
+        others = sum(
+            (shape[0] - len(own_rows(shape[0], self.data_ranks - 1, self.data_ranks))) * math.prod(shape[1:])
+            for shape in shapes
+            if len(shape) > 1
+        )
+        return communication.sent_bytes(self.data_ranks) + e * others
 
 
 def _part_shape(shape: tuple[int, ...], dimension: int | None, tensor_ranks: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
     )
 
 
-def _predicted_sent(workload: ParallelWorkload) -> float | None:
+def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
     """What a rank sends in a step; None where that is torch's own affair."""
     if workload.strategy in OWN_TENSOR_STRATEGIES:
         return _tensor_step(workload).sent_bytes
@@ -157,7 +157,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for row, cell in zip(rows, cells, strict=True):
         if cell.status == "ok" and "model" not in cell.configuration:
             workload = ParallelWorkload.from_configuration(cell.configuration)
-            row["predicted_sent_bytes"] = _predicted_sent(workload)
+            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
     _add_scaling(cells, rows)
     return rows
 
@@ -256,7 +256,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         row["tokens"] = workload.share_size.context
         if workload.training.is_ours:
             row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
-            row["predicted_sent_bytes"] = _predicted_sent(workload)
+            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
         rows.append(row)
     columns = (
         *SIZE_COLUMNS,

@@ -1,0 +1,60 @@
+"""What the tests of training with shared layers run on ranks."""
+
+import contextlib
+
+import torch
+
+from cs336sys.experiments.parallel.communication import recorded_communication
+from cs336sys.experiments.parallel.rank import verify_on_rank
+from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.parallel.tensor_parallel import group as tensor_group
+from cs336sys.parallel.tensor_parallel import layers, wrapper
+
+
+def verify_and_count(workloads):
+    """For each, how far weights are from those of one process, and the bytes that a step sends."""
+    return [(verify_on_rank(workload).relative, _sent(workload)) for workload in workloads]
+
+
+def _sent(workload):
+    step = ParallelStep(workload, torch.device("cpu"))
+    # FSDP learns in the first step what is used after what.
+    step()
+    with recorded_communication() as communications:
+        step()
+    return sum(one.sent_bytes for one in communications if not one.is_flags)
+
+
+def verify_faulty(fault, workload):
+    """How far weights are off, and of which parameter most, where something is forgotten."""
+    with FAULTS[fault]():
+        difference = verify_on_rank(workload)
+    return difference.relative, difference.parameter
+
+
+@contextlib.contextmanager
+def _replaced(owner, name, value):
+    right = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def _first_row_off(model, group, first_row):
+    layers.share_layers(model, group, first_row + 1 if first_row else 0)
+
+
+FAULTS = {
+    "input gradients not summed": lambda: _replaced(
+        tensor_group._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None))
+    ),
+    "outputs not summed": lambda: _replaced(
+        tensor_group._Leave, "forward", staticmethod(lambda ctx, x, group: x.view_as(x))
+    ),
+    "norms' gradients not summed": lambda: _replaced(
+        wrapper.TensorParallel, "finish_gradient_synchronization", lambda self: None
+    ),
+    "wrong first token": lambda: _replaced(wrapper, "share_layers", _first_row_off),
+}

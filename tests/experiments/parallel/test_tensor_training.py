@@ -1,0 +1,100 @@
+"""The engine of ``shard`` where ranks share layers: what they train, and what they send."""
+
+import pytest
+import tensor_training_ranks
+
+from cs336sys.errors import UsageError
+from cs336sys.experiments.weight_check import TOLERANCES
+from cs336sys.report.parallel.shard import sharding_sent_bytes
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, Workload
+
+# Two ranks share neither inner features nor tokens equally.
+SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=101, d_model=32, num_heads=4, d_ff=59)
+
+
+def workload(strategy, mesh=None, checkpointing="none", world_size=2, size=SIZE, **settings):
+    training = Workload(**{"size": size, "device": "cpu", "warmup": 1, "steps": 3} | settings)
+    prefetch = 1 if strategy.startswith("fsdp") else None
+    return ParallelWorkload(
+        training, strategy, world_size=world_size, prefetch=prefetch, checkpointing=checkpointing, mesh=mesh
+    )
+
+
+CELLS = [
+    workload("tensor"),
+    workload("tensor", precision="bf16", optimizer="fused"),
+    workload("tensor-sequence"),
+    workload("tensor-sequence", checkpointing="block"),
+    workload("ddp+tensor", "ddp=2,tp=1"),
+    workload("fsdp+tensor-sequence", "fsdp=1,tp=2", precision="bf16"),
+    workload("fsdp+tensor", "fsdp=2,tp=1"),
+]
+
+
+def test_weights_are_those_of_one_process_and_bytes_those_of_the_formula(ranks):
+    of_ranks = ranks().run(tensor_training_ranks.verify_and_count, CELLS)
+    for cell, found in zip(CELLS, zip(*of_ranks, strict=True), strict=True):
+        name = cell.strategy, cell.mesh, cell.checkpointing, cell.training.precision
+        off, sent = map(max, zip(*found, strict=True))
+        assert off < TOLERANCES[cell.training.precision] / (50 if cell.training.precision == "fp32" else 1), name
+        assert sent == sharding_sent_bytes(cell), name
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy"),
+    [
+        ("input gradients not summed", "tensor"),
+        ("outputs not summed", "tensor"),
+        ("norms' gradients not summed", "tensor-sequence"),
+        ("wrong first token", "tensor"),
+    ],
+)
+def test_the_check_finds_what_is_forgotten(ranks, fault, strategy):
+    for off, parameter in ranks().run(tensor_training_ranks.verify_faulty, fault, workload(strategy)):
+        assert off > TOLERANCES["fp32"], fault
+        if fault == "norms' gradients not summed":
+            assert "ln" in parameter
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mesh": "tp=4"}, "--mesh tp=4: that is 4 ranks, and there are 2"),
+        ({"mesh": "fsdp=1,tp=2"}, "--mesh fsdp=1,tp=2: strategy 'tensor' has the dimensions tp"),
+        ({"mesh": "fsdp=two"}, "--mesh fsdp=two: write dimensions and their numbers of ranks, as in fsdp=2,tp=2"),
+        ({"mesh": "cp=2"}, "--mesh cp=2: unknown dimension 'cp'"),
+        ({"mesh": "tp=2,tp=1"}, "--mesh tp=2,tp=1: tp is given twice"),
+        ({"strategy": "none", "mesh": "tp=2"}, "--mesh tp=2: the ranks of strategy 'none' have one dimension"),
+        ({"strategy": "fsdp+tensor", "mesh": "tp=2,fsdp=1"}, "so tp comes last: fsdp=1,tp=2"),
+        ({"strategy": "fsdp+tensor", "world_size": 3}, "choose an even number, or say by --mesh how many"),
+        ({"world_size": 3}, "4 attention heads cannot be shared by 3 tensor parallel ranks: choose 1, 2 or 4 ranks"),
+        (
+            {"strategy": "ddp+tensor", "mesh": "ddp=3,tp=1", "world_size": 3},
+            "3 groups of ranks cannot share it equally",
+        ),
+        ({"checkpointing": "keep=1", "attention": "sdpa"}, "shares them: choose none or block"),
+        ({"kernels": "fused"}, "leave out --kernels fused"),
+        ({"compile": "model"}, "is compiled by blocks: choose --compile block or off"),
+        (
+            {"strategy": "tensor-sequence", "size": choose_size("tiny", context=15)},
+            "--context 15: 2 ranks cannot share it equally; choose a multiple of 2, or a strategy without sequence",
+        ),
+    ],
+)
+def test_refusals(settings, message):
+    with pytest.raises(UsageError) as refused:
+        workload(**{"strategy": "tensor"} | settings)
+    assert message in str(refused.value)
+
+
+def test_what_is_sent_by_hand():
+    """Two ranks, one block of d 4, one sequence of 8 tokens, in bf16 under autocast."""
+    size = choose_size("tiny", context=8, batch_size=1, d_model=4, num_heads=2, num_layers=1, d_ff=8, vocab_size=6)
+    sums, embedded, loss = (4 + 1) * 8 * 4 * 2, 8 * 4 * 4, 12 * 8
+    plain = workload("tensor", size=size, precision="bf16")
+    assert sharding_sent_bytes(plain) == sums + embedded + loss
+    norms = 4 * 3 * 4
+    assert (
+        sharding_sent_bytes(workload("tensor-sequence", size=size, precision="bf16")) == sums + embedded + loss + norms
+    )
