@@ -4,6 +4,7 @@ import context_training_ranks
 import pytest
 import sharding_ranks
 import torch
+import training_ranks
 
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
@@ -50,6 +51,12 @@ def test_lower_precision_moves_weights_by_its_rounding(ranks):
     cells = [workload(strategy, precision="bf16", attention="flash") for strategy in (RING, ALL_TO_ALL)]
     for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):
         assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 4
+
+
+@pytest.mark.parametrize("strategy", [RING, ALL_TO_ALL])
+def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
+    cell = workload(strategy, cuda_graph="on", optimizer="fused")
+    assert largest(ranks().run(training_ranks.verify_in_graphs, cell)) < TOLERANCES["fp32"] / 50
 
 
 @pytest.mark.parametrize("fault", context_training_ranks.FAULTS)
