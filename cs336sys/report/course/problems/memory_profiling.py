@@ -294,7 +294,7 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
             else f"{times(total / predicted.total)} the formula's"
         )
         five = tensors[:5]
-        listed = [f"{tensor.get('operation') or 'an input'} {percent(100 * tensor['size'] / total)}" for tensor in five]
+        listed = [f"{_saved_by(tensor)} {percent(100 * tensor['size'] / total)}" for tensor in five]
         sentences.append(
             f"At context {_context(cell)} one block saves {format_quantity(total, 'bytes')} for the backward pass "
             f"({as_derived}), of which the five largest tensors, "
@@ -314,6 +314,13 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
             "saved_tensors", "context", "tensor", "shape", "size_bytes", "share_percent", "operation", "code"
         )
     return Answer(sentences, tables, {}, runs_of(found))
+
+
+def _saved_by(tensor: dict) -> str:
+    """``Exp of softmax``: the operation, and the function that called it; of a ``forward`` the line, ``model.py:162``."""
+    place, _, function = (tensor.get("code") or "").rpartition(" ")
+    caller = place.rpartition("/")[2] if function == "forward" else function
+    return (tensor.get("operation") or "an input") + (f" of {caller}" if caller else "")
 
 
 def _gradient_words(cell: Cell) -> list[str]:

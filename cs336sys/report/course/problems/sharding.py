@@ -168,7 +168,8 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
     if not found:
         return None
     sentences, tables = [], []
-    for group in _by_precision(found):
+    groups = _by_precision(found)
+    for group in groups:
         cells = _by_strategy(group)
         plain = cells["none"].samples["step"]
         precision = group.cells[0].configuration["precision"]
@@ -186,10 +187,10 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
                     f"{ms(step.std)} with {name}: {faster(plain, step)}" + (f" ({joined(parts)})." if parts else ".")
                 )
         tables += group.table("shard", *_KEYS)
-    there = {group.cells[0].configuration["precision"] for group in _by_precision(found)}
+    there = {group.cells[0].configuration["precision"] for group in groups}
     missing = other_size(found[0], handout)
     missing += [f"the same in {precision}" for precision in ("fp32", "bf16") if precision not in there]
-    return Answer(sentences, tables, {}, runs_of(found), missing)
+    return Answer(sentences, tables, {}, runs_of(groups), missing)
 
 
 def step_parts(*cells: Cell) -> set[str]:
@@ -198,12 +199,16 @@ def step_parts(*cells: Cell) -> set[str]:
 
 
 def _by_precision(found: list[Found]) -> list[Found]:
-    groups = []
+    """For each precision the first invocation that measured it with plain data parallel training beside."""
+    groups: dict[str, Found] = {}
     for group in found:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
-            chosen = [cell for cell in group.cells if cell.configuration["precision"] == precision]
-            groups.append(Found(group.invocation, chosen))
-    return [group for group in groups if "none" in _by_strategy(group)]
+            chosen = Found(
+                group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision]
+            )
+            if "none" in _by_strategy(chosen):
+                groups.setdefault(precision, chosen)
+    return list(groups.values())
 
 
 def against_zero(evidence: Evidence, handout: Handout) -> Answer:
@@ -284,11 +289,15 @@ def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
 
 def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
     found = _found(evidence, handout, "fsdp")
-    groups = [
-        Found(group.invocation, kept)
-        for group in found
-        if (kept := [cell for cell in group.measured if cell.derived.get("gathers")])
-    ]
+    groups: list[Found] = []
+    there: set[int] = set()
+    for group in found:
+        kept = [cell for cell in group.measured if cell.derived.get("gathers")]
+        prefetched = {cell.configuration["prefetch"] for cell in kept}
+        # Of two invocations with the same, the one that measured more says it.
+        if prefetched - there:
+            groups.append(Found(group.invocation, kept))
+        there |= prefetched
     if not groups:
         return None
     sentences, tables = [f"Setup: {setup_words(groups[0], handout)}."], []
@@ -305,9 +314,8 @@ def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
                     f"{exposed_words(row['exposed_ms']).rstrip(',')}."
                 )
     pictures = pictures_of(groups)
-    prefetched = {cell.configuration["prefetch"] for group in groups for cell in group.cells}
     missing = other_size(groups[0], handout)
-    missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in prefetched]
+    missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in there]
     return Answer(sentences, tables, pictures, runs_of(groups), missing)
 
 
