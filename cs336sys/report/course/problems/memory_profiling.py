@@ -317,7 +317,7 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
 
 
 def _saved_by(tensor: dict) -> str:
-    """``Exp of softmax``: the operation, and the function that called it; of a ``forward`` the line, ``model.py:162``."""
+    """``Exp of softmax``: the operation, and the function that called it, of a ``forward`` its line."""
     place, _, function = (tensor.get("code") or "").rpartition(" ")
     caller = place.rpartition("/")[2] if function == "forward" else function
     return (tensor.get("operation") or "an input") + (f" of {caller}" if caller else "")
