@@ -201,6 +201,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "state_dtype": "fp32",
     "update": "step",
     "mesh": None,
+    "keep_gathered": 0,
 }
 
 

@@ -49,6 +49,13 @@ def shard(
     prefetch: Annotated[
         list[str], typer.Option("--prefetch", help="For fsdp: how many blocks to gather ahead of use.")
     ] = ["1"],
+    keep_gathered: Annotated[
+        list[str],
+        typer.Option(
+            "--keep-gathered",
+            help="For fsdp: how many of the last blocks stay gathered between forward and backward pass.",
+        ),
+    ] = ["0"],
     checkpoint: Annotated[
         list[str],
         typer.Option(
@@ -120,11 +127,11 @@ def shard(
         world_size = world_size or [str(mesh_ranks(read_mesh(mesh)))]
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = []
-    for ranks, training, checkpointing, (name, ahead) in product(
+    for ranks, training, checkpointing, (name, ahead, staying) in product(
         choose_world_sizes(world_size),
         workloads,
         split_list(checkpoint, "--checkpoint", _checkpointing),
-        _strategies(strategy, prefetch),
+        _strategies(strategy, prefetch, keep_gathered),
     ):
         workload = ParallelWorkload(
             training,
@@ -135,6 +142,7 @@ def shard(
             trace=str(trace) if trace else None,
             timeout_s=timeout,
             prefetch=ahead,
+            keep_gathered=staying,
             checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
             mesh=mesh if mesh is None or name in TENSOR_STRATEGIES else None,
         )
@@ -172,13 +180,17 @@ def _checkpointing(text: str) -> str:
     return text
 
 
-def _strategies(strategy: list[str], prefetch: list[str]) -> list[tuple[str, int | None]]:
-    """Strategies with how far they gather ahead; only ``fsdp`` lets that be chosen."""
+def _strategies(
+    strategy: list[str], prefetch: list[str], keep_gathered: list[str]
+) -> list[tuple[str, int | None, int]]:
+    """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""
     ahead = split_list(prefetch, "--prefetch", at_least(0))
+    staying = split_list(keep_gathered, "--keep-gathered", at_least(0))
     return [
-        (name, units)
+        (name, units, blocks)
         for name in split_list(strategy, "--strategy", one_of(SHARD_STRATEGIES))
         for units in (ahead if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
+        for blocks in (staying if name == "fsdp" else [0])
     ]
 
 

@@ -81,6 +81,7 @@ class ParallelWorkload(Configured):
             ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
         mesh: for strategies that share layers, sizes of dimensions, ``fsdp=2,tp=2``; None is one dimension, or with two
             of them ``tp=2``.
+        keep_gathered: for ``fsdp``, how many of the last blocks stay gathered between forward and backward pass.
     """
 
     training: Workload
@@ -95,6 +96,7 @@ class ParallelWorkload(Configured):
     prefetch: int | None = None
     checkpointing: str = "none"
     mesh: str | None = None
+    keep_gathered: int = 0
 
     def __post_init__(self) -> None:
         choices = {
@@ -129,6 +131,10 @@ class ParallelWorkload(Configured):
             raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
         if self.prefetch is not None and self.prefetch < 0:
             raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
+        if self.keep_gathered and self.strategy != "fsdp":
+            raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
+        if self.keep_gathered < 0:
+            raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
         if self.mesh is not None and not self.shares_layers:
             raise UsageError(
                 f"--mesh {self.mesh}: the ranks of strategy '{self.strategy}' have one dimension; leave it out, or "
@@ -301,7 +307,9 @@ class ParallelWorkload(Configured):
         training = self.training
         state_dtype = training.state_dtype if self.has_half_weights else "fp32"
         blocks, ahead = kept_blocks(self.checkpointing) or 0, 1 if self.prefetch is None else self.prefetch
-        return KeptStep(training.size, self.world_size, training.precision, state_dtype, blocks, ahead)
+        return KeptStep(
+            training.size, self.world_size, training.precision, state_dtype, blocks, ahead, self.keep_gathered
+        )
 
     @property
     def has_half_weights(self) -> bool:
@@ -352,6 +360,7 @@ class ParallelWorkload(Configured):
             gradient_dtype=self.gradient_dtype if self.keeps_half_gradients else "fp32",
             trace=None,
             prefetch=None,
+            keep_gathered=0,
             checkpointing="none" if self.writes_out_blocks else self.checkpointing,
             mesh=mesh,
         )

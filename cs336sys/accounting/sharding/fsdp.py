@@ -109,13 +109,16 @@ def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> dict
     }
 
 
-def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
-    """The most bytes gathered at once: a unit in use and those fetched ahead, in either direction.
+def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
+    """The most bytes gathered at once: a unit in use, those fetched ahead, in either direction, and those that stay.
 
     Args:
         unit_bytes: of each unit, in the order of use.
+        keep_gathered: how many units beside the last stay gathered until the backward pass has come through them.
     """
-    return _widest(unit_bytes, 1 + prefetch)
+    # At the last unit all of those that stay are there, and what it fetches ahead is among them.
+    at_last = max(1 + prefetch, 1 + keep_gathered if keep_gathered else 0)
+    return max(_widest(unit_bytes, 1 + prefetch), sum(unit_bytes[-at_last:]))
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class FullShardingPeak:
 
     Attributes:
         state: from step to step, gradients of all rows among them.
-        gathered: weights in use and fetched ahead.
+        gathered: weights in use, fetched ahead, and staying.
         whole_gradients: of the unit whose backward pass runs, and of the one before it, which are being averaged.
         received: where those arrive.
     """
@@ -140,7 +143,7 @@ class FullShardingPeak:
 
 
 def fully_sharded_peak(
-    size: ModelSize, element_bytes: int, world_size: int, *, rank: int = 0, prefetch: int = 1
+    size: ModelSize, element_bytes: int, world_size: int, *, rank: int = 0, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
     """The bound for a model in blocks; errors as of :func:`fully_sharded_state`.
 
@@ -157,7 +160,8 @@ def fully_sharded_peak(
         )
         for shapes in units
     ]
-    gathered = most_gathered(list(gathered_bytes(size, element_bytes, world_size).values()), prefetch)
+    unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
+    gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
     return FullShardingPeak(fully_sharded_state(size, rank, world_size), gathered, _widest(gradients, 2), max(received))
 
 
@@ -184,27 +188,29 @@ class StepCommunication:
         return (world_size - 1) / world_size * (self.all_gather + self.reduce_scatter + 2 * self.all_reduce)
 
 
-def step_communication(size: ModelSize, element_bytes: int, world_size: int) -> StepCommunication:
+def step_communication(
+    size: ModelSize, element_bytes: int, world_size: int, keep_gathered: int = 0
+) -> StepCommunication:
     """Of a training step with or without activation checkpointing, which finds the weights gathered.
 
-    Every unit is gathered forward and backward but the last, which is kept between: ``2 e N`` less one LM head. Its
-    gradients are averaged once, ``e N``.
+    Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
+    ``2 e N`` less one LM head and ``keep_gathered`` blocks. Its gradients are averaged once, ``e N``.
 
     Raises:
         UsageError: the world size is not positive.
     """
     _check_rank(0, world_size)
-    communication = communication_of_units(sharded_units(size), element_bytes, world_size)
+    communication = communication_of_units(sharded_units(size), element_bytes, world_size, keep_gathered)
     return replace(communication, all_reduce=4 * replicated_elements(size))
 
 
 def communication_of_units(
-    units: Mapping[str, Sequence[tuple[int, ...]]], element_bytes: int, world_size: int
+    units: Mapping[str, Sequence[tuple[int, ...]]], element_bytes: int, world_size: int, keep_gathered: int = 0
 ) -> StepCommunication:
     """As :func:`step_communication`, of the shapes of units' parameters, without any that are replicated."""
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in units.values()]
     elements = sum(math.prod(shape) for shapes in units.values() for shape in shapes)
-    return StepCommunication(2 * sum(gathers) - gathers[-1], element_bytes * elements, 0)
+    return StepCommunication(2 * sum(gathers) - sum(gathers[-1 - keep_gathered :]), element_bytes * elements, 0)
 
 
 def _widest(values: Sequence[int], count: int) -> int:

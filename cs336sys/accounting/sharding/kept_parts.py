@@ -32,6 +32,7 @@ class KeptStep:
         state_dtype: a name of :data:`~cs336sys.accounting.sharding.fsdp.STATE_BYTES`.
         blocks: how many of the last blocks keep gate and up.
         prefetch: units gathered ahead of use.
+        keep_gathered: how many of the last blocks stay gathered between forward and backward pass.
 
     Raises:
         UsageError: the ranks do not divide the batch, or the model has not so many blocks.
@@ -43,12 +44,15 @@ class KeptStep:
     state_dtype: str = "fp32"
     blocks: int = 0
     prefetch: int = 1
+    keep_gathered: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.size.batch_size % self.world_size:
             raise UsageError(f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}")
         if not 0 <= self.blocks <= self.size.num_layers:
             raise UsageError(f"keep={self.blocks}: the model has {self.size.num_layers} blocks")
+        if not 0 <= self.keep_gathered <= self.size.num_layers:
+            raise UsageError(f"--keep-gathered {self.keep_gathered}: the model has {self.size.num_layers} blocks")
 
     @property
     def element_bytes(self) -> int:
@@ -92,11 +96,11 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     """The moments that can be the peak of a second or later step; buffers of communication count as activations.
 
     - Loss: everything kept; the input, output and output's gradient of the last norm; the LM head's weight, its
-      gradient, and a chunk of logits.
+      gradient, and a chunk of logits; the weights of blocks that stay gathered.
     - Feed-forward of a block in the backward pass: what it and those before it keep; gradients of its output and of the
       normalized input, of the product, of gate and of up, and the product itself, ``e T (2 d + 4 f)``; gate and up
-      again where they are not kept; its weights and those fetched ahead; the gradients of the unit before it, whole and
-      as this rank's slice, which are being averaged.
+      again where they are not kept; its weights, those fetched ahead and those that stay; the gradients of the unit
+      before it, whole and as this rank's slice, which are being averaged.
     - Optimizer: the whole state.
     """
     e, size, tokens = step.element_bytes, step.size, step.tokens
@@ -111,7 +115,8 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     to_slice = STATE_BYTES[step.state_dtype][1] / e / step.world_size
 
     chunk = min(LOGITS_CHUNK_BYTES, e * tokens * size.vocab_size)
-    at_loss = sum(kept) + 3 * stream + 2 * head + chunk
+    first_staying = 1 + layers - step.keep_gathered
+    at_loss = sum(kept) + 3 * stream + 2 * head + chunk + sum(units[first_staying : 1 + layers])
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
     done = 0.0
     for block in reversed(range(layers)):
@@ -119,7 +124,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if to_slice * step.world_size != 1 else 0
         again = 2 * inner if block < layers - step.blocks else 0
-        gathered = sum(units[max(0, block + 1 - step.prefetch) : block + 2])
+        gathered = sum(units[max(0, min(block + 1 - step.prefetch, first_staying)) : block + 2])
         held = sum(kept[: block + 1]) + 2 * stream + 4 * inner + again + gathered + averaged + arriving
         done += to_slice * averaged
         name = f"feed-forward backward, block {block + 1} of {layers}"

@@ -47,6 +47,7 @@ class ShardedStep:
         size: its batch is that of all ranks together, of which each has an equal part, or a slice of every sequence.
         precision: what is computed in.
         prefetch: for ``fsdp``, units gathered ahead of use.
+        keep_gathered: for ``fsdp``, units beside the last that stay gathered between forward and backward pass.
         bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
         mode: ``forward``, ``forward-backward`` or ``train``.
         parameter_bytes: of an element of parameters and gradients. With 2 the model is not under autocast, and AdamW
@@ -68,6 +69,7 @@ class ShardedStep:
     mode: str = "train"
     parameter_bytes: int = 4
     state_dtype: str = "fp32"
+    keep_gathered: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -249,7 +251,9 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
     kept = state.gradients * done // count
     if step.strategy != "fsdp" or done == count:
         return kept, 0
-    peak = fully_sharded_peak(step.size, step.computed_bytes, step.world_size, prefetch=step.prefetch)
+    peak = fully_sharded_peak(
+        step.size, step.computed_bytes, step.world_size, prefetch=step.prefetch, keep_gathered=step.keep_gathered
+    )
     return kept, peak.gathered + (peak.whole_gradients + peak.received if done else 0)
 
 
@@ -265,7 +269,8 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
     torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.
     """
     if step.strategy == "fsdp":
-        return step_communication(step.size, step.computed_bytes, step.world_size).sent_bytes(step.world_size)
+        sent = step_communication(step.size, step.computed_bytes, step.world_size, step.keep_gathered)
+        return sent.sent_bytes(step.world_size)
     if step.splits_sequences:
         return context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
     count = count_parameters(step.size)

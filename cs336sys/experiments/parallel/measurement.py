@@ -216,6 +216,7 @@ def _trace_path(workload: ParallelWorkload) -> Path | None:
     size, training = workload.training.size, workload.training
     bucket = "" if workload.bucket_mb is None else bucket_name(workload.bucket_mb).replace(" ", "").lower()
     ahead = "" if workload.prefetch is None else f"prefetch{workload.prefetch}"
+    ahead += f"-gathered{workload.keep_gathered}" if workload.keep_gathered else ""
     checkpoints = "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}"
     words = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),

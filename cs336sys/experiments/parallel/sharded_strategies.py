@@ -103,6 +103,7 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
         plain,
         AUTOCAST_DTYPES.get(workload.training.precision),
         prefetch=workload.prefetch,
+        keep_gathered=workload.keep_gathered,
         unit_modules=blocks,
         initialize=initialize,
         device=device,

@@ -29,11 +29,12 @@ class UnitRunner(SynchronizationSwitch):
     unit is used next, as the last one is by the backward pass. In the backward pass it is gathered when the gradient of
     its output arrives, and freed when the backward pass arrives at the output of another unit. Autograd goes strictly
     back in time, so the unit's gradients are complete by then: their reduction starts, and is finished one unit later.
-    While a unit computes, the next ``prefetch`` units are being gathered; no others have memory.
+    While a unit computes, the next ``prefetch`` units are being gathered; no others have memory, but those that stay.
 
     Args:
         units: all units of the module.
         prefetch: how many units to gather ahead of use.
+        staying: units that are not freed between a forward pass with gradients and their part of the backward pass.
         group: the ranks that hold slices.
 
     Attributes:
@@ -43,12 +44,15 @@ class UnitRunner(SynchronizationSwitch):
         watch: if set, records how late gathers are.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], prefetch: int, group: dist.ProcessGroup):
+    def __init__(
+        self, units: Sequence[ShardedUnit], prefetch: int, group: dist.ProcessGroup, staying: Sequence[ShardedUnit] = ()
+    ):
         self._group = group
         self.replicated: Sequence[GradientBucket] = ()
         self.watch: GatherWatch | None = None
         self._units = units
         self._prefetch = prefetch
+        self._staying = frozenset(staying)
         # One with gradients and one without, because only the former is followed by a backward pass.
         self._orders: dict[bool, GatherOrder[ShardedUnit]] = {True: GatherOrder(), False: GatherOrder()}
         self._order: GatherOrder[ShardedUnit] | None = None
@@ -108,7 +112,7 @@ class UnitRunner(SynchronizationSwitch):
         if not in_use:
             if self._order is not None and self._order.repeats():
                 self._ahead.add(unit)
-            else:
+            elif unit not in self._staying or not torch.is_grad_enabled():
                 unit.free()
         return output
 

@@ -75,6 +75,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         prefetch: int = 1,
+        keep_gathered: int = 0,
         gradient_dtype: torch.dtype | None = None,
         unit_modules: Collection[nn.Module] | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -90,6 +91,9 @@ class FSDP(nn.Module):
                 floating-point inputs of units are cast to it; None leaves both in their own. Slices, their gradients
                 and replicated parameters always keep their own dtype.
             prefetch: how many units to gather ahead of use.
+            keep_gathered: how many units beside the last stay gathered from the forward pass until the backward pass
+                has come through them, the last in the order of ``module.modules()``: each saves an all-gather and
+                costs its memory. As many as there are is ``reshard_after_forward=False`` of torch's ``fully_shard``.
             gradient_dtype: dtype in which gradients are sent; None sends them in the dtype they were computed in.
                 Gradients in half precision are summed in the dtype of the slices either way.
             unit_modules: modules to gather as a whole, instead of those in an ``nn.ModuleList``.
@@ -113,6 +117,8 @@ class FSDP(nn.Module):
                 raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
         if prefetch < 0:
             raise UsageError(f"prefetch {prefetch}: must be at least 0")
+        if keep_gathered < 0:
+            raise UsageError(f"keep_gathered {keep_gathered}: must be at least 0")
         self.module = module
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
         self.group = process_group(group)
@@ -122,7 +128,7 @@ class FSDP(nn.Module):
         with same_on_every_rank(self.group) as lines:
             require_unsynchronized(module.named_parameters())
             require_own_gradient_dtype(module.named_parameters())
-            lines.append(f"FSDP with {compute_dtype=}, {prefetch=}, {gradient_dtype=}, {units=}")
+            lines.append(f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}, {units=}")
             lines += describe_module(module)
         sharded = distribute_parameters(module, plan, compute_dtype, initialize, device, self.group)
         shards = [parameter.shard for parameter in sharded.values()]
@@ -135,7 +141,9 @@ class FSDP(nn.Module):
             for unit in plan.units
         )
         self._plan = plan
-        self._runner = UnitRunner(self.units, prefetch, self.group)
+        # The backward pass begins with the last, which is still there.
+        staying = self.units[max(0, len(self.units) - 1 - keep_gathered) :] if keep_gathered else ()
+        self._runner = UnitRunner(self.units, prefetch, self.group, staying)
         self._calls = [
             UnitCall(self._runner, unit, part, compute_dtype) for unit in self.units for part in unit.modules
         ]

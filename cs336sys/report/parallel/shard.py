@@ -39,12 +39,13 @@ SHARDING_SETTING_COLUMNS = {
     "mesh": Column("mesh", "mesh"),
     **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
     "checkpointing": Column("checkpointing", "checkpointing"),
+    "keep_gathered": Column("keep_gathered", "blocks that stay gathered"),
 }
 _ALWAYS_SHOWN = ("precision", "compile")
 _STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
 
 # Settings by which the cells of one comparison differ.
-_COMPARED = ("strategy", "prefetch", "trace")
+_COMPARED = ("strategy", "prefetch", "keep_gathered", "trace")
 
 COMPONENTS = {
     "parameters": "parameters",
@@ -66,6 +67,7 @@ def sharded_step(workload: ParallelWorkload) -> ShardedStep:
         workload.checkpointing,
         1 if workload.prefetch is None else workload.prefetch,
         state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
+        keep_gathered=workload.keep_gathered,
     )
 
 

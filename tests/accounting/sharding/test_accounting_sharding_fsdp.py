@@ -69,6 +69,8 @@ def test_prefetching_more_holds_more():
     assert fsdp.most_gathered([1, 5, 5, 2], 1) == 10
     assert fsdp.most_gathered([1, 5, 5, 2], 2) == 12
     assert fsdp.most_gathered([1, 5, 5, 2], 9) == 13
+    assert fsdp.most_gathered([1, 5, 5, 2], 0, keep_gathered=2) == 12
+    assert fsdp.most_gathered([9, 1, 1, 2], 0, keep_gathered=1) == 9
 
 
 def test_communication_of_a_step():
@@ -82,6 +84,7 @@ def test_communication_of_a_step():
     # Three ranks have room for 12 of the 10 rows of embedding and head, and for 9 of 8.
     block = 4 * 9 * 8 + 2 * 12 * 8 + 9 * 12
     assert fsdp.step_communication(SMALL, 4, 3).all_gather == 4 * (3 * 12 * 8 + 4 * block)
+    assert fsdp.step_communication(SMALL, 4, 3, keep_gathered=1).all_gather == 4 * (3 * 12 * 8 + 3 * block)
     assert fsdp.step_communication(SMALL, 4, 3).reduce_scatter == 4 * sharded
 
 

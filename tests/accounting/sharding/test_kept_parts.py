@@ -6,6 +6,7 @@ import pytest
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.fsdp import gathered_bytes
 from cs336sys.accounting.sharding.kept_parts import (
     KeptStep,
     choose_kept_blocks,
@@ -56,6 +57,21 @@ def test_peak_is_where_the_backward_pass_begins():
     beside = peak.total - (state.parameters + state.optimizer_state) - 34 * kept_block_bytes(step, gate_and_up=True)
     assert 5 * GIB < beside < 7 * GIB
     assert {moment.moment for moment in kept_moments(step)} >= {"loss", "optimizer"}
+
+
+def test_blocks_that_stay_gathered_are_counted_until_the_backward_pass_is_through_them():
+    block = gathered_bytes(STEP.size, 2, 2)["layers.0"]
+    plain, staying = (
+        {moment.moment: moment.total for moment in kept_moments(replace(STEP, keep_gathered=blocks))}
+        for blocks in (0, 12)
+    )
+    more = {moment: staying[moment] - plain[moment] for moment in plain}
+    assert more["loss"] == 12 * block
+    # The last needs its own weights and those of the one before it either way.
+    assert more["feed-forward backward, block 34 of 34"] == 10 * block
+    assert more["feed-forward backward, block 24 of 34"] == 0
+    with pytest.raises(UsageError, match="--keep-gathered 35: the model has 34 blocks"):
+        replace(STEP, keep_gathered=35)
 
 
 def test_with_few_tokens_the_loss_is_widest():

@@ -15,9 +15,9 @@ from cs336sys.parallel import collectives
 from cs336sys.parallel.fsdp import FSDP
 
 
-def launches(compute_dtype, prefetch):
+def launches(compute_dtype, prefetch, keep_gathered=0):
     """What a transformer of two blocks launches in its third step, and in two forward passes without gradients."""
-    sharded = FSDP(transformer(layers=2), compute_dtype, prefetch=prefetch)
+    sharded = FSDP(transformer(layers=2), compute_dtype, prefetch=prefetch, keep_gathered=keep_gathered)
     tokens, targets = map(share, batch(0, 30))
     log = []
     with recorded(log):
@@ -67,9 +67,10 @@ class Shuffled(nn.Module):
         return x.square().mean()
 
 
-def changing_order(orders, prefetch):
+def changing_order(orders, prefetch, keep_gathered=0):
     """For each step: most units that had memory, whole gradients, those of the plain module, and reductions by unit."""
-    sharded, alone = FSDP(Shuffled().double(), prefetch=prefetch), Shuffled().double()
+    sharded = FSDP(Shuffled().double(), prefetch=prefetch, keep_gathered=keep_gathered)
+    alone = Shuffled().double()
     most = []
     for block in sharded.module.blocks:
         block.register_forward_hook(lambda *_: most.append(len(gathered_units(sharded))))
@@ -88,6 +89,9 @@ def changing_order(orders, prefetch):
         expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
         reductions = [unit for collective, unit in log if collective == "reduce-scatter"]
         results.append((max(most), whole_gradients(sharded), expected, reductions))
+        # Weights that were not gathered anew would be those of the step before.
+        for model in (sharded, alone):
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
     return results
 
 

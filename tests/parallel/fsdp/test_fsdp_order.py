@@ -41,14 +41,27 @@ def test_nothing_is_gathered_ahead_of_use_if_so_asked(ranks):
     assert gathers == [second, first, embedding]
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
-def test_order_of_units_may_change(ranks, prefetch):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_stays_gathered_is_not_gathered_again(ranks, prefetch):
+    embedding, first, second, head = UNITS
+    for forward, backward, _, evaluation in ranks(2).run(fsdp_order_ranks.launches, None, prefetch, 1):
+        assert forward == [("all-gather", unit) for unit in UNITS]
+        assert [unit for collective, unit in backward if collective == "all-gather"] == [first, embedding]
+        assert [unit for collective, unit in backward if collective == "reduce-scatter"] == [
+            head, second, first, embedding
+        ]  # fmt: skip
+        # Without gradients nothing stays.
+        assert evaluation == 2 * [("all-gather", unit) for unit in UNITS]
+
+
+@pytest.mark.parametrize(("prefetch", "keep_gathered"), [(1, 0), (2, 0), (1, 2), (0, 9)])
+def test_order_of_units_may_change(ranks, prefetch, keep_gathered):
     """What was fetched in vain is freed, gradients are right, and each unit reduces once, however often it is used."""
     orders = ["012345", "543210", "5432", "0", "010123", "012345", "012345", "024", "135"]
     orders = [[int(index) for index in order] for order in orders]
-    for result in ranks(2).run(fsdp_order_ranks.changing_order, orders, prefetch):
+    for result in ranks(2).run(fsdp_order_ranks.changing_order, orders, prefetch, keep_gathered):
         for order, (most, sharded, expected, reductions) in zip(orders, result, strict=True):
-            assert most <= 1 + prefetch
+            assert most <= 1 + prefetch + (1 + keep_gathered if keep_gathered else 0)
             assert_same(sharded, expected, atol=1e-14)
             assert sorted(reductions) == [f"blocks.{index}" for index in sorted(set(order))]
 
