@@ -420,14 +420,17 @@ def test_a_trace_is_read_in_pieces_of_any_size(trace, monkeypatch, characters):
     assert summary_of(trace).step.kernels == 7
 
 
-def test_a_list_of_events_is_a_trace_and_so_is_a_zipped_one(trace, tmp_path):
+def test_a_list_of_events_is_a_trace_and_so_is_a_zipped_one_and_one_of_older_names(trace, tmp_path):
     import gzip
 
     train_step(trace)
     text = trace.write().read_text()
     (tmp_path / "list.json").write_text(json.dumps(trace.events))
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(text.encode()))
-    for name in ("list.json", "trace.json.gz"):
+    older = {"kernel": "Kernel", "gpu_memcpy": "Memcpy", "gpu_memset": "Memset", "cuda_runtime": "Runtime"}
+    renamed = [event | {"cat": older.get(event.get("cat"), event.get("cat"))} for event in trace.events]
+    (tmp_path / "older.json").write_text(json.dumps(renamed))
+    for name in ("list.json", "trace.json.gz", "older.json"):
         assert summarize(open_capture(tmp_path / name)).step.kernels == 7
 
 

@@ -55,7 +55,7 @@ PrecisionOption = Annotated[
 ]
 CompileOption = Annotated[
     list[str],
-    typer.Option(help="off, block (one for all, and the loss), model (all).", autocompletion=among(COMPILE_MODES)),
+    typer.Option(help="off, block (one for all), model (the whole).", autocompletion=among(COMPILE_MODES)),
 ]
 OptimizerOption = Annotated[
     list[str],
@@ -78,15 +78,11 @@ StateDtypeOption = Annotated[
 ]
 UpdateOption = Annotated[
     list[str],
-    typer.Option(
-        help="Of adamw: after a step's backward pass, or in it: step, backward.", autocompletion=among(UPDATES)
-    ),
+    typer.Option(help="Of adamw: step, or backward (within that pass).", autocompletion=among(UPDATES)),
 ]
 CudaGraphOption = Annotated[
     list[str],
-    typer.Option(
-        "--cuda-graph", help="on: replay the phases of a step from CUDA graphs.", autocompletion=among(CUDA_GRAPH)
-    ),
+    typer.Option("--cuda-graph", help="on: replay steps from CUDA graphs.", autocompletion=among(CUDA_GRAPH)),
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.", autocompletion=among(DEVICES))]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]

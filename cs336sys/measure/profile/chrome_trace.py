@@ -17,6 +17,14 @@ _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _RANGES = ("user_annotation",)
 _OPERATIONS = ("cpu_op",)
+# What older versions of torch called them.
+_TODAYS_CATEGORY = {
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
 
 GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 1 << 20
@@ -68,7 +76,8 @@ def _load(tables: sqlite3.Connection, path: Path) -> bool:
         while block := list(itertools.islice(events, _ROWS_AT_ONCE)):
             rows: dict[str, list[tuple]] = {table: [] for table in statements}
             for event in block:
-                category, name = event.get("cat"), event.get("name", "")
+                category, name = str(event.get("cat")), event.get("name", "")
+                category = _TODAYS_CATEGORY.get(category, category)
                 start = round(float(event["ts"]) * 1e3)
                 stop = start + round(float(event.get("dur", 0)) * 1e3)
                 correlation = event.get("args", {}).get("correlation")
