@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from small_models import error_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from cs336sys.parallel.collectives import group_device
@@ -48,9 +49,10 @@ def _plain(query, key, value):
     return scaled_dot_product_attention(query, _repeated(key, query), _repeated(value, query), is_causal=True)
 
 
-def attention_of(kind, length, blocks=None, communicates=True):
-    split = SequenceSplit(length, dist.get_world_size(), is_zigzag=kind == "ring")
-    context = ContextGroup(split, communicates=communicates)
+def attention_of(kind, length, blocks=None, communicates=True, group=None):
+    world_size = dist.get_world_size() if group is None else group.size()
+    split = SequenceSplit(length, world_size, is_zigzag=kind == "ring")
+    context = ContextGroup(split, group, communicates=communicates)
     if kind == "ring":
         return RingAttention(context, blocks or PlainBlocks())
     return AllToAllAttention(context, _plain)
@@ -69,7 +71,7 @@ def differences(cases):
     return [_difference(*case) for case in cases]
 
 
-def _difference(kind, length, dtype, heads, key_value_heads, layout, head_dim=8, blocks=None):
+def _difference(kind, length, dtype, heads, key_value_heads, layout, head_dim=8, blocks=None, group=None):
     torch.manual_seed(length)
     device = group_device()
     shapes = [(2, heads, length, head_dim), *[(2, key_value_heads, length, head_dim)] * 2]
@@ -77,7 +79,7 @@ def _difference(kind, length, dtype, heads, key_value_heads, layout, head_dim=8,
     gradient = torch.randn(shapes[0], device=device).to(dtype)
     out = _plain(*whole)
     out.backward(gradient.double())
-    attention = attention_of(kind, length, blocks)
+    attention = attention_of(kind, length, blocks, group=group)
     own = attention.context.positions(device)
     parts = [LAYOUTS[layout](tensor.detach()[:, :, own].to(dtype)).requires_grad_() for tensor in whole]
     found = attention(*parts)
@@ -85,6 +87,16 @@ def _difference(kind, length, dtype, heads, key_value_heads, layout, head_dim=8,
     pairs = [(found, out), *((part.grad, tensor.grad) for part, tensor in zip(parts, whole, strict=True))]
     assert all(one.dtype == dtype for one, _ in pairs)
     return max(((one - all_[:, :, own]).abs().max() / all_.abs().max()).item() for one, all_ in pairs)
+
+
+def differences_on_a_mesh():
+    """Two groups of two ranks, each with sequences of its own length."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    length = 20 + 3 * mesh["data"].get_local_rank()
+    return [
+        _difference(kind, length, torch.float64, 4, 2, "tokens first", group=mesh["context"])
+        for kind in ("ring", "all-to-all")
+    ]
 
 
 class Model(nn.Module):

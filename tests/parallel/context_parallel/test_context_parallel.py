@@ -27,6 +27,11 @@ def test_attention_is_that_of_the_whole_sequence(ranks, world_size):
             assert difference < 1e-13, case
 
 
+def test_groups_of_a_mesh_split_sequences_of_their_own(ranks):
+    for of_rank in ranks(4).run(context_ranks.differences_on_a_mesh):
+        assert max(of_rank) < 1e-13
+
+
 def test_half_precision_is_merged_in_float32(ranks):
     """Rounding of bf16 alone: 2^-9 of the output, a few times that of gradients."""
     cases = [("ring", 37, dtype, 4, 4, LAYOUTS[1]) for dtype in (BF16, FP16, FP32)]
