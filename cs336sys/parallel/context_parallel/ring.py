@@ -98,7 +98,13 @@ class _Ring:
         owner = self.owner(step)
         if owner < self._rank:
             return slice(None), slice(0, len(self._split.chunks[owner][0]))
-        return slice(len(self._split.chunks[self._rank][0]), None), slice(None)
+        return self.own_chunks[1], slice(None)
+
+    @property
+    def own_chunks(self) -> tuple[slice, slice]:
+        """The two chunks of this rank in its slice."""
+        cut = len(self._split.chunks[self._rank][0])
+        return slice(0, cut), slice(cut, None)
 
     def pass_on(self, block: Tensor, step: int, what: str) -> Arriving:
         """Send the block of a step to the next rank, and receive that of the next step."""
@@ -138,13 +144,16 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, logsumexp = ctx.saved_tensors
         ring, attention = _Ring(ctx.settings.context), ctx.settings.attention
         wide = logsumexp.dtype
-        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS) if ring.world_size > 1 else None
         delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
-        grads = attention.backward(query, key, value, grad_out, logsumexp, delta, True)
-        if arriving is None:
-            return *grads, None
-        grad_query, own = grads[0].to(wide), torch.stack(grads[1:]).to(wide)
-        del grads
+        if ring.world_size == 1:
+            return *attention.backward(query, key, value, grad_out, logsumexp, delta, True), None
+        arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
+        # Of its own block, all queries and the keys of the first chunk now, and the rest beside the last hop.
+        first, second = ring.own_chunks
+        computed = attention.backward(query, key[..., first, :], value[..., first, :], grad_out, logsumexp, delta, True)
+        grad_query = computed[0].to(wide)
+        own = torch.empty((2, *key.shape), dtype=wide, device=key.device)
+        own[0][..., first, :], own[1][..., first, :] = computed[1:]
         # Gradients of a block follow it around the ring a step later, from the rank behind its owner home to the owner.
         following: Arriving | None = None
         for step in range(1, ring.world_size):
@@ -152,9 +161,9 @@ class _RingAttention(torch.autograd.Function):
             if step + 1 < ring.world_size:
                 arriving = ring.pass_on(block, step, _BLOCKS)
             queries, keys = ring.seen(step)
-            computed = None
+            found = None
             if query[..., queries, :].shape[-2]:
-                computed = attention.backward(
+                found = attention.backward(
                     query[..., queries, :],
                     block[0][..., keys, :],
                     block[1][..., keys, :],
@@ -164,11 +173,16 @@ class _RingAttention(torch.autograd.Function):
                     False,
                 )
             gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
-            if computed is not None:
-                grad_query[..., queries, :] += computed[0]
-                gradients[0][..., keys, :] += computed[1]
-                gradients[1][..., keys, :] += computed[2]
+            if found is not None:
+                grad_query[..., queries, :] += found[0]
+                gradients[0][..., keys, :] += found[1]
+                gradients[1][..., keys, :] += found[2]
             following = ring.pass_on(gradients, step, _GRADIENTS)
+        if query[..., second, :].shape[-2]:
+            late = [tensor[..., second, :] for tensor in (query, key, value, grad_out)]
+            computed = attention.backward(*late, logsumexp[..., second], delta[..., second], True)
+            grad_query[..., second, :] += computed[0]
+            own[0][..., second, :], own[1][..., second, :] = computed[1:]
         assert following is not None
         own += following.wait()
         return grad_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None
