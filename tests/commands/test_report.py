@@ -23,7 +23,7 @@ def test_writes_the_format_of_the_files_name_and_pictures_beside_it(tmp_path):
     assert result.exit_code == 0, result.output
     text = page.read_text()
     assert text.startswith("# CS336 Assignment 2: Systems, 2025")
-    assert "![timelines](write-up-01.png)" in text
+    assert "![when rank 0 computes and when it communicates in one step](write-up-01.png)" in text
     assert (tmp_path / "write-up-01.png").read_bytes().startswith(b"\x89PNG")
     assert "## communication_accounting" in text
     assert "## nsys_profile" not in text
@@ -92,7 +92,7 @@ def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = report("--year", "2026", "--run", "--dry-run", "--size", "tiny", "--device", "cpu")
     assert result.exit_code == 0
-    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,train" in result.stdout
+    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,forward-backward,train" in result.stdout
     assert "MiB" in result.stdout or "GiB" in result.stdout
     assert list(tmp_path.iterdir()) == []
 

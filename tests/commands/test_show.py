@@ -26,6 +26,7 @@ FIRST_TABLES = {"nsys": "phases", "precision": "accumulation"}
 
 PICTURES = {
     "bench": {"bench"},
+    "losses": {"losses"},
     "attn": {"attn"},
     "nsys": {"shares"},
     "flash": {"flash"},
