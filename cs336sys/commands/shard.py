@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.accounting.sharding.mesh import mesh_ranks, read_mesh
-from cs336sys.accounting.sharding.tensor import outer_dimension, strategy_of_mesh
+from cs336sys.accounting.sharding.mesh import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
@@ -28,6 +27,7 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.results import Cell
 from cs336sys.workload import (
     BLOCK_CHECKPOINTING,
+    CONTEXT_STRATEGIES,
     SHARD_STRATEGIES,
     SHARDING_STRATEGIES,
     TENSOR_STRATEGIES,
@@ -73,7 +73,7 @@ def shard(
     ] = False,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Ranks in two dimensions, of which tp are neighbours that share layers: fsdp=2,tp=2."),
+        typer.Option(help="Ranks in two dimensions, of which tp share layers, or cp sequences: fsdp=2,tp=2."),
     ] = None,
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
@@ -144,7 +144,7 @@ def shard(
             prefetch=ahead,
             keep_gathered=staying,
             checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
-            mesh=mesh if mesh is None or name in TENSOR_STRATEGIES else None,
+            mesh=mesh if name in (*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES) else None,
         )
         if checkpointing == "auto":
             workload = chosen_by_memory(workload, limit_bytes, tells=is_first_rank())

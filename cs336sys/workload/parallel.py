@@ -18,7 +18,7 @@ from cs336sys.accounting.sharding.context import (
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
-from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, read_mesh
+from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, outer_dimension, read_mesh
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.accounting.sharding.tensor import (
     OWN_TENSOR_STRATEGIES,
@@ -26,7 +26,6 @@ from cs336sys.accounting.sharding.tensor import (
     TENSOR_STRATEGIES,
     heads_refusal,
     is_sequence_parallel,
-    outer_dimension,
 )
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
@@ -79,8 +78,8 @@ class ParallelWorkload(Configured):
         prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
         checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
             ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
-        mesh: for strategies that share layers, sizes of dimensions, ``fsdp=2,tp=2``; None is one dimension, or with two
-            of them ``tp=2``.
+        mesh: for strategies that share layers or sequences, sizes of dimensions, ``fsdp=2,tp=2``; None is one
+            dimension, or with two of them ``tp=2`` or ``cp=2``.
         keep_gathered: for ``fsdp``, how many of the last blocks stay gathered between forward and backward pass.
     """
 
@@ -135,45 +134,46 @@ class ParallelWorkload(Configured):
             raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
         if self.keep_gathered < 0:
             raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
-        if self.mesh is not None and not self.shares_layers:
+        if self.inner_dimension is not None:
+            self._check_mesh(self.inner_dimension)
+        elif self.mesh is not None:
             raise UsageError(
                 f"--mesh {self.mesh}: the ranks of strategy '{self.strategy}' have one dimension; leave it out, or "
-                f"choose a strategy with {TENSOR}"
+                "choose a strategy that shares layers or sequences"
             )
         if self.splits_sequences:
             self._check_context()
-            return
         if self.shares_layers:
             self._check_tensor()
         if self.training.size.batch_size % self.data_ranks:
             raise UsageError(
                 f"--batch-size {self.training.size.batch_size}: {self.data_ranks} "
-                f"{'groups of ranks' if self.shares_layers else 'ranks'} cannot share it equally; "
+                f"{'ranks' if self.inner_dimension is None else 'groups of ranks'} cannot share it equally; "
                 f"choose a multiple of {self.data_ranks}"
             )
 
-    def _check_tensor(self) -> None:
-        training, tensor_ranks = self.training, self.tensor_ranks
-        if self.mesh is not None:
-            sizes = read_mesh(self.mesh)
-            outer = outer_dimension(self.strategy)
-            wanted = {"tp"} if outer is None else {outer, "tp"}
-            is_alone = self.strategy.endswith(_ALONE)
-            if mesh_ranks(sizes) != self.world_size:
+    def _check_mesh(self, inner: str) -> None:
+        if self.mesh is None:
+            if self.world_size % self.group_ranks:
                 raise UsageError(
-                    f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}"
+                    f"--world-size {self.world_size}: strategy '{self.strategy}' has groups of two ranks; choose an "
+                    "even number, or say by --mesh how many"
                 )
-            if sizes.keys() != wanted and not (is_alone and "tp" in sizes):
-                raise UsageError(
-                    f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(sorted(wanted))}"
-                )
-            if mesh_text(sizes) != self.mesh:
-                raise UsageError(f"--mesh {self.mesh}: neighbours share layers, so tp comes last: {mesh_text(sizes)}")
-        elif self.world_size % tensor_ranks:
+            return
+        sizes = read_mesh(self.mesh)
+        outer = outer_dimension(self.strategy)
+        wanted = [name for name in (outer, inner) if name is not None]
+        if mesh_ranks(sizes) != self.world_size:
+            raise UsageError(f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}")
+        if sizes.keys() != set(wanted) and not (self.strategy.endswith(_ALONE) and inner in sizes):
             raise UsageError(
-                f"--world-size {self.world_size}: strategy '{self.strategy}' has two ranks for each layer; choose an "
-                "even number, or say by --mesh how many"
+                f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(wanted)}"
             )
+        if mesh_text(sizes) != self.mesh:
+            raise UsageError(f"--mesh {self.mesh}: groups are of neighbours, so {inner} comes last: {mesh_text(sizes)}")
+
+    def _check_tensor(self) -> None:
+        training, tensor_ranks = self.training, self.group_ranks
         if not training.is_ours:
             raise UsageError(f"--strategy {self.strategy} shares layers of cs336_basics alone: leave out --model")
         if training.fused_kernels:
@@ -208,9 +208,9 @@ class ParallelWorkload(Configured):
                 f"--checkpoint {self.checkpointing} knows attention that is one operator, and not that of --strategy "
                 f"{self.strategy}: choose none or block"
             )
-        if self.strategy.startswith(ALL_TO_ALL):
-            require_heads(training.size.num_heads, self.world_size)
-        share_of_context(self.strategy, training.size, self.world_size)
+        if ALL_TO_ALL in self.strategy:
+            require_heads(training.size.num_heads, self.group_ranks)
+        share_of_context(self.strategy, training.size, self.group_ranks)
 
     def _check_kept(self) -> None:
         training, blocks = self.training, kept_blocks(self.checkpointing)
@@ -248,18 +248,23 @@ class ParallelWorkload(Configured):
         return self.strategy.removesuffix(_ALONE) in TENSOR_STRATEGIES
 
     @property
-    def tensor_ranks(self) -> int:
-        """How many ranks share each layer."""
-        if not self.shares_layers:
+    def inner_dimension(self) -> str | None:
+        """What groups of ranks share: ``tp`` for layers, ``cp`` for sequences; None where each rank is by itself."""
+        return "tp" if self.shares_layers else "cp" if self.splits_sequences else None
+
+    @property
+    def group_ranks(self) -> int:
+        """How many ranks share each layer or sequence."""
+        if self.inner_dimension is None:
             return 1
         if self.mesh is not None:
-            return read_mesh(self.mesh).get("tp", 1)
+            return read_mesh(self.mesh).get(self.inner_dimension, 1)
         return self.world_size if outer_dimension(self.strategy) is None else 2
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks that share layers, share the batch."""
-        return self.world_size // self.tensor_ranks
+        """How many ranks, or groups of ranks that share layers or sequences, share the batch."""
+        return self.world_size // self.group_ranks
 
     @property
     def gathers_ahead(self) -> bool:
@@ -269,16 +274,15 @@ class ParallelWorkload(Configured):
     @property
     def share(self) -> int:
         """Sequences a rank has, or has a slice of."""
-        batch_size = self.training.size.batch_size
-        return batch_size if self.splits_sequences else batch_size // self.data_ranks
+        return self.training.size.batch_size // self.data_ranks
 
     @property
     def share_size(self) -> ModelSize:
         """The size with this rank's share of the batch, or the longest slice of its sequences."""
-        size = self.training.size
+        share = replace(self.training.size, batch_size=self.share)
         if self.splits_sequences:
-            return share_of_context(self.strategy.removesuffix(_ALONE), size, self.world_size)
-        return replace(size, batch_size=self.share)
+            return share_of_context(self.strategy.removesuffix(_ALONE), share, self.group_ranks)
+        return share
 
     @property
     def uses_autocast(self) -> bool:
@@ -346,13 +350,13 @@ class ParallelWorkload(Configured):
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
         alone, mesh = "unsynchronized", None
+        own = self.strategy.removesuffix(_ALONE).rpartition("+")[2]
         if self.splits_sequences:
-            own = self.strategy.removesuffix(_ALONE)
             alone = (own if own in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
         if self.shares_layers:
-            own = self.strategy.removesuffix(_ALONE)
             alone = TENSOR + ("-sequence" if is_sequence_parallel(own) else "") + _ALONE
-            mesh = mesh_text({"ddp": self.data_ranks, "tp": self.tensor_ranks})
+        if self.inner_dimension is not None and self.data_ranks > 1:
+            mesh = mesh_text({"ddp": self.data_ranks, self.inner_dimension: self.group_ranks})
         return replace(
             self,
             strategy=alone,

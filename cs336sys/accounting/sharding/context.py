@@ -18,7 +18,9 @@ from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
 OWN_CONTEXT_STRATEGIES = (RING, ALL_TO_ALL)
-CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context")
+# Beside them, all state in slices: each of several groups of ranks has sequences of its own.
+SHARDED_CONTEXT_STRATEGIES = tuple(f"fsdp+{name}" for name in OWN_CONTEXT_STRATEGIES)
+CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context", *SHARDED_CONTEXT_STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class SequenceSplit:
 
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
     """How a strategy splits the size's sequences; torch's ``context_parallel`` does it as our ring."""
-    return SequenceSplit(size.context, world_size, is_zigzag=strategy != ALL_TO_ALL)
+    return SequenceSplit(size.context, world_size, is_zigzag=not strategy.endswith(ALL_TO_ALL))
 
 
 def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
@@ -128,20 +130,28 @@ def all_to_all_bytes(
 
 
 def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> float:
-    """What the rank that sends most sends in a step of all layers: attention's, and the all-reduce of fp32 gradients.
+    """What the rank that sends most sends in a step of all layers: :func:`attention_sent_bytes`, and for the all-reduce
+    of fp32 gradients.
+    """
+    gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
+    return attention_sent_bytes(strategy, size, world_size, precision, checkpointing) + gradients
+
+
+def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> int:
+    """What the rank that sends most sends for attention in a step of all layers.
 
     Args:
-        strategy: one of :data:`OWN_CONTEXT_STRATEGIES`; another counts as the ring.
-        precision: what attention computes in, under autocast.
+        strategy: one of :data:`CONTEXT_STRATEGIES`; torch's counts as the ring.
+        size: its batch is that of the ranks that share sequences.
+        precision: what attention computes in.
         checkpointing: ``none``, or ``block``, which computes attention twice.
     """
     split = split_of(strategy, size, world_size)
     passes = 3 if checkpointing == "block" else 2
     token_bytes = size.batch_size * size.d_model * ELEMENT_BYTES[precision]
-    if strategy == ALL_TO_ALL:
+    if strategy.endswith(ALL_TO_ALL):
         of_ranks = [all_to_all_bytes(split, rank, token_bytes, 2 * token_bytes, passes) for rank in range(world_size)]
     else:
         gradient_bytes = 2 * 4 * size.batch_size * size.d_model
         of_ranks = [ring_bytes(split, rank, 2 * token_bytes, gradient_bytes, passes) for rank in range(world_size)]
-    gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
-    return size.num_layers * max(of_ranks) + gradients
+    return size.num_layers * max(of_ranks)

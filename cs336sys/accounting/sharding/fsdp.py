@@ -213,6 +213,27 @@ def communication_of_units(
     return StepCommunication(2 * sum(gathers) - sum(gathers[-1 - keep_gathered :]), element_bytes * elements, 0)
 
 
+def most_sent_bytes(
+    shapes: Mapping[str, tuple[int, ...]], element_bytes: int, world_size: int, keep_gathered: int = 0
+) -> float:
+    """What the last rank sends in a step, which keeps the fewest rows of gradients and sends away the most.
+
+    Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
+
+    Args:
+        shapes: of whole parameters by name.
+    """
+    communication = communication_of_units(units_of(shapes), element_bytes, world_size, keep_gathered)
+    norms = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    others = sum(
+        (shape[0] - len(own_rows(shape[0], world_size - 1, world_size))) * math.prod(shape[1:])
+        for shape in shapes.values()
+        if len(shape) > 1
+    )
+    weights_and_norms = replace(communication, reduce_scatter=0, all_reduce=4 * norms)
+    return weights_and_norms.sent_bytes(world_size) + element_bytes * others
+
+
 def _widest(values: Sequence[int], count: int) -> int:
     return max(sum(values[start : start + count]) for start in range(max(1, len(values) - count + 1)))
 

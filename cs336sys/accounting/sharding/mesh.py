@@ -1,11 +1,11 @@
-"""Ranks in two dimensions: how many share each batch, and how many each layer."""
+"""Ranks in two dimensions: how many share each batch, and how many each sequence or each layer."""
 
 import math
 
 from cs336sys.errors import UsageError, choose_from
 
 # From the outermost to the innermost: ranks of the last are neighbours, on one node where they fit there.
-DIMENSIONS = ("ddp", "fsdp", "tp")
+DIMENSIONS = ("ddp", "fsdp", "cp", "tp")
 
 
 def read_mesh(text: str) -> dict[str, int]:
@@ -34,3 +34,30 @@ def mesh_text(sizes: dict[str, int]) -> str:
 
 def mesh_ranks(sizes: dict[str, int]) -> int:
     return math.prod(sizes.values())
+
+
+def outer_dimension(strategy: str) -> str | None:
+    """By what groups of ranks that share layers or sequences share the batch: ``ddp`` or ``fsdp``; None if there is one
+    group.
+    """
+    outer, plus, _ = strategy.partition("+")
+    return outer if plus else None
+
+
+def strategy_of_mesh(mesh: str) -> str:
+    """The strategy that has the dimensions of a mesh; of those that share sequences, the ring.
+
+    Raises:
+        UsageError: none has.
+    """
+    names = "+".join(read_mesh(mesh))
+    strategies = {
+        "tp": "tensor",
+        "ddp+tp": "ddp+tensor",
+        "fsdp+tp": "fsdp+tensor",
+        "cp": "context-ring",
+        "fsdp+cp": "fsdp+context-ring",
+    }
+    if names not in strategies:
+        raise UsageError(f"--mesh {mesh}: choose tp=N, ddp=M,tp=N, fsdp=M,tp=N, cp=N or fsdp=M,cp=N")
+    return strategies[names]

@@ -12,12 +12,18 @@ from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
 from cs336sys.accounting.parameters import count_parameters, parameter_shapes
-from cs336sys.accounting.sharding.context import ALL_TO_ALL, CONTEXT_STRATEGIES, context_sent_bytes, share_of_context
+from cs336sys.accounting.sharding.context import (
+    ALL_TO_ALL,
+    CONTEXT_STRATEGIES,
+    SHARDED_CONTEXT_STRATEGIES,
+    context_sent_bytes,
+    share_of_context,
+)
 from cs336sys.accounting.sharding.fsdp import (
     fully_sharded_peak,
     fully_sharded_state,
+    most_sent_bytes,
     rows_per_rank,
-    step_communication,
 )
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
@@ -30,7 +36,7 @@ MOMENTS = ("initialized", "before the first optimizer step", "before the optimiz
 _COUNTERPARTS = {"torch-zero": "optimizer"}
 
 # They gather weights in half precision, in which their models compute; all others compute under autocast.
-FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence")
+FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *SHARDED_CONTEXT_STRATEGIES)
 
 # What ShardedOptimizer communicates in one launch. Two H200, 12 blocks of 2.7b, bf16, compiled, ms a step at 100, 250
 # and 500 MB: whole parameters 51.9, 47.1, 46.9 (at 100 a weight of the feed-forward network is a bucket of its own,
@@ -157,7 +163,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
 
 
 def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
-    """As :func:`predicted_memory` without a peak, where ranks have this state and every rank the whole batch."""
+    """As :func:`predicted_memory` without a peak, where ranks have this state and a batch of this size."""
     held = _always_held(size)
     return [
         RankMemory(MOMENTS[0], state.parameters, 0, 0, held),
@@ -269,8 +275,8 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
     torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.
     """
     if step.strategy == "fsdp":
-        sent = step_communication(step.size, step.computed_bytes, step.world_size, step.keep_gathered)
-        return sent.sent_bytes(step.world_size)
+        shapes = parameter_shapes(step.size)
+        return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)
     if step.splits_sequences:
         return context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
     count = count_parameters(step.size)

@@ -10,12 +10,12 @@ Source: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3, and its seque
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.parameters import parameter_shapes
-from cs336sys.accounting.sharding.fsdp import StepCommunication, communication_of_units, own_rows, units_of
-from cs336sys.accounting.sharding.mesh import read_mesh
+from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes, own_rows
+from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -79,24 +79,6 @@ def heads_refusal(num_heads: int, world_size: int) -> str | None:
         if len(divisors) > 1
         else f"1 attention head cannot be shared by {world_size} tensor parallel ranks: choose 1 rank"
     )
-
-
-def outer_dimension(strategy: str) -> str | None:
-    """By what groups of ranks that share layers share the batch: ``ddp`` or ``fsdp``; None if there is one group."""
-    outer, plus, _ = strategy.partition("+")
-    return outer if plus else None
-
-
-def strategy_of_mesh(mesh: str) -> str:
-    """The strategy that has the dimensions of a mesh.
-
-    Raises:
-        UsageError: none has.
-    """
-    *outer, inner = read_mesh(mesh)
-    if inner != "tp" or len(outer) > 1:
-        raise UsageError(f"--mesh {mesh}: choose tp=N, ddp=M,tp=N or fsdp=M,tp=N")
-    return "+".join([*outer, TENSOR])
 
 
 def is_sequence_parallel(strategy: str) -> bool:
@@ -185,17 +167,7 @@ class TensorStep:
         if outer == "ddp":
             elements = sum(map(math.prod, self.shapes.values()))
             return StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
-        e, shapes = ELEMENT_BYTES[self.precision], self.shapes.values()
-        communication = communication_of_units(units_of(self.shapes), e, self.data_ranks)
-        norms = sum(shape[0] for shape in shapes if len(shape) == 1)
-        communication = replace(communication, reduce_scatter=0, all_reduce=4 * norms)
-        # The last rank keeps the fewest rows of gradients, and sends the most.
-        others = sum(
-            (shape[0] - len(own_rows(shape[0], self.data_ranks - 1, self.data_ranks))) * math.prod(shape[1:])
-            for shape in shapes
-            if len(shape) > 1
-        )
-        return communication.sent_bytes(self.data_ranks) + e * others
+        return most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
 
 
 def _part_shape(shape: tuple[int, ...], dimension: int | None, tensor_ranks: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, split_of
+from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTEXT_STRATEGIES, split_of
+from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.parallel.sharded_strategies import BUCKETS
+from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, fully_sharded
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import CausalAttention, causal_attention, give_positions, model_attention
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
@@ -70,30 +71,35 @@ _ATTENTION: dict[str, Callable[[ContextGroup, ParallelWorkload], CausalAttention
 
 
 def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
-    """A slice of every sequence on each rank, all state on all of them; gradients averaged in buckets."""
+    """A slice of every sequence of its group on each rank; all state on all ranks, or in slices on them."""
+    compute = _ATTENTION[strategy.rpartition("+")[2]]
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-        split = split_of(strategy, workload.training.size, workload.world_size)
-        group = _own_group(process_group(None), workload.timeout_s) if communicates else None
-        context = ContextGroup(split, group, communicates=communicates)
-        attention = _ATTENTION[strategy](context, workload)
+        ranks = workload.group_ranks
+        split = split_of(strategy, workload.training.size, ranks)
+        context = ContextGroup(
+            split, _own_group(process_group(None), workload.timeout_s, ranks), communicates=communicates
+        )
+        attention = compute(context, workload)
         if workload.training.compile != "off":
             # Its collectives are launched between the compiled parts.
             attention = torch.compiler.disable(attention)
-        plain = build_plain_model(workload, device, attention)
         positions = context.positions(device)
+        first = dist.get_rank() // ranks * workload.share
+        of_this_rank: dict[str, Any] = {
+            "share": (slice(first, first + workload.share), positions),
+            "loss_weight": context.loss_weight,
+        }
+        if outer_dimension(strategy) == "fsdp":
+            # Over all ranks: each has gradients of tokens of its own.
+            replica = fully_sharded(workload, device, optimizer, attention)
+            give_positions(replica.model, positions)
+            return replace(replica, **of_this_rank)
+        plain = build_plain_model(workload, device, attention)
         give_positions(plain, positions)
-        share = (slice(None), positions)
         if not communicates:
             parameters = dict(plain.named_parameters())
-            return Replica(
-                plain,
-                optimizer(plain.parameters()),
-                None,
-                lambda: parameters,
-                share=share,
-                loss_weight=context.loss_weight,
-            )
+            return Replica(plain, optimizer(plain.parameters()), None, lambda: parameters, **of_this_rank)
         model = BucketedDDP(plain, BUCKETS)
         return Replica(
             model,
@@ -101,8 +107,7 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             model.finish_gradient_synchronization,
             lambda: dict(plain.named_parameters()),
             model.buckets,
-            share=share,
-            loss_weight=context.loss_weight,
+            **of_this_rank,
         )
 
     return prepare
@@ -110,14 +115,18 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
 
 # The same for all cells of one default group.
 @functools.lru_cache(maxsize=1)
-def _own_group(default: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """All ranks, on a communicator of its own: what attention waits for must not queue behind gradients."""
+def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist.ProcessGroup:
+    """This rank and its neighbours, on a communicator of their own: what attention waits for must not queue behind
+    gradients.
+    """
     options = None
     if dist.get_backend(default) == "nccl":
         # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_s), pg_options=options)
+    groups = [list(range(first, first + ranks)) for first in range(0, default.size(), ranks)]
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.new_subgroups_by_enumeration(groups, timeout=timeout, pg_options=options)[0]
 
 
 def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
@@ -181,7 +190,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
 
 
 PREPARE_CONTEXT: dict[str, Prepare] = {
-    **{strategy: _context_parallel(strategy) for strategy in _ATTENTION},
+    **{strategy: _context_parallel(strategy) for strategy in (*_ATTENTION, *SHARDED_CONTEXT_STRATEGIES)},
     **{f"{strategy}-unsynchronized": _context_parallel(strategy, communicates=False) for strategy in _ATTENTION},
     "torch-context": _torch_context,
 }

@@ -19,6 +19,7 @@ from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.experiments.training import (
     AUTOCAST_DTYPES,
+    CausalAttention,
     blocks_of,
     build_by_layers,
     build_model,
@@ -79,10 +80,18 @@ def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, ch
     )
 
 
-def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def fully_sharded(
+    workload: ParallelWorkload,
+    device: torch.device,
+    optimizer: OptimizerChoice,
+    attention: CausalAttention | None = None,
+) -> Replica:
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model.
 
     Unless it is a user's whose layers nothing initializes alone: each rank builds that on the CPU first.
+
+    Args:
+        attention: in place of the workload's.
     """
     _require_blocks(workload)
     assert workload.prefetch is not None
@@ -92,7 +101,8 @@ def _fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Optimizer
     initialize = initializer_of(training)
     # All weights alike, not those of the blocks alone.
     in_fp32 = replace(training, state_dtype="fp32")
-    plain = build_plain_model(replace(workload, training=in_fp32), _CPU if initialize is None else _META)
+    where = _CPU if initialize is None else _META
+    plain = build_plain_model(replace(workload, training=in_fp32), where, attention)
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
     torch.manual_seed(training.seed)
@@ -219,7 +229,7 @@ PREPARE_SHARDED: dict[str, Prepare] = {
     "none": _replicated,
     "optimizer": _sharded_optimizer,
     "optimizer-flat": _flat_sharded_optimizer,
-    "fsdp": _fsdp,
+    "fsdp": fully_sharded,
     "torch-zero": _torch_zero,
     "torch-fsdp": _torch_fsdp,
 }

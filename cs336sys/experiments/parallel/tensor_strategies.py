@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel, outer_dimension
+from cs336sys.accounting.sharding.mesh import outer_dimension
+from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, full_tensors
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
@@ -28,7 +29,7 @@ _META = torch.device("meta")
 
 def _mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
     """(groups, ranks that share layers): the latter are neighbours."""
-    return _kept_mesh(process_group(None), device.type, workload.data_ranks, workload.tensor_ranks)
+    return _kept_mesh(process_group(None), device.type, workload.data_ranks, workload.group_ranks)
 
 
 # Groups cost ranks a rendezvous, and NCCL memory: the same for all cells of one default group.
@@ -39,7 +40,7 @@ def _kept_mesh(default: dist.ProcessGroup, device_type: str, data_ranks: int, te
 
 def _share(workload: ParallelWorkload) -> slice:
     """The sequences of this rank's group."""
-    first = dist.get_rank() // workload.tensor_ranks * workload.share
+    first = dist.get_rank() // workload.group_ranks * workload.share
     return slice(first, first + workload.share)
 
 
@@ -108,7 +109,7 @@ def _torch_tensor(strategy: str) -> Prepare:
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         from torch.distributed.tensor import DTensor
 
-        training, ranks = workload.training, workload.tensor_ranks
+        training, ranks = workload.training, workload.group_ranks
         size = training.size
         if size.vocab_size % ranks or size.d_ff % ranks:
             raise CapabilityError(

@@ -6,6 +6,9 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import parameter_shapes
+from cs336sys.accounting.sharding.context import SHARDED_CONTEXT_STRATEGIES, attention_sent_bytes
+from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.kept_parts import kept_memory
 from cs336sys.accounting.sharding.step import (
     MOMENTS,
@@ -32,6 +35,7 @@ from cs336sys.report.titles import (
     unknown_memory,
 )
 from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload import ParallelWorkload
 
 SHARDING_SETTING_COLUMNS = {
@@ -76,7 +80,7 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
     return TensorStep(
         workload.strategy,
         training.size,
-        workload.tensor_ranks,
+        workload.group_ranks,
         workload.data_ranks,
         training.precision,
         workload.checkpointing,
@@ -88,6 +92,12 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
     """What a rank sends in a step; None where that is torch's own affair."""
     if workload.strategy in OWN_TENSOR_STRATEGIES:
         return _tensor_step(workload).sent_bytes
+    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+        training, ranks = workload.training, workload.world_size
+        group = replace(training.size, batch_size=workload.share)
+        settings = training.precision, workload.checkpointing
+        weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
+        return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
     known = not workload.shares_layers and workload.strategy != "torch-context"
     return predicted_sent_bytes(sharded_step(workload)) if known else None
 
@@ -95,6 +105,9 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
     if workload.shares_layers:
         return predicted_memory_of_state(_tensor_step(workload).state, workload.training.size)
+    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+        size = workload.training.size
+        return predicted_memory_of_state(fully_sharded_state(size, 0, workload.world_size), workload.share_size)
     if workload.writes_out_blocks:
         return kept_memory(workload.kept_step)
     step = sharded_step(workload)

@@ -29,6 +29,8 @@ CELLS = [
     workload("ddp+tensor", "ddp=2,tp=1"),
     workload("fsdp+tensor-sequence", "fsdp=1,tp=2", precision="bf16"),
     workload("fsdp+tensor", "fsdp=2,tp=1"),
+    workload("fsdp+context-ring", "fsdp=1,cp=2"),
+    workload("fsdp+context-all-to-all", "fsdp=2,cp=1", precision="bf16"),
 ]
 
 
@@ -63,7 +65,7 @@ def test_the_check_finds_what_is_forgotten(ranks, fault, strategy):
         ({"mesh": "tp=4"}, "--mesh tp=4: that is 4 ranks, and there are 2"),
         ({"mesh": "fsdp=1,tp=2"}, "--mesh fsdp=1,tp=2: strategy 'tensor' has the dimensions tp"),
         ({"mesh": "fsdp=two"}, "--mesh fsdp=two: write dimensions and their numbers of ranks, as in fsdp=2,tp=2"),
-        ({"mesh": "cp=2"}, "--mesh cp=2: unknown dimension 'cp'"),
+        ({"mesh": "pp=2"}, "--mesh pp=2: unknown dimension 'pp'"),
         ({"mesh": "tp=2,tp=1"}, "--mesh tp=2,tp=1: tp is given twice"),
         ({"strategy": "none", "mesh": "tp=2"}, "--mesh tp=2: the ranks of strategy 'none' have one dimension"),
         ({"strategy": "fsdp+tensor", "mesh": "tp=2,fsdp=1"}, "so tp comes last: fsdp=1,tp=2"),
