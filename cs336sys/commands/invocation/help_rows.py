@@ -9,8 +9,7 @@ _TOGETHER = {
     "--d-model": (("--d-ff",), "Model and feed-forward width. Default: the size's own."),
     "--num-layers": (("--num-heads",), "Blocks, and their heads. Default: the size's own."),
     "--bf16": (("--fp16",), "Short for --precision bf16, and fp16."),
-    "--state-dtype": (("--update",), "Of adamw: fp32, bf16, split; step, backward."),
-    "--cell-timeout": (("--cool-down",), "Seconds: a cell may take; between two."),
+    "--loss": (("--batch",), "Yours, of (output, targets); (size, generator, device)."),
     "--resume": (("--resume-any",), "Skip cells that --save has; any: however measured."),
     "--table": (("--columns",), "Only these tables; columns: size,step_ms."),
 }

@@ -17,7 +17,6 @@ from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
 from cs336sys.course_package import course_package, set_aside_others
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
-from cs336sys.report.numbers import format_number
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.user_code import digest, is_user_code, source_file
 from cs336sys.workload import (
@@ -37,9 +36,13 @@ from cs336sys.workload import (
 )
 
 _OWN = "Default: the size's own."
-_SIZES = ", ".join(
-    f"{name} {format_number(count_parameters(size), 'parameters').replace(' ', '')}" for name, size in SIZES.items()
-)
+
+
+def _rounded(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+
+
+_SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
 
 ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
 BatchSizeOption = Annotated[list[str], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False)]
@@ -55,7 +58,7 @@ PrecisionOption = Annotated[
 ]
 CompileOption = Annotated[
     list[str],
-    typer.Option(help="off, block (one for all), model (the whole).", autocompletion=among(COMPILE_MODES)),
+    typer.Option(help="off, block (one for all, and the loss), model (all).", autocompletion=among(COMPILE_MODES)),
 ]
 OptimizerOption = Annotated[
     list[str],
@@ -82,7 +85,9 @@ UpdateOption = Annotated[
 ]
 CudaGraphOption = Annotated[
     list[str],
-    typer.Option("--cuda-graph", help="on: replay steps from CUDA graphs.", autocompletion=among(CUDA_GRAPH)),
+    typer.Option(
+        "--cuda-graph", help="on: replay the phases of a step from CUDA graphs.", autocompletion=among(CUDA_GRAPH)
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.", autocompletion=among(DEVICES))]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
