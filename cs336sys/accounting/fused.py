@@ -14,6 +14,9 @@ from cs336sys.accounting.memory import PeakMemory, SavedBlocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
+# Blocks whose updates run beside the backward pass, where they do: their gradients are held so long.
+BLOCKS_BESIDE = 2
+
 
 @dataclass(frozen=True)
 class FusedStep:
@@ -22,7 +25,7 @@ class FusedStep:
     Attributes:
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``.
         attention: one of ``accounting.activations.ATTENTION``.
-        optimizer, state_dtype: as of a workload; ``adamw`` writes copies of the weights.
+        optimizer, state_dtype, update: as of a workload; ``adamw`` writes copies of the weights.
     """
 
     size: ModelSize
@@ -31,6 +34,7 @@ class FusedStep:
     attention: str
     optimizer: str
     state_dtype: str
+    update: str = "step"
 
     @property
     def e(self) -> int:
@@ -91,7 +95,9 @@ class FusedStep:
         return moments * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
-        """Those of the last ``blocks`` blocks, of the last norm, and of the LM head."""
+        """Those of the last ``blocks`` blocks, as far as updates leave them, of the last norm, and of the LM head."""
+        if self.update == "backward":
+            blocks = min(blocks, BLOCKS_BESIDE)
         block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
         return blocks * block + 4 * (self.size.vocab_size + 1) * self.size.d_model
 
@@ -140,6 +146,8 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
         whole = step.gradients(step.size.num_layers) + 4 * step.size.vocab_size * step.size.d_model
         moments.append(("end of backward", whole, 4 * step.stream))
         if step.mode == "train":
+            if step.update == "backward":
+                whole -= step.gradients(step.size.num_layers) - step.gradients(0)
             # Only the course's AdamW makes a temporary of each parameter.
             largest = step.size.d_model * max(step.size.d_model, step.size.d_ff, step.size.vocab_size)
             moments.append(("optimizer", whole, 4 * largest if step.optimizer == "course" else 0))
@@ -182,6 +190,7 @@ def _backward_moments(
       product, gate and up, and the product again; else w2's gradient in place of the product and of w2's cast.
     - Projections of a block, with copies: gate and up are gone, their gradients, those of all three weights and of
       the norm's output exist.
+    - Update of a block: its gradients and those of blocks whose updates still run; its activations are gone.
     - Softmax of a block, reference attention: as without fused kernels (``accounting.memory``).
     """
     e, d_model, d_ff = step.e, step.size.d_model, step.size.d_ff
@@ -202,6 +211,9 @@ def _backward_moments(
             gates_and_w2 = gates - e * step.inner
             moments.append((f"w2 backward, {blocks.name}", done + step.gradient_bytes * w2, gates_and_w2))
             moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.stream))
+            if step.update == "backward":
+                own = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
+                moments.append((f"update, {blocks.name}", done + own, saved - step.block))
         else:
             gates = saved + 2 * e * step.inner - casts * w2
             moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from cs336sys.accounting.fused import BLOCKS_BESIDE
 from cs336sys.cuda_graphs import WARM_UP_STEPS, CudaRecorder, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
@@ -27,9 +28,6 @@ from cs336sys.workload import PHASES_OF_MODE, Workload
 
 if TYPE_CHECKING:
     from cs336sys.kernels.fuse import Fused
-
-# Blocks whose updates may wait beside the backward pass: their gradients are held so long.
-_BLOCKS_BESIDE = 2
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -384,12 +382,10 @@ class TrainStep:
 
     def _update_in_backward(self) -> None:
         from cs336sys.kernels.adamw import AdamW
-        from cs336sys.kernels.beside import Beside
 
         assert isinstance(self.optimizer, AdamW)
         blocks = [list(block.parameters()) for block in blocks_of(self.workload, self.model).values()]
-        beside = Beside(self.device, depth=_BLOCKS_BESIDE) if self.device.type == "cuda" else None
-        self.optimizer.update_in_backward(blocks, beside)
+        self.optimizer.update_in_backward(blocks, BLOCKS_BESIDE)
 
     def use_batch(self, number: int) -> None:
         """Train on another batch of the workload from now on, see :func:`make_batch`."""

@@ -15,15 +15,15 @@ class Beside:
     become branches.
 
     Args:
-        device: a GPU.
+        device: a GPU; on a CPU, work is done at once, and tensors are held as on a GPU.
         depth: of so many pieces of work at most, the tensors are held; the backward pass waits for the oldest of more.
     """
 
     def __init__(self, device: torch.device, depth: int):
         self._depth = depth
-        self._held: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        self._held: deque[tuple[torch.cuda.Event | None, Sequence[Tensor]]] = deque()
         self._pass = -1
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
         """Launch ``run`` beside what the current stream is given from now on. Only within a backward pass.
@@ -34,17 +34,25 @@ class Beside:
         if self._pass != torch._C._current_graph_task_id():
             self._pass = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self.join)
-        current = torch.cuda.current_stream(self._stream.device)
         while len(self._held) >= self._depth:
-            current.wait_event(self._held.popleft()[0])
-        self._stream.wait_stream(current)
+            done, _ = self._held.popleft()
+            if done is not None:
+                torch.cuda.current_stream(done.device).wait_event(done)
+        # Freed earlier, the tensors' memory would be given to what the current stream computes next.
+        self._held.append((self._launch(run), tensors))
+
+    def _launch(self, run: Callable[[], object]) -> torch.cuda.Event | None:
+        if self._stream is None:
+            run()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             run()
-        # Freed earlier, their memory would be given to what the current stream computes next.
-        self._held.append((self._stream.record_event(), tensors))
+        return self._stream.record_event()
 
     def join(self) -> None:
         """Let the current stream wait for all that was launched; called at the end of every backward pass."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._held.clear()
         self._pass = -1

@@ -68,7 +68,7 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
     is_unknown = any(one.is_ours and not one.memory_is_known for one in workloads)
     return (
         *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
-        *(["memory is predicted for kernels reference or fused, and update step, alone"] if is_unknown else []),
+        *(["memory is predicted for kernels fused, and for reference with update step"] if is_unknown else []),
     )
 
 

@@ -184,8 +184,8 @@ class Workload(Configured):
 
     @property
     def memory_is_known(self) -> bool:
-        """Whether formulas know what a step holds: of our model, with all fused kernels or none, updated after it."""
-        return self.is_ours and self.kernels in ("reference", "fused") and self.update == "step"
+        """Whether formulas know what a step holds: of our model, with all fused kernels, or none and update step."""
+        return self.is_ours and (self.kernels == "fused" or (self.kernels, self.update) == ("reference", "step"))
 
     def require_known_memory(self) -> None:
         """Refuse a way to train our model that formulas of memory do not know.
@@ -194,9 +194,9 @@ class Workload(Configured):
             UsageError: it has some of the fused kernels, or is updated in the backward pass.
         """
         if self.is_ours and not self.memory_is_known:
-            option = "--update backward" if self.update == "backward" else f"--kernels {self.kernels}"
             raise UsageError(
-                f"{option}: memory is predicted for kernels reference or fused, and update step; choose these"
+                f"--kernels {self.kernels} and --update {self.update}: memory is not predicted; choose fused, or "
+                "reference and step"
             )
 
     def widest_moments(self, checkpointing: str = "none") -> list[PeakMemory]:
@@ -222,7 +222,9 @@ class Workload(Configured):
     @property
     def fused_step(self) -> FusedStep:
         """What accounting needs to know of a step with fused kernels."""
-        return FusedStep(self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype)
+        return FusedStep(
+            self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype, self.update
+        )
 
     def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
         """The widest of them."""

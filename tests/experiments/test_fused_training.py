@@ -61,8 +61,9 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
         ({"attention": "reference", "state_dtype": "split"}, "none"),
         ({"precision": "fp32", "optimizer": "fused"}, "block"),
         ({"mode": "forward", "attention": "reference"}, "none"),
+        ({"update": "backward"}, "none"),
     ],
-    ids=["copies", "split", "fp32", "forward"],
+    ids=["copies", "split", "fp32", "forward", "updates in backward"],
 )
 @pytest.mark.parametrize(
     "size",
@@ -153,9 +154,7 @@ def test_some_of_the_kernels():
     assert fused_kernels(step.model).copies is None
     assert tuple(KERNELS) == FUSED_KERNELS
     for refuse in (MemoryWorkload, lambda training: ParallelWorkload(training, "naive", 1)):
-        with pytest.raises(
-            UsageError, match=r"--kernels rms-norm\+swiglu: memory is predicted for kernels reference or"
-        ):
+        with pytest.raises(UsageError, match=r"--kernels rms-norm\+swiglu and --update step: memory is not predicted"):
             refuse(step.workload)
 
 

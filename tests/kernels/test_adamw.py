@@ -428,7 +428,7 @@ def test_updates_in_the_backward_pass(device):
             expected.step()
             expected.zero_grad()
 
-    end = optimizer.update_in_backward(groups)
+    end = optimizer.update_in_backward(groups, depth=1)
     train(3)
     assert left == [[True, False, False, True]] * 3
     end()
@@ -445,9 +445,9 @@ def test_what_cannot_be_updated_in_the_backward_pass(device):
     optimizer = AdamW(parameters)
     for groups in ([parameters, parameters[:1]], [[torch.nn.Parameter(torch.ones(2, device=device))]]):
         with pytest.raises(ValueError, match="takes each of this optimizer's parameters once at most"):
-            optimizer.update_in_backward(groups)
+            optimizer.update_in_backward(groups, 1)
     with pytest.raises(ValueError, match="max_grad_norm needs all gradients before the first update"):
-        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters])
+        AdamW(parameters, max_grad_norm=1.0).update_in_backward([parameters], 1)
 
 
 def test_closure_and_steps_without_gradients(device):

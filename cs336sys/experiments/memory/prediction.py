@@ -91,12 +91,12 @@ def _flash_of_a_gpu(query, key, value, is_causal):
 
 
 def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
-    """Where the workload takes our AdamW, a step of it makes its state and nothing else: its kernels need addresses."""
+    """Where the workload takes our AdamW, it makes its state and nothing else: its kernels need addresses."""
     if workload.optimizer != "adamw":
         return contextlib.nullcontext()
     from cs336sys.kernels.adamw import AdamW
 
-    return mock.patch.object(AdamW, "step", AdamW.make_state)
+    return mock.patch.object(AdamW, "_update", lambda optimizer, part: optimizer.make_state(part.members))
 
 
 def _create_optimizer_state(step: MemoryStep) -> None:

@@ -210,17 +210,15 @@ class AdamW(torch.optim.Optimizer):
             self._update(part)
         return loss
 
-    def update_in_backward(
-        self, groups: Sequence[Sequence[torch.Tensor]], beside: Beside | None = None
-    ) -> Callable[[], None]:
+    def update_in_backward(self, groups: Sequence[Sequence[torch.Tensor]], depth: int) -> Callable[[], None]:
         """From now on the backward pass updates parameters: each group as soon as all in it have gradients.
 
-        These are dropped then, so that no more than a few groups' exist at once. :meth:`step` updates all other
-        parameters. Gradients of several backward passes cannot be summed for one step.
+        These are dropped then. :meth:`step` updates all other parameters. Gradients of several backward passes cannot
+        be summed for one step. Updates run on a stream of their own while the backward pass goes on, until it ends.
 
         Args:
             groups: parameters that are updated together, such as a block's.
-            beside: where updates run while the backward pass goes on; None runs them in it.
+            depth: of so many groups that are complete, gradients are held.
 
         Returns:
             What ends it.
@@ -237,6 +235,7 @@ class AdamW(torch.optim.Optimizer):
             if any(id(parameter) not in known for parameter in group):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
             parts.append(Part([known.pop(id(parameter)) for parameter in group]))
+        beside = Beside(self._device, depth)
         self._in_backward += parts
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
@@ -254,16 +253,13 @@ class AdamW(torch.optim.Optimizer):
         return end
 
     @torch.no_grad()
-    def _update_if_complete(self, part: Part, beside: Beside | None, _: torch.Tensor) -> None:
+    def _update_if_complete(self, part: Part, beside: Beside, _: torch.Tensor) -> None:
         gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
         if len(gradients) < len(part.members):
             return
-        if beside is None:
-            self._update(part)
-        else:
-            # On the current stream, which owns what it allocates.
-            self.make_state(part.members)
-            beside.launch(functools.partial(self._update, part), gradients)
+        # On the current stream, which owns what it allocates.
+        self.make_state(part.members)
+        beside.launch(functools.partial(self._update, part), gradients)
         for member in part.members:
             member.parameter.grad = None
 

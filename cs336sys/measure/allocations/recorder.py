@@ -104,8 +104,9 @@ class StepRecorder:
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
+            # An optimizer that updates in the backward pass may have dropped it.
+            if parameter.grad is not None:
+                self._gradients.append((self._history.mark(), self._history.address(parameter.grad), name))
 
         return note
 
