@@ -311,6 +311,17 @@ def test_formulas_come_after_what_their_symbols_stand_for():
     assert [formula.split(" = ")[0] for formula in formulas] == ["b", "t", "N <= (1 + b) (1 + t)"]
 
 
+def test_the_best_of_several_runs_of_the_board_is_the_answer():
+    """With the same settings as a run before it, which has more cells."""
+    (file,) = saved("board-h200")
+    cell = next(cell for cell in file.cells if cell.status == "ok")
+    again = replace(scaled(cell, 0.1), run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b", arguments=("shard", "--board", "--steps", "9"))}
+    (block,) = answers(2026, [file, Results(runs, (again,))], "leaderboard")
+    assert f"takes {again.samples['wall'].median:.1f} ms (median)" in words([block])
+    assert block.commands == ["cs336sys shard --board --steps 9"]
+
+
 def test_what_has_no_data_names_the_command_that_gives_it():
     ((_, sections),) = document(2025, [], "nsys_profile").problems
     assert all(not section.blocks for section in sections)

@@ -189,14 +189,16 @@ _NAIVE_BASELINE_MS = 10_000.0
 
 def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
     """The leaderboard of 2026: a whole step of the 8B model."""
-    found = evidence.find("shard", size=("8b",), board=(True,)) or evidence.find("shard", size=("8b",))
-    if not found:
+    every = evidence.find_each("shard", size=("8b",), board=(True,)) or evidence.find_each("shard", size=("8b",))
+    if not every:
         return None
+    # A later version is measured again with the same settings: the run with the best step is what counts.
+    measured = [(cell, group) for group in every for cell in group.measured]
+    found = [min(measured, key=lambda one: _step_ms(one[0]))[1]] if measured else every
     cells = [cell for group in found for cell in group.cells]
     sentences = []
-    measured = [cell for cell in cells if cell.status == "ok"]
     if measured:
-        best = min(measured, key=_step_ms)
+        best = min(found[0].measured, key=_step_ms)
         names = best.configuration
         sentences += [
             f"A whole step of the 8B model takes {ms(_step_ms(best))} (median) on {names['world_size']} ranks of this "
