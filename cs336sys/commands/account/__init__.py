@@ -13,6 +13,7 @@ _MODULES = {
     "model": ("activations", "attention", "flops", "checkpointing"),
     "communication": ("collectives", "buckets"),
     "devices": ("parallel", "xxl"),
+    "scaling": ("scaling",),
 }
 
 

@@ -32,8 +32,23 @@ def parallel(
     tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
     d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
-    flops: FlopsOption = _H200_FLOPS,
-    bandwidth: BandwidthOption = _H200_BANDWIDTH,
+    flops: Annotated[
+        float | None,
+        typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_H200_FLOPS:g}.", show_default=False),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Bytes/s that a device sends, W. Default: as measured, else {_H200_BANDWIDTH:g}.", show_default=False
+        ),
+    ] = None,
+    measured: Annotated[
+        list[Path],
+        typer.Option(
+            help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps.",
+            show_default=False,
+        ),
+    ] = [],
     dtype: Annotated[
         str, typer.Option(help="Of weights, gradients and activations.", autocompletion=among(PRECISIONS))
     ] = "fp16",
@@ -51,21 +66,33 @@ def parallel(
     cs336sys account parallel --strategy dp,fsdp --tokens 65536 --flops 4.6e14 --bandwidth 1.8e11
 
     cs336sys account parallel --strategy fsdp-tp --mesh 4x2
+
+    cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
     """
     from cs336sys.report.account.devices import parallel_tables
+    from cs336sys.report.account.measured import compare_with_measured, read_measured
     from cs336sys.report.account.plots import plot_parallel
     from cs336sys.report.outputs import check_plot
 
     chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
     element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
-    layer = Layer(tokens, d_model, d_ff, flops, bandwidth, element_bytes)
+    cells = read_measured(measured)
+    rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (None, [])
+    layer = Layer(
+        tokens,
+        d_model,
+        d_ff,
+        rates[0] if rates else _H200_FLOPS if flops is None else flops,
+        rates[1] if rates else _H200_BANDWIDTH if bandwidth is None else bandwidth,
+        element_bytes,
+    )
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     if count < 1:
         raise UsageError(f"--devices {count}: must be at least 1")
     output.check()
     check_plot(plot)
-    output.emit(parallel_tables(chosen, layer, count, asked_mesh))
+    output.emit([*parallel_tables(chosen, layer, count, asked_mesh), *compared])
     if plot is not None:
         plot_parallel(chosen, layer, plot)
 

@@ -1,0 +1,290 @@
+"""A training step on meshes that nobody here has, from the time of one device: a simulation.
+
+Ranks are ordered as in a ``DeviceMesh`` (:data:`.sharding.mesh.DIMENSIONS`): those that share layers (tp) are
+neighbours, then come those that share the state (fsdp), then copies of both (ddp). A ring among ranks of one dimension
+is as fast as its slowest link: that inside a node if the whole ring lies in one, else that between nodes.
+
+What is counted, for ``c`` seconds that one device computes on a sequence:
+
+- computing: ``c`` times the sequences of a group of tp ranks, over tp; a third of it is the forward pass.
+- fsdp: weights gathered in both passes and gradients scattered, beside the computing of their pass; what is longer than
+  that is exposed, and of each pass the first or last unit's, which has nothing beside it.
+- ddp: gradients all-reduced, beside the backward pass, after fsdp's share of it.
+- tp: sums over ranks in every block, beside nothing.
+- optimizer: one device's time over fsdp x tp.
+
+A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
+for the last.
+
+Source: 2026 handout, sections 8.2 to 8.5, with the whole model and two levels of bandwidth in the place of one layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
+from cs336sys.accounting.sharding.mesh import mesh_text
+from cs336sys.accounting.sharding.step import ShardedStep, rank_peak
+from cs336sys.accounting.sharding.tensor import TensorStep, heads_refusal
+from cs336sys.errors import UsageError
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+
+CHECKPOINTING = ("none", "block")
+_FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and their links.
+
+    Attributes:
+        node_devices: how many devices share the fast links of a node.
+        bytes_per_s: that a device sends to others of its node.
+        node_bytes_per_s: that a device sends to other nodes.
+        call_s: what a collective takes besides its bytes.
+        memory_bytes: of a device.
+
+    Raises:
+        UsageError: one of them is not positive.
+    """
+
+    node_devices: int
+    bytes_per_s: float
+    node_bytes_per_s: float
+    call_s: float
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("node_devices", "bytes_per_s", "node_bytes_per_s", "memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} {getattr(self, name)}: must be positive")
+        if self.call_s < 0:
+            raise UsageError(f"call_s {self.call_s}: must not be negative")
+
+    def ring_bytes_per_s(self, ranks: int, distance: int) -> float:
+        """Of a ring of ``ranks`` that are ``distance`` devices apart."""
+        if ranks * distance <= self.node_devices:
+            return self.bytes_per_s
+        return min(self.bytes_per_s, self.node_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """What one device needs by itself.
+
+    Attributes:
+        sequence_s: forward and backward pass of one sequence, nothing computed again.
+        optimizer_s: the update of all parameters.
+    """
+
+    sequence_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How many ranks each dimension has."""
+
+    ddp: int
+    fsdp: int
+    tp: int
+
+    @property
+    def devices(self) -> int:
+        return self.ddp * self.fsdp * self.tp
+
+    @property
+    def text(self) -> str:
+        """As ``--mesh`` takes it, without dimensions of one rank."""
+        sizes = {name: ranks for name, ranks in vars(self).items() if ranks > 1}
+        return mesh_text(sizes) if sizes else "one device"
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The parts of a step in seconds, which follow each other, and the memory of the fullest rank in bytes."""
+
+    mesh: MeshShape
+    batch_size: int
+    accumulation: int
+    computing_s: float
+    exposed_fsdp_s: float
+    exposed_ddp_s: float
+    tensor_s: float
+    optimizer_s: float
+    memory: float
+
+    @property
+    def step_s(self) -> float:
+        return self.computing_s + self.exposed_fsdp_s + self.exposed_ddp_s + self.tensor_s + self.optimizer_s
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory / GIB
+
+    @property
+    def limit(self) -> str:
+        """The longest part."""
+        parts = {
+            "computing": self.computing_s,
+            "fsdp": self.exposed_fsdp_s,
+            "ddp": self.exposed_ddp_s,
+            "tp": self.tensor_s,
+            "optimizer": self.optimizer_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def simulate(
+    size: ModelSize,
+    precision: str,
+    mesh: MeshShape,
+    cluster: Cluster,
+    device: DeviceTime,
+    checkpointing: str = "none",
+    accumulation: int = 1,
+) -> SimulatedStep:
+    """A step of ``size``, whose batch is that of all devices.
+
+    Args:
+        accumulation: how many parts of the batch pass one after the other.
+
+    Raises:
+        UsageError: the ranks of ddp and fsdp do not divide the batch, those of tp not the heads, or layers would be
+            shared by several nodes.
+    """
+    groups = mesh.ddp * mesh.fsdp
+    if size.batch_size % (groups * accumulation):
+        raise UsageError(
+            f"{groups} groups of ranks with {accumulation} parts each do not divide the batch of {size.batch_size}"
+        )
+    refusal = heads_refusal(size.num_heads, mesh.tp)
+    if refusal is not None:
+        raise UsageError(refusal)
+    if mesh.tp > cluster.node_devices:
+        raise UsageError(f"tp={mesh.tp}: layers are shared inside a node, which has {cluster.node_devices} devices")
+    part = replace(size, batch_size=size.batch_size // accumulation)
+    again = _FORWARD if checkpointing == "block" else 0.0
+    forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD
+    backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
+
+    gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), precision, mesh, cluster)
+    exposed_fsdp_s = max(0.0, gather_s - forward_s) + max(0.0, gather_s + scatter_s - backward_s) + edges_s
+    left_s = max(0.0, backward_s - gather_s - scatter_s)
+    return SimulatedStep(
+        mesh,
+        size.batch_size,
+        accumulation,
+        accumulation * (forward_s + backward_s),
+        accumulation * exposed_fsdp_s,
+        max(0.0, _ddp_s(size, mesh, cluster) - left_s),
+        accumulation * _tensor_s(part, precision, mesh, cluster, checkpointing),
+        device.optimizer_s / (mesh.fsdp * mesh.tp),
+        _memory(part, precision, mesh, checkpointing),
+    )
+
+
+def in_fewest_parts(
+    size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
+) -> SimulatedStep:
+    """The step with the least gradient accumulation that fits; that of single sequences if none does.
+
+    Raises:
+        UsageError: as :func:`simulate`.
+    """
+    sequences = size.batch_size // (mesh.ddp * mesh.fsdp)
+    for accumulation in _divisors(max(1, sequences)):
+        step = simulate(size, precision, mesh, cluster, device, checkpointing, accumulation)
+        if step.memory <= cluster.memory_bytes:
+            break
+    return step
+
+
+def meshes_of(devices: int, size: ModelSize, cluster: Cluster) -> Iterator[MeshShape]:
+    """All meshes of so many devices that :func:`simulate` takes."""
+    for tp in _divisors(devices):
+        if tp > cluster.node_devices or size.num_heads % tp:
+            continue
+        for fsdp in _divisors(devices // tp):
+            mesh = MeshShape(devices // tp // fsdp, fsdp, tp)
+            if size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
+                yield mesh
+
+
+def fastest(
+    devices: int, size: ModelSize, precision: str, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
+) -> tuple[SimulatedStep, SimulatedStep] | None:
+    """The fastest step that fits, and the fastest where the whole batch passed at once; the smallest, if none fits.
+
+    None if no mesh of so many devices divides the batch and the heads.
+    """
+    steps = [
+        in_fewest_parts(size, precision, mesh, cluster, device, checkpointing)
+        for mesh in meshes_of(devices, size, cluster)
+    ]
+    if not steps:
+        return None
+    fitting = [step for step in steps if step.memory <= cluster.memory_bytes]
+    at_once = (simulate(size, precision, step.mesh, cluster, device, checkpointing) for step in steps)
+    anyway = min(at_once, key=lambda step: step.step_s)
+    if not fitting:
+        return min(steps, key=lambda step: step.memory), anyway
+    return min(fitting, key=lambda step: step.step_s), anyway
+
+
+def flops_per_s(size: ModelSize, step: SimulatedStep) -> float:
+    """Model FLOPs (nothing computed again) that a device computes a second."""
+    return model_flops(replace(size, batch_size=step.batch_size)) / step.step_s / step.mesh.devices
+
+
+@cache
+def _fsdp_times(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster) -> tuple[float, float, float]:
+    """Seconds of one pass's all-gathers, of the reduce-scatters, and of what has no computing beside it."""
+    if mesh.fsdp == 1:
+        return 0.0, 0.0, 0.0
+    communication = step_communication(size, ELEMENT_BYTES[precision], mesh.fsdp)
+    bytes_per_s = cluster.ring_bytes_per_s(mesh.fsdp, mesh.tp)
+    ring = (mesh.fsdp - 1) / mesh.fsdp / mesh.tp / bytes_per_s
+    units = len(sharded_units(size))
+    calls_s = units * cluster.call_s
+    # Each unit once a pass, but the last, which is kept between.
+    gather_s = communication.all_gather / 2 * ring + calls_s
+    scatter_s = communication.reduce_scatter * ring + calls_s
+    return gather_s, scatter_s, (gather_s + scatter_s) / units
+
+
+def _ddp_s(size: ModelSize, mesh: MeshShape, cluster: Cluster) -> float:
+    """Seconds of the all-reduce of fp32 gradients, in buckets of blocks."""
+    if mesh.ddp == 1:
+        return 0.0
+    own = mesh.fsdp * mesh.tp
+    gradient_bytes = 4 * count_parameters(size) / own
+    ring = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, own)
+    return gradient_bytes * ring + size.num_layers * cluster.call_s
+
+
+def _tensor_s(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster, checkpointing: str) -> float:
+    """Seconds of the sums over ranks that share layers: four a block, and the loss."""
+    if mesh.tp == 1:
+        return 0.0
+    step = TensorStep("fsdp+tensor-sequence", size, mesh.tp, mesh.ddp * mesh.fsdp, precision, checkpointing)
+    # Every sum is a reduce-scatter and an all-gather.
+    calls_s = 2 * (4 * size.num_layers + 4) * cluster.call_s
+    return step.sent_for_layers / cluster.ring_bytes_per_s(mesh.tp, 1) + calls_s
+
+
+@cache
+def _memory(size: ModelSize, precision: str, mesh: MeshShape, checkpointing: str) -> float:
+    """Bytes at the peak: the state, and activations and buffers of the batch of a group, which tp ranks share."""
+    of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
+    strategy = "fsdp" if mesh.fsdp > 1 else "none"
+    peak = rank_peak(ShardedStep(strategy, of_group, mesh.fsdp, precision, "flash", checkpointing))
+    return peak.total / mesh.tp
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

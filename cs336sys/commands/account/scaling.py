@@ -1,0 +1,139 @@
+"""``account scaling``: a training step on meshes of many devices, simulated from the time of one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cs336sys.commands.options.board import read_memory_limit
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS, SIZES, choose_size
+
+if TYPE_CHECKING:
+    from cs336sys.accounting.scaling import DeviceTime
+    from cs336sys.results import Cell
+    from cs336sys.sizes import ModelSize
+
+_SCALINGS = ("strong", "weak")
+
+
+def scaling(
+    size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.", autocompletion=among(SIZES))] = "10b",
+    context: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the size's own.")] = None,
+    precision: Annotated[str, typer.Option(help="What is computed in.", autocompletion=among(PRECISIONS))] = "bf16",
+    devices: Annotated[list[str], typer.Option(help="Numbers of devices.")] = ["8,16,32,64,128,256,512,1024,2048,4096"],
+    scaling: Annotated[
+        list[str],
+        typer.Option(help="strong: one batch; weak: one a device.", autocompletion=among(_SCALINGS)),
+    ] = [",".join(_SCALINGS)],
+    batch_size: Annotated[int, typer.Option(help="Sequences of all devices, for strong scaling.")] = 4096,
+    device_batch_size: Annotated[int, typer.Option(help="Sequences of each device, for weak scaling.")] = 4,
+    checkpoint: Annotated[str, typer.Option(help="none, block.", autocompletion=among(("none", "block")))] = "none",
+    measured: Annotated[
+        list[Path],
+        typer.Option(
+            help="Results of bench (one device's time) and allreduce (bandwidth in a node, calls).",
+            show_default=False,
+        ),
+    ] = [],
+    flops: Annotated[
+        float | None, typer.Option(help="FLOP/s of a device, where nothing is measured.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.", show_default=False),
+    ] = None,
+    node_bandwidth: Annotated[
+        float, typer.Option(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.")
+    ] = 50e9,
+    node_size: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+    memory_limit: Annotated[str, typer.Option(help="What a rank may hold: 130GiB or 140GB.")] = "135GiB",
+    plot: Annotated[Path | None, typer.Option(help="Also draw tokens/s and memory over the devices.")] = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """The fastest mesh of ddp, fsdp and tp for 8 to 4096 devices: step, memory, what limits; a simulation.
+
+    cs336sys account scaling --size 10b --measured bench.jsonl.gz --measured allreduce.jsonl.gz --plot scaling.png
+
+    cs336sys account scaling --size 2.7b --flops 4e14 --node-bandwidth 2.5e10 --devices 64,512
+    """
+    from cs336sys.accounting.scaling import CHECKPOINTING, Cluster
+    from cs336sys.report.account.measured import read_measured
+    from cs336sys.report.account.scaling import plot_scaling, scaling_table, simulate_scaling
+    from cs336sys.report.outputs import check_plot
+
+    chosen = choose_size(size, context=context)
+    check_choice(precision, "--precision", PRECISIONS)
+    check_choice(checkpoint, "--checkpoint", CHECKPOINTING)
+    counts = split_list(devices, "--devices", at_least(1))
+    batches = {"strong": batch_size, "weak": device_batch_size}
+    for name, batch in (("--batch-size", batch_size), ("--device-batch-size", device_batch_size)):
+        if batch < 1:
+            raise UsageError(f"{name} {batch}: must be at least 1")
+    scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
+    output.check()
+    check_plot(plot)
+    cells = read_measured(measured)
+    time, notes = _device_time(cells, chosen, precision, flops)
+    in_node, call_s, of_links = _links(cells, bandwidth)
+    cluster = Cluster(node_size, in_node, node_bandwidth, call_s, read_memory_limit(memory_limit))
+    simulated = simulate_scaling(chosen, precision, scalings, counts, cluster, time, checkpoint)
+    notes += [
+        *of_links,
+        f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_size} (--node-bandwidth, --node-size): "
+        "assumed; tp ranks share a node, and a ring over several nodes is as fast as that.",
+        "Assumed: fsdp and ddp communicate beside the computing of their pass at full speed, tp beside nothing; tp "
+        "divides computing, activations and state without a rest.",
+        "passes: parts of a rank's batch, one after the other.",
+    ]
+    output.emit([scaling_table(simulated, chosen, precision, cluster, time, notes)])
+    if plot is not None:
+        plot_scaling(simulated, chosen, precision, cluster, time, checkpoint, plot)
+
+
+def _device_time(
+    cells: "Sequence[Cell]", size: "ModelSize", precision: str, flops: float | None
+) -> "tuple[DeviceTime, list[str]]":
+    """One device's time, measured or from FLOP/s, and a note that says which."""
+    from dataclasses import replace
+
+    from cs336sys.accounting.flops import model_flops
+    from cs336sys.accounting.scaling import DeviceTime
+    from cs336sys.report.account.measured import measured_device_time
+
+    if flops is not None and cells:
+        raise UsageError("--flops and --measured: both say how fast a device is; give one of them")
+    if cells:
+        time, source = measured_device_time(cells, size, precision)
+    elif flops is not None and flops > 0:
+        time = DeviceTime(model_flops(replace(size, batch_size=1)) / flops, 0.0)
+        source = f"{flops:g} FLOP/s (--flops), and no time for the optimizer"
+    else:
+        raise UsageError(
+            "account scaling needs one device's time: --measured bench.jsonl, or --flops, such as 4e14"
+            + ("" if flops is None else f"; --flops {flops:g} must be positive")
+        )
+    return time, [
+        f"One device: {1e3 * time.sequence_s:.4g} ms a sequence, {1e3 * time.optimizer_s:.4g} ms for the optimizer "
+        f"({source})."
+    ]
+
+
+def _links(cells: "Sequence[Cell]", bandwidth: float | None) -> tuple[float, float, list[str]]:
+    """Bandwidth in a node, the time of a call, and notes that say where they come from."""
+    from cs336sys.commands.account.communication import NVLINK_BYTES_PER_S
+    from cs336sys.report.account.measured import measured_bandwidth, measured_call
+
+    has_collectives = any(cell.command == "allreduce" for cell in cells)
+    call = measured_call(cells)
+    note = f"{1e6 * call.value:.4g} us a collective, besides its bytes ({call.source})."
+    if bandwidth is not None:
+        return bandwidth, call.value, [f"{bandwidth / 1e9:.4g} GB/s in a node (--bandwidth).", note]
+    if not has_collectives:
+        return NVLINK_BYTES_PER_S, call.value, ["450 GB/s in a node: NVLink 4, assumed (--bandwidth).", note]
+    rate = measured_bandwidth(cells)
+    return rate.value, call.value, [f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}).", note]

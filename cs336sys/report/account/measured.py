@@ -1,0 +1,272 @@
+"""The rates of a machine in saved results, and its training steps beside what those rates say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cs336sys.accounting.collectives import bus_factor
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.scaling import DeviceTime
+from cs336sys.errors import UsageError
+from cs336sys.report.parallel.shard import sharding_sent_bytes
+from cs336sys.report.tables import Column, Table, Value
+from cs336sys.results import Cell, Results, Samples, read_results
+from cs336sys.sizes import SIZES, ModelSize
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+
+# A measured step may differ by so much from a predicted one before the table says that the model is wrong.
+_TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class MeasuredRate:
+    """A rate, and where it was measured, in words."""
+
+    value: float
+    source: str
+
+
+def read_measured(paths: Sequence[Path]) -> list[Cell]:
+    """The cells of these files that have numbers.
+
+    Raises:
+        UsageError: a file cannot be read, or all of them together are of several kinds of GPUs.
+    """
+    files: list[Results] = [read_results(path) for path in paths]
+    gpus = sorted({str(run.machine.get("gpu")) for file in files for run in file.runs.values()})
+    if len(gpus) > 1:
+        raise UsageError(f"--measured: these files are of several machines, {', '.join(gpus)}: give those of one")
+    return [cell for file in files for cell in file.cells if cell.status == "ok"]
+
+
+def compare_with_measured(
+    cells: Sequence[Cell], flops: float | None, bandwidth: float | None
+) -> tuple[tuple[float, float], list[Table]]:
+    """The rates C and W, in FLOP/s of bf16 steps and bytes/s, and the tables of measured steps beside them.
+
+    Args:
+        flops, bandwidth: in the place of what was measured.
+
+    Raises:
+        UsageError: there is neither a rate nor a measurement of it.
+    """
+    c = measured_flops(cells, "bf16") if flops is None else MeasuredRate(flops, "--flops")
+    w = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
+    has_steps = any(cell.command in ("ddp", "shard") for cell in cells)
+    return (c.value, w.value), [measured_steps_table(cells, c, w)] if has_steps else []
+
+
+def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
+    """The most model FLOP/s that a whole training step of ``bench`` reached on one device.
+
+    Raises:
+        UsageError: no cell of ``bench`` computes in this precision.
+    """
+    steps = [
+        (cell.derived["tflops"], cell)
+        for cell in cells
+        if cell.command == "bench"
+        and cell.configuration.get("precision") == precision
+        and cell.configuration.get("mode") == "train"
+        and cell.derived.get("tflops")
+    ]
+    if not steps:
+        raise UsageError(
+            f"--measured: no step in {precision} to take FLOP/s from; "
+            f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
+        )
+    tflops, cell = max(steps, key=lambda step: step[0])
+    return MeasuredRate(tflops * 1e12, f"bench, {_of(cell)}: model FLOPs of the whole step")
+
+
+def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
+    """What a rank sent a second in the largest all-reduces, the busbw of ``allreduce``; NCCL's before Gloo's.
+
+    Raises:
+        UsageError: no cell of ``allreduce`` is there.
+    """
+    found = [
+        cell
+        for cell in cells
+        if cell.command == "allreduce"
+        and cell.configuration.get("collective") == "all_reduce"
+        and cell.derived.get("back_to_back_busbw_gbps")
+    ]
+    if not found:
+        raise UsageError(
+            "--measured: no all-reduce to take a bandwidth from; measure some with "
+            "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
+        )
+    of_backend = [cell for cell in found if cell.configuration["backend"] == "nccl"] or found
+    cell = max(of_backend, key=lambda one: (one.configuration["message_bytes"], one.configuration["world_size"]))
+    settings = cell.configuration
+    source = (
+        f"allreduce, {settings['backend']}, {settings['world_size']} ranks, "
+        f"{settings['message_bytes'] / 1e6:g} MB: busbw"
+    )
+    return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, source)
+
+
+def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
+    """Seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
+    found = [
+        cell
+        for cell in cells
+        if cell.command == "allreduce"
+        and cell.configuration.get("collective") == "all_reduce"
+        and "back_to_back" in cell.samples
+    ]
+    if not found:
+        return MeasuredRate(0.0, "left out")
+    of_backend = [cell for cell in found if cell.configuration["backend"] == "nccl"] or found
+    cell = min(of_backend, key=lambda one: one.configuration["message_bytes"])
+    source = f"allreduce, {cell.configuration['message_bytes']} bytes"
+    return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)
+
+
+def measured_device_time(cells: Sequence[Cell], size: ModelSize, precision: str) -> tuple[DeviceTime, str]:
+    """What one device needs, from the fastest step of this size and context in ``bench``; and which step that was.
+
+    Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters.
+
+    Raises:
+        UsageError: there is none in this precision.
+    """
+    steps = [
+        cell
+        for cell in cells
+        if cell.command == "bench"
+        and cell.configuration.get("precision") == precision
+        and cell.configuration.get("size") in SIZES
+        and {"forward", "backward", "optimizer"} <= cell.samples.keys()
+    ]
+    if not steps:
+        raise UsageError(
+            f"--measured: no step in {precision} has the times of its forward, backward and optimizer; "
+            f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
+        )
+    alike = [cell for cell in steps if _shape(cell) == (size.d_model, size.d_ff, size.num_layers, size.context)]
+    cell = min(alike or steps, key=_seconds_per_flop)
+    workload = Workload.from_configuration(cell.configuration)
+    passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
+    optimizer_s = cell.samples["optimizer"].median / 1e3
+    if alike:
+        time = DeviceTime(passes_s / workload.size.batch_size, optimizer_s)
+        return time, f"bench, {_of(cell)}"
+    of_sequence = replace(size, batch_size=1)
+    passes_s *= model_flops(of_sequence) / model_flops(workload.size)
+    optimizer_s *= count_parameters(size) / count_parameters(workload.size)
+    return DeviceTime(passes_s, optimizer_s), f"bench, {_of(cell)}, by FLOPs and parameters"
+
+
+def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
+    """Each step of ``ddp`` and ``shard`` beside two predictions: communication beside computing, and after it."""
+    rows = [row for cell in cells if cell.command in ("ddp", "shard") if (row := _row(cell, flops, bandwidth))]
+    columns = (
+        Column("command", "command"),
+        Column("strategy", "strategy"),
+        Column("size", "size"),
+        Column("precision", "precision"),
+        Column("compile", "compile"),
+        Column("cuda_graph", "graph"),
+        Column("ranks", "ranks"),
+        Column("predicted_computing_ms", "computing at C", "ms"),
+        Column("computing_ms", "computing, measured", "ms"),
+        Column("sent_bytes", "sent", "decimal_bytes"),
+        Column("communication_ms", "communication at W", "ms"),
+        Column("overlapped_ms", "step, overlapped", "ms"),
+        Column("in_turn_ms", "step, in turn", "ms"),
+        Column("step_ms", "step, measured", "ms"),
+        Column("off_percent", "off the nearer", "percent"),
+        Column("verdict", "what the model misses"),
+    )
+    notes = (
+        f"C is {flops.value / 1e12:.4g} TFLOP/s ({flops.source}); W is {bandwidth.value / 1e9:.4g} GB/s "
+        f"({bandwidth.source}).",
+        "computing, measured: the same step without communication; both predictions start from it, so that they judge "
+        "communication alone. overlapped: the longer of both; in turn: their sum.",
+        f"A step between both predictions, or within {100 * _TOLERANCE:g} % of them, is explained by them.",
+    )
+    return Table("measured", "Steps of several ranks beside the model", columns, rows, notes)
+
+
+def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
+    if not {"step", "unsynchronized"} <= cell.samples.keys():
+        return None
+    workload = ParallelWorkload.from_configuration(cell.configuration)
+    sent = _sent_bytes(cell, workload)
+    if sent is None:
+        return None
+    training, ranks = workload.training, workload.world_size
+    computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
+    communication_ms = sent / bandwidth.value * 1e3
+    overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
+    nearer = min(max(step_ms, overlapped_ms), in_turn_ms)
+    return {
+        "command": cell.command,
+        "strategy": _strategy(workload),
+        "size": training.size.name,
+        "precision": training.precision,
+        "compile": training.compile,
+        "cuda_graph": training.cuda_graph,
+        "ranks": ranks,
+        "predicted_computing_ms": model_flops(training.size) / ranks / flops.value * 1e3,
+        "computing_ms": computing_ms,
+        "sent_bytes": sent,
+        "communication_ms": communication_ms,
+        "overlapped_ms": overlapped_ms,
+        "in_turn_ms": in_turn_ms,
+        "step_ms": step_ms,
+        "off_percent": 100 * (step_ms / nearer - 1),
+        "verdict": _verdict(cell, step_ms, overlapped_ms, in_turn_ms),
+    }
+
+
+def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:
+    """What a step that is outside of both predictions has that they do not count."""
+    if step_ms < overlapped_ms * (1 - _TOLERANCE):
+        return "faster than its parts: less is computed or updated than without communication"
+    if step_ms <= in_turn_ms * (1 + _TOLERANCE):
+        return ""
+    alone: Samples | None = cell.samples.get("communication")
+    more_ms = step_ms - in_turn_ms
+    if alone is not None and alone.median - (in_turn_ms - cell.samples["unsynchronized"].median) > more_ms / 2:
+        return "calls: communication alone takes longer than its bytes at W"
+    return "launches, or kernels that communication slows"
+
+
+def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
+    """What a rank sends in a step: as counted, else by the formula; of data parallel ones that of all-reduces."""
+    counted: Any = cell.derived.get("sent_bytes")
+    if counted:
+        return float(counted)
+    if workload.strategy in DATA_PARALLEL_STRATEGIES:
+        communicated = cell.derived.get("communicated_bytes")
+        return None if not communicated else communicated * bus_factor("all_reduce", workload.world_size)
+    return sharding_sent_bytes(workload)
+
+
+def _strategy(workload: ParallelWorkload) -> str:
+    return workload.strategy if workload.mesh is None else f"{workload.strategy} {workload.mesh}"
+
+
+def _of(cell: Cell) -> str:
+    settings = cell.configuration
+    words = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
+    words += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
+    if settings.get("cuda_graph", "off") != "off":
+        words.append(f"CUDA graph {settings['cuda_graph']}")
+    if settings.get("kernels", "reference") != "reference":
+        words.append(f"kernels {settings['kernels']}")
+    return " ".join(words)
+
+
+def _shape(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell.configuration.get(name) for name in ("d_model", "d_ff", "num_layers", "context"))
+
+
+def _seconds_per_flop(cell: Cell) -> float:
+    passes_ms = cell.samples["forward"].median + cell.samples["backward"].median
+    return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)

@@ -1,0 +1,181 @@
+"""The table and the picture of ``account scaling``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.scaling import (
+    Cluster,
+    DeviceTime,
+    MeshShape,
+    SimulatedStep,
+    fastest,
+    flops_per_s,
+    in_fewest_parts,
+)
+from cs336sys.errors import UsageError
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.tables import Column, Table, Value
+from cs336sys.sizes import ModelSize
+
+# A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
+Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
+
+_COLUMNS = (
+    Column("scaling", "scaling"),
+    Column("devices", "devices"),
+    Column("mesh", "mesh"),
+    Column("batch_size", "batch"),
+    Column("accumulation", "passes"),
+    Column("step_ms", "step", "ms"),
+    Column("computing_ms", "computing", "ms"),
+    Column("exposed_fsdp_ms", "fsdp, exposed", "ms"),
+    Column("exposed_ddp_ms", "ddp, exposed", "ms"),
+    Column("tensor_ms", "tp", "ms"),
+    Column("optimizer_ms", "optimizer", "ms"),
+    Column("tokens_per_s", "tokens/s", "count"),
+    Column("efficiency_percent", "of one device's rate", "percent"),
+    Column("tflops", "a device", "tflops"),
+    Column("memory_gib", "peak of a rank", "gib"),
+    Column("limit", "what limits"),
+)
+
+
+def simulate_scaling(
+    size: ModelSize,
+    precision: str,
+    scalings: Mapping[str, int],
+    devices: Sequence[int],
+    cluster: Cluster,
+    device: DeviceTime,
+    checkpointing: str,
+) -> Simulated:
+    """The fastest mesh for each number of devices.
+
+    Args:
+        scalings: ``strong`` with the batch of all devices, ``weak`` with that of each.
+    """
+    found: dict[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None] = {}
+    for scaling, batch in scalings.items():
+        for count in devices:
+            whole = replace(size, batch_size=batch * count if scaling == "weak" else batch)
+            found[scaling, count] = fastest(count, whole, precision, cluster, device, checkpointing)
+    return found
+
+
+def scaling_table(
+    simulated: Simulated, size: ModelSize, precision: str, cluster: Cluster, device: DeviceTime, notes: Sequence[str]
+) -> Table:
+    """A row for each kind of scaling and number of devices."""
+    rows = [_row(scaling, count, found, size, cluster, device) for (scaling, count), found in simulated.items()]
+    billions = count_parameters(size) / 1e9
+    title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}, {precision}"
+    return Table("scaling", title, _COLUMNS, rows, notes)
+
+
+def _row(
+    scaling: str,
+    count: int,
+    found: tuple[SimulatedStep, SimulatedStep] | None,
+    size: ModelSize,
+    cluster: Cluster,
+    device: DeviceTime,
+) -> dict[str, Value]:
+    row: dict[str, Value] = {"scaling": scaling, "devices": count}
+    if found is None:
+        return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
+    step, anyway = found
+    tokens_per_s = step.batch_size * size.context / step.step_s
+    # Of as many devices that compute alone, without an optimizer, what it takes one for its sequences.
+    ideal = size.context / device.sequence_s * count
+    return row | {
+        "mesh": step.mesh.text,
+        "batch_size": step.batch_size,
+        "accumulation": step.accumulation,
+        "step_ms": 1e3 * step.step_s,
+        "computing_ms": 1e3 * step.computing_s,
+        "exposed_fsdp_ms": 1e3 * step.exposed_fsdp_s,
+        "exposed_ddp_ms": 1e3 * step.exposed_ddp_s,
+        "tensor_ms": 1e3 * step.tensor_s,
+        "optimizer_ms": 1e3 * step.optimizer_s,
+        "tokens_per_s": tokens_per_s,
+        "efficiency_percent": 100 * tokens_per_s / ideal,
+        "tflops": flops_per_s(size, step) / 1e12,
+        "memory_gib": step.memory_gib,
+        "limit": _limit(step, anyway, cluster),
+    }
+
+
+def _limit(step: SimulatedStep, anyway: SimulatedStep, cluster: Cluster) -> str:
+    if step.memory > cluster.memory_bytes:
+        return f"memory: no mesh fits into {cluster.memory_bytes / GIB:.4g} GiB"
+    if anyway.step_s < step.step_s:
+        return f"memory: {anyway.mesh.text} at once: {1e3 * anyway.step_s:.4g} ms, {anyway.memory_gib:.4g} GiB"
+    return step.limit
+
+
+def plot_scaling(
+    simulated: Simulated,
+    size: ModelSize,
+    precision: str,
+    cluster: Cluster,
+    device: DeviceTime,
+    checkpointing: str,
+    path: Path,
+) -> None:
+    """Above, tokens/s of a device over the devices, by strategy and by the fastest mesh; below, a rank's memory."""
+    from matplotlib.figure import Figure
+
+    scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
+    figure = Figure(figsize=(1 + 5.5 * len(scalings), 7.5), layout="constrained")
+    axes = figure.subplots(2, len(scalings), squeeze=False, sharex="col")
+    for column, scaling in enumerate(scalings):
+        steps = {count: found[0] for (name, count), found in simulated.items() if name == scaling and found}
+        rates, memories = axes[0, column], axes[1, column]
+        for name, curve in _curves(steps, size, precision, cluster, device, checkpointing).items():
+            style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
+            tokens = [step.batch_size * size.context / step.step_s / count for count, step in curve.items()]
+            rates.plot(list(curve), tokens, label=name, **style)
+            memories.plot(list(curve), [step.memory_gib for step in curve.values()], label=name, **style)
+        rates.axhline(size.context / device.sequence_s, linestyle=":", color="grey", label="one device, passes alone")
+        memories.axhline(cluster.memory_bytes / GIB, linestyle=":", color="grey", label="a device's memory")
+        rates.set_title(f"{scaling} scaling")
+        for drawing in (rates, memories):
+            drawing.set_xscale("log", base=2)
+            drawing.set_xticks(list(steps), [str(count) for count in steps])
+            drawing.grid(alpha=0.3)
+            drawing.legend(fontsize=7)
+        rates.set_ylim(bottom=0)
+        memories.set_yscale("log")
+        memories.set_xlabel("devices")
+    axes[0, 0].set_ylabel("tokens/s of a device")
+    axes[1, 0].set_ylabel("peak of a rank, GiB")
+    figure.suptitle(f"{size.name}, context {size.context}, {precision}: a simulation", fontsize=10)
+    write_figure(figure, path)
+
+
+def _curves(
+    steps: Mapping[int, SimulatedStep],
+    size: ModelSize,
+    precision: str,
+    cluster: Cluster,
+    device: DeviceTime,
+    checkpointing: str,
+) -> dict[str, dict[int, SimulatedStep]]:
+    """By name, the steps of each number of devices: the fastest that fits, and single strategies where they can."""
+    curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
+    curves |= {f"fsdp, tp={tp}": {} for tp in (2, cluster.node_devices) if tp > 1}
+    for count, step in steps.items():
+        whole = replace(size, batch_size=step.batch_size)
+        tp = cluster.node_devices
+        shapes = {"ddp": MeshShape(count, 1, 1), "fsdp": MeshShape(1, count, 1)}
+        shapes |= {f"fsdp, tp={tp}": MeshShape(1, count // tp, tp) for tp in (2, tp) if tp > 1 and count % tp == 0}
+        for name, shape in shapes.items():
+            try:
+                curves[name][count] = in_fewest_parts(whole, precision, shape, cluster, device, checkpointing)
+            except UsageError:
+                # This mesh does not divide the batch or the heads.
+                continue
+    return {name: curve for name, curve in curves.items() if curve}
