@@ -73,15 +73,18 @@ def test_what_does_not_fit_passes_in_parts():
     whole = simulate(size, "bf16", mesh, CLUSTER, DEVICE)
     tight = replace(CLUSTER, memory_bytes=whole.memory * 0.6)
     parts = in_fewest_parts(size, "bf16", mesh, tight, DEVICE)
-    assert whole.accumulation == 1 and parts.accumulation == 2
+    assert whole.accumulation == 1
+    assert parts.accumulation == 2
     assert parts.memory <= tight.memory_bytes < whole.memory
     assert parts.computing_s == pytest.approx(whole.computing_s)
     assert parts.exposed_fsdp_s == pytest.approx(2 * whole.exposed_fsdp_s)
     found = fastest(8, size, "bf16", tight, DEVICE)
     assert found is not None
-    assert found[0].memory <= tight.memory_bytes and found[0].step_s <= parts.step_s
+    assert found[0].memory <= tight.memory_bytes
+    assert found[0].step_s <= parts.step_s
     nothing = fastest(8, size, "bf16", replace(CLUSTER, memory_bytes=1e6), DEVICE)
-    assert nothing is not None and nothing[0].memory > 1e6
+    assert nothing is not None
+    assert nothing[0].memory > 1e6
 
 
 def test_meshes_divide_batch_and_heads_inside_nodes():

@@ -26,6 +26,7 @@ SUB_COMMANDS = (
     "collectives",
     "buckets",
     "parallel",
+    "scaling",
     "xxl",
 )
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _SCALINGS = ("strong", "weak")
 
+# What a step of this project's model reaches of an H200's 989 TFLOP/s, roughly: docs/results/bench-graph-h200.md.
+_FLOPS = 4e14
+
 
 def scaling(
     size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.", autocompletion=among(SIZES))] = "10b",
@@ -41,7 +44,8 @@ def scaling(
         ),
     ] = [],
     flops: Annotated[
-        float | None, typer.Option(help="FLOP/s of a device, where nothing is measured.", show_default=False)
+        float | None,
+        typer.Option(help=f"FLOP/s of a device, without --measured. Default: {_FLOPS:g}.", show_default=False),
     ] = None,
     bandwidth: Annotated[
         float | None,
@@ -109,14 +113,12 @@ def _device_time(
         raise UsageError("--flops and --measured: both say how fast a device is; give one of them")
     if cells:
         time, source = measured_device_time(cells, size, precision)
-    elif flops is not None and flops > 0:
-        time = DeviceTime(model_flops(replace(size, batch_size=1)) / flops, 0.0)
-        source = f"{flops:g} FLOP/s (--flops), and no time for the optimizer"
     else:
-        raise UsageError(
-            "account scaling needs one device's time: --measured bench.jsonl, or --flops, such as 4e14"
-            + ("" if flops is None else f"; --flops {flops:g} must be positive")
-        )
+        rate = _FLOPS if flops is None else flops
+        if rate <= 0:
+            raise UsageError(f"--flops {rate:g}: must be positive")
+        time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, 0.0)
+        source = f"{rate:g} FLOP/s, {'assumed' if flops is None else '--flops'}; no time for the optimizer"
     return time, [
         f"One device: {1e3 * time.sequence_s:.4g} ms a sequence, {1e3 * time.optimizer_s:.4g} ms for the optimizer "
         f"({source})."

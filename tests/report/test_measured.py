@@ -1,0 +1,109 @@
+"""Rates of a machine and its steps beside the model, from saved results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import UsageError
+from cs336sys.report.account.measured import (
+    compare_with_measured,
+    measured_bandwidth,
+    measured_call,
+    measured_device_time,
+    measured_flops,
+    read_measured,
+)
+from cs336sys.results import Cell, Samples
+from cs336sys.sizes import SIZES
+from cs336sys.workload import ParallelWorkload, Workload
+
+TRAINING = Workload(SIZES["small"], precision="bf16")
+
+
+def ms(*values):
+    return Samples("ms", "cuda events", values)
+
+
+def bench_cell(tflops=200.0, forward_ms=10.0):
+    samples = {"forward": ms(forward_ms), "backward": ms(20.0), "optimizer": ms(5.0)}
+    return Cell("bench", TRAINING.configuration(), "ok", samples, {"tflops": tflops})
+
+
+def collective(message_bytes, us, busbw, backend="nccl", ranks=2):
+    settings = {"collective": "all_reduce", "backend": backend, "message_bytes": message_bytes, "world_size": ranks}
+    samples = {"back_to_back": Samples("us", "cuda events", (us,))}
+    return Cell("allreduce", settings, "ok", samples, {"back_to_back_busbw_gbps": busbw})
+
+
+def ddp_cell(step_ms, alone_ms=40.0, communication_ms=10.0):
+    workload = ParallelWorkload(TRAINING, "naive", 2)
+    samples = {"step": ms(step_ms), "unsynchronized": ms(alone_ms), "communication": ms(communication_ms)}
+    return Cell("ddp", workload.configuration(), "ok", samples, {"communicated_bytes": 2_000_000_000})
+
+
+RATES = (bench_cell(), collective(1000, 50.0, 0.1), collective(10**9, 5000.0, 200.0))
+
+
+def test_rates_come_from_the_best_step_and_the_largest_message():
+    cells = [bench_cell(150.0), *RATES, collective(10**9, 9e5, 1.0, backend="gloo", ranks=4)]
+    assert measured_flops(cells, "bf16").value == 200e12
+    assert measured_bandwidth(cells).value == 200e9
+    assert measured_call(cells).value == 50e-6
+    assert measured_call([bench_cell()]).value == 0
+    assert measured_bandwidth(cells[-1:]).value == 1e9
+    with pytest.raises(UsageError, match="no step in fp32"):
+        measured_flops(cells, "fp32")
+    with pytest.raises(UsageError, match="no all-reduce"):
+        measured_bandwidth([bench_cell()])
+
+
+def test_the_time_of_a_device_is_its_own_or_by_flops_and_parameters():
+    cells = [bench_cell(forward_ms=12.0), bench_cell()]
+    time, source = measured_device_time(cells, SIZES["small"], "bf16")
+    assert time.sequence_s == pytest.approx(30e-3 / 4)
+    assert time.optimizer_s == pytest.approx(5e-3)
+    assert "by FLOPs" not in source
+    other, source = measured_device_time(cells, SIZES["medium"], "bf16")
+    assert other.sequence_s * 4 == pytest.approx(30e-3 * model_flops(SIZES["medium"]) / model_flops(SIZES["small"]))
+    parameters = count_parameters(SIZES["medium"]) / count_parameters(SIZES["small"])
+    assert other.optimizer_s == pytest.approx(5e-3 * parameters)
+    assert "by FLOPs and parameters" in source
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "communication_ms", "off", "verdict"),
+    [
+        (42.0, 10.0, 0.0, ""),
+        (50.0, 10.0, 0.0, ""),
+        (54.0, 10.0, 8.0, ""),
+        (75.0, 10.0, 50.0, "launches"),
+        (75.0, 30.0, 50.0, "calls"),
+        (30.0, 10.0, -25.0, "faster than its parts"),
+    ],
+)
+def test_steps_beside_the_model(step_ms, communication_ms, off, verdict):
+    """2 GB of gradients at 200 GB/s take 10 ms on two ranks: 40 ms beside computing, 50 ms after it."""
+    (c, w), (table,) = compare_with_measured([*RATES, ddp_cell(step_ms, 40.0, communication_ms)], None, None)
+    assert (c, w) == (200e12, 200e9)
+    (row,) = table.rows
+    assert row["sent_bytes"] == 2e9
+    assert (row["communication_ms"], row["overlapped_ms"], row["in_turn_ms"]) == pytest.approx((10, 40, 50))
+    assert row["predicted_computing_ms"] == pytest.approx(model_flops(SIZES["small"]) / 2 / 200e12 * 1e3)
+    assert row["off_percent"] == pytest.approx(off)
+    assert row["verdict"].startswith(verdict)
+    assert bool(row["verdict"]) == bool(verdict)
+
+
+def test_given_rates_come_first_and_machines_are_kept_apart(tmp_path):
+    assert compare_with_measured([bench_cell()], 1e12, 2e9) == ((1e12, 2e9), [])
+    run = {"schema_version": 1, "kind": "run", "time": "", "arguments": [], "environment": {}}
+    paths: list[Path] = []
+    for number, gpu in enumerate(("NVIDIA H100", "NVIDIA H200")):
+        paths.append(tmp_path / f"{number}.jsonl")
+        paths[-1].write_text(json.dumps(run | {"run_id": str(number), "machine": {"gpu": gpu}}) + "\n")
+    assert read_measured(paths[:1]) == []
+    with pytest.raises(UsageError, match="several machines, NVIDIA H100, NVIDIA H200"):
+        read_measured(paths)
