@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,19 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
         for expected, found in itertools.zip_longest(first, lines, fillvalue="nothing"):
             if expected != found:
                 raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {found} on rank {rank}")
+
+
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises its error."""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, UsageError) as raised:
+            error = raised
+    error = gather_objects(error)[0]
+    if error is not None:
+        raise error
 
 
 def describe_module(module: nn.Module) -> list[str]:

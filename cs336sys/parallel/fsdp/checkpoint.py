@@ -9,7 +9,7 @@ A checkpoint is a folder of ``torch.distributed.checkpoint``: one file for each 
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plain_data import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
-from cs336sys.parallel.same_on_ranks import same_on_every_rank
+from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
 
 
 def save_checkpoint(
@@ -248,19 +247,6 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(f"checkpoint {path} is of another model: {'; '.join(differences[:3])}{more}")
-
-
-def on_first_rank(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises its error."""
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (OSError, UsageError) as raised:
-            error = raised
-    error = gather_objects(error)[0]
-    if error is not None:
-        raise error
 
 
 def _make_empty(partial: Path) -> None:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.fsdp.checkpoint import on_first_rank
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
-from cs336sys.parallel.same_on_ranks import same_on_every_rank
+from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.weights import part_of, whole_tensor
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
 

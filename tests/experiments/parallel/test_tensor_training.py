@@ -24,13 +24,11 @@ def workload(strategy, mesh=None, checkpointing="none", world_size=2, size=SIZE,
 CELLS = [
     workload("tensor"),
     workload("tensor", precision="bf16", optimizer="fused"),
-    workload("tensor-sequence"),
     workload("tensor-sequence", checkpointing="block"),
     workload("ddp+tensor", "ddp=2,tp=1"),
     workload("fsdp+tensor-sequence", "fsdp=1,tp=2", precision="bf16"),
     workload("fsdp+tensor", "fsdp=2,tp=1"),
     workload("fsdp+context-ring", "fsdp=1,cp=2"),
-    workload("fsdp+context-all-to-all", "fsdp=2,cp=1", precision="bf16"),
 ]
 
 
