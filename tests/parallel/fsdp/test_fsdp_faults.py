@@ -50,7 +50,10 @@ def test_forward_and_construction_outside_a_process_group_are_refused(ranks):
     ("what", "difference"),
     [
         ("shape", "parameter 1.weight float32 (4, 4) strides (4, 1) trained on rank 0, parameter 1.weight float32 (5"),
-        ("settings", "prefetch=1, keep_gathered=0, gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, pref"),
+        (
+            "settings",
+            "keep_gathered=0, gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, pref",
+        ),
         ("units", "gradient_dtype=None, units=['0', '1'] on rank 0, FSDP with compute_dtype=None, prefetch=1, keep_g"),
     ],
 )
