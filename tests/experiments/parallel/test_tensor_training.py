@@ -4,6 +4,7 @@ import pytest
 import tensor_training_ranks
 
 from cs336sys.errors import UsageError
+from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.report.parallel.shard import sharding_sent_bytes
 from cs336sys.sizes import choose_size
@@ -55,6 +56,23 @@ def test_the_check_finds_what_is_forgotten(ranks, fault, strategy):
         assert off > TOLERANCES["fp32"], fault
         if fault == "norms' gradients not summed":
             assert "ln" in parameter
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("compile_mode", ["off", "block"])
+@pytest.mark.parametrize("strategy", ["tensor", "tensor-sequence", "torch-tensor", "torch-tensor-sequence"])
+def test_gpus_send_what_the_formula_says_beside_products(strategy, compile_mode):
+    """Weights are compared before anything is timed."""
+    size = choose_size("small", num_layers=4, batch_size=4, context=1024)
+    settings = {"precision": "bf16", "optimizer": "fused", "attention": "sdpa", "device": "cuda", "steps": 5}
+    cell = workload(strategy, size=size, compile=compile_mode, **settings)
+    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    if not strategy.startswith("torch"):
+        assert outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
+        if compile_mode == "block":
+            # Gradients of layers' inputs, while those of their weights are computed.
+            assert outcome.derived["overlap_percent"] > 10
 
 
 @pytest.mark.parametrize(
