@@ -127,6 +127,8 @@ def shard(
         world_size = world_size or [str(mesh_ranks(read_mesh(mesh)))]
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = []
+    # Beside strategies that have a mesh, others may be measured on as many ranks.
+    grouped = {*split_list(strategy, "--strategy", str)} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
     for ranks, training, checkpointing, (name, ahead, staying) in product(
         choose_world_sizes(world_size),
         workloads,
@@ -144,7 +146,7 @@ def shard(
             prefetch=ahead,
             keep_gathered=staying,
             checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
-            mesh=mesh if name in (*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES) else None,
+            mesh=mesh if name in grouped or not grouped else None,
         )
         if checkpointing == "auto":
             workload = chosen_by_memory(workload, limit_bytes, tells=is_first_rank())
