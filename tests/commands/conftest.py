@@ -7,13 +7,17 @@ import uuid
 import pytest
 import typer
 
-from cs336sys.cli import app
+from cs336sys.cli import COMMANDS, app
 from cs336sys.measure import cells
 from cs336sys.measure.cells import Worker
 
+# Variables that are options of a command: its workers do not read them.
+OPTIONS = tuple(f"CS336SYS_{command.upper()}_" for command in COMMANDS)
+
 
 def surroundings():
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in others.items() if not name.startswith(OPTIONS)}
 
 
 class KeptWorkers:

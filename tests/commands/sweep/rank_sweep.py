@@ -39,18 +39,15 @@ def act(action):
 
 
 def main():
-    """Measure the actions that the first argument lists; the second is a results file, or empty."""
-    actions, save = sys.argv[1].split(","), Path(sys.argv[2]) if sys.argv[2] else None
-    configurations = [{"action": action, "world_size": 2} for action in actions]
-    sweep = run_sweep(
-        "bench",
-        "rank_sweep:measure",
-        configurations,
-        SweepOptions(save, resume=save is not None),
-        across_ranks=True,
-    )
-    if sweep.is_reported_here:
-        print([cell.status for cell in sweep.cells], [cell.samples["sum"].mean for cell in sweep.cells if cell.samples])
+    """Measure the actions that each argument but the first lists, sweep after sweep; the first is a results file."""
+    file, *sweeps = sys.argv[1:]
+    for actions in sweeps:
+        configurations = [{"action": action, "world_size": 2} for action in actions.split(",")]
+        options = SweepOptions(Path(file), resume=True)
+        sweep = run_sweep("bench", "rank_sweep:measure", configurations, options, across_ranks=True)
+        if sweep.is_reported_here:
+            means = [cell.samples["sum"].mean for cell in sweep.cells if cell.samples]
+            print([cell.status for cell in sweep.cells], means)
     try:
         sweep.exit()
     except typer.Exit as ended:
