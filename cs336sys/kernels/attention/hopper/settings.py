@@ -65,17 +65,18 @@ def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
         # 0.192. Two programs of two consumers a multiprocessor gain 3 % there, lose 9 % at 16384.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 64:
-        # 1x16x16384x64: 1.127; not taking turns 1.162, two consumers 1.258, an item a program 1.177.
-        # 8x16x2048x64: 0.176, 0.181, 0.187, 0.199. Full 1x16x16384x64: 2.152, 2.144, 2.440, 2.356.
+        # 1x16x16384x64: 0.995; not taking turns 1.018, three stages 0.998. 8x16x2048x64: 0.160, 0.173, 0.158. Full
+        # 1x16x16384x64: 2.020, 2.002, 1.998. While the loop took maxima: 1.127; two consumers 1.258, an item a program
+        # 1.177; 8x16x2048x64: 0.176, 0.187, 0.199.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 256:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
-        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.913; taking turns 3.248,
-        # an item a program 3.246. 8x16x2048x256: 0.434, 0.462, 0.498.
+        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 3.079. While the loop took
+        # maxima: 2.913; taking turns 3.248, an item a program 3.246. 8x16x2048x256: 0.434, 0.462, 0.498.
         return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
-    # 1x16x16384x128: 1.722; taking turns 1.747, three consumers with 64 keys 1.813, an item a program 1.749.
-    # 8x16x2048x128: 0.253, 0.256, 0.275, 0.290. Full 1x16x16384x128: 3.409, 3.503, 3.633, 3.434.
-    return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2)
+    # 1x16x16384x128: 1.584; taking turns 1.621. Full: 3.282, 3.210. While the loop took maxima 1x16x16384x128: 1.722;
+    # three consumers with 64 keys 1.813, an item a program 1.749. 8x16x2048x128: 0.253, 0.275, 0.290.
+    return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=not problem.is_causal)
 
 
 def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
