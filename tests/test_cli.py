@@ -72,6 +72,6 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels():
 
 
 def test_large_defaults_are_written_as_one_would_type_them():
-    shown = CliRunner().invoke(app, ["account", "parallel", "--help"], env={"COLUMNS": "100"}).stdout
-    assert "[default: 9.894e+14]" in shown
-    assert "[default: 131072]" in shown
+    for command, default in (("scaling", "5e+10"), ("parallel", "131072")):
+        shown = CliRunner().invoke(app, ["account", command, "--help"], env={"COLUMNS": "100"}).stdout
+        assert f"[default: {default}]" in shown
