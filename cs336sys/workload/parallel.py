@@ -70,8 +70,7 @@ class ParallelWorkload(Configured):
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
             for :data:`BUCKETED_STRATEGIES`, else None.
-        gradient_dtype: what gradients are sent and summed in; they are kept in fp32, but see
-            :attr:`keeps_half_gradients`.
+        gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
@@ -321,25 +320,6 @@ class ParallelWorkload(Configured):
         return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
 
     @property
-    def keeps_half_gradients(self) -> bool:
-        """Whether gradients of blocks leave the products in what they are sent in, and stay in it: fused blocks write
-        them so, and this project's AdamW reads them. They are the bits that casts before sending would give.
-        """
-        training = self.training
-        return (
-            self.strategy in ("naive", "flat", "overlap", "bucketed", "unsynchronized")
-            and (training.kernels, training.optimizer) == ("fused", "adamw")
-            and (training.precision, self.gradient_dtype) == ("bf16", "bf16")
-            and training.state_dtype != "split"
-        )
-
-    @property
-    def half_gradients(self) -> int:
-        """How many gradients of a rank stay in two bytes, see :attr:`keeps_half_gradients`."""
-        size = self.training.size
-        return size.num_layers * self.training.fused_step.block_matrices if self.keeps_half_gradients else 0
-
-    @property
     def has_unsynchronized(self) -> bool:
         """Whether the same step can be computed without communication; one rank that splits nothing has none."""
         if self.splits_sequences and self.world_size == 1:
@@ -361,7 +341,7 @@ class ParallelWorkload(Configured):
             self,
             strategy=alone,
             bucket_mb=None,
-            gradient_dtype=self.gradient_dtype if self.keeps_half_gradients else "fp32",
+            gradient_dtype="fp32",
             trace=None,
             prefetch=None,
             keep_gathered=0,

@@ -206,7 +206,7 @@ class Workload(Configured):
             checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
         """
         if self.kernels == "fused":
-            return fused_moments(self.fused_step, checkpointing)
+            return fused_moments(self._fused_step, checkpointing)
         moments = checkpointed_moments(self.size, self.precision, self.mode, self.attention, checkpointing)
         if self.state_dtype == "bf16":
             return [replace(moment, optimizer_state=moment.optimizer_state // 2) for moment in moments]
@@ -216,12 +216,11 @@ class Workload(Configured):
     def block_activations(self) -> int:
         """Bytes that a block saves for its backward pass."""
         if self.kernels == "fused":
-            return self.fused_step.block
+            return self._fused_step.block
         return block_activations(self.size, self.precision, self.attention).total
 
     @property
-    def fused_step(self) -> FusedStep:
-        """What accounting needs to know of a step with fused kernels."""
+    def _fused_step(self) -> FusedStep:
         return FusedStep(
             self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype, self.update
         )

@@ -48,7 +48,7 @@ class ParallelStep(TrainStep):
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
     """
 
-    # Wrappers take gradients of another dtype than the parameters' if they know before: strategies see to that.
+    # Wrappers are made for gradients of the parameters' dtype.
     takes_half_gradients = False
     # Wrappers gather weights and start to send gradients between blocks.
     chains_blocks = False

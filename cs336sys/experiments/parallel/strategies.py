@@ -152,19 +152,7 @@ def _choose_kept(model: nn.Module, workload: ParallelWorkload, blocks: int) -> N
 def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Every rank trains a model of its own: the step of the others without their communication."""
     model = build_plain_model(workload, device)
-    own = optimizer(model.parameters())
-    _keep_half_gradients(workload, model, own)
-    return Replica(model, own, None, lambda: dict(model.named_parameters()))
-
-
-def _keep_half_gradients(workload: ParallelWorkload, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Before gradients are watched, let those of fused blocks be in what they are sent in, if the workload says so."""
-    if workload.keeps_half_gradients:
-        from cs336sys.kernels.fuse import fused_kernels
-
-        fused = fused_kernels(model)
-        assert fused is not None
-        fused.keep_copies(torch.bfloat16, optimizer, torch.bfloat16)
+    return Replica(model, optimizer(model.parameters()), None, lambda: dict(model.named_parameters()))
 
 
 def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | BucketedDDP]) -> Prepare:
@@ -172,12 +160,10 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         plain = build_plain_model(workload, device)
-        own = optimizer(plain.parameters())
-        _keep_half_gradients(workload, plain, own)
         model = wrap(plain, workload, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
         return Replica(
             model,
-            own,
+            optimizer(model.parameters()),
             model.finish_gradient_synchronization,
             lambda: dict(plain.named_parameters()),
             model.buckets,

@@ -257,8 +257,7 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
         if workload.training.is_ours:
             state = training_state(workload.training.size, workload.training.precision)
-            half = 2 * workload.half_gradients
-            row |= {"state_gib": (state.total - half) / GIB, "gradients_gib": (state.gradients - half) / GIB}
+            row |= {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
         rows.append(row)
     columns = (
         *SIZE_COLUMNS,
