@@ -113,7 +113,8 @@ class GradientBucket:
                 require_averageable(name, parameter.grad, self._dtype)
                 if not owns_memory(parameter.grad):
                     views.append(parameter.grad)
-        copied = set(map(id, views)) - own_memory_together(views)
+        # Most steps have none, and a launch-bound one pays for every microsecond here.
+        copied = set(map(id, views)) - own_memory_together(views) if views else ()
         tensors = []
         for parameter, strides in zip(self.parameters.values(), self._strides, strict=True):
             gradient = parameter.grad
