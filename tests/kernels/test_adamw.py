@@ -1,9 +1,11 @@
 """AdamW's kernels against torch.optim.AdamW and float64, on the CPU through Triton's interpreter."""
 
 import copy
+import gc
 import io
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -438,6 +440,17 @@ def test_updates_in_the_backward_pass(device):
         assert torch.equal(parameter, other)
         assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], expected.state[other]["exp_avg_sq"])
     assert unused not in optimizer.state
+
+
+def test_updates_in_the_backward_pass_keep_nothing_alive(device):
+    layer = torch.nn.Linear(4, 4, device=device)
+    optimizer = AdamW(layer.parameters())
+    optimizer.update_in_backward([list(layer.parameters())], 1)
+    layer(torch.ones(2, 4, device=device)).sum().backward()
+    freed = weakref.ref(layer.weight), weakref.ref(optimizer)
+    del layer, optimizer
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None]
 
 
 def test_what_cannot_be_updated_in_the_backward_pass(device):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -237,9 +238,11 @@ class AdamW(torch.optim.Optimizer):
             parts.append(Part([known.pop(id(parameter)) for parameter in group]))
         beside = Beside(self._device, depth)
         self._in_backward += parts
+        # Python's collector does not see through a parameter what its hooks refer to: they must not keep it alive.
+        optimizer = weakref.ref(self)
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._update_if_complete, part, beside)
+                functools.partial(_update_if_complete, optimizer, weakref.ref(part), beside)
             )
             for part in parts
             for member in part.members
@@ -253,7 +256,7 @@ class AdamW(torch.optim.Optimizer):
         return end
 
     @torch.no_grad()
-    def _update_if_complete(self, part: Part, beside: Beside, _: torch.Tensor) -> None:
+    def _update_if_complete(self, part: Part, beside: Beside) -> None:
         gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
         if len(gradients) < len(part.members):
             return
@@ -391,6 +394,14 @@ class AdamW(torch.optim.Optimizer):
         for saved_id, parameter in zip(ids, parameters, strict=True):
             if saved_id in state_dict["state"]:
                 self.state[parameter] = self._initial_state(parameter, state_dict["state"][saved_id])
+
+
+def _update_if_complete(
+    optimizer: weakref.ref[AdamW], part: weakref.ref[Part], beside: Beside, _: torch.Tensor
+) -> None:
+    owner, complete = optimizer(), part()
+    if owner is not None and complete is not None:
+        owner._update_if_complete(complete, beside)
 
 
 def _settings(group: dict) -> list[float | torch.Tensor]:
