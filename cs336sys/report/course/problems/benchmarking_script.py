@@ -58,6 +58,11 @@ def timings(evidence: Evidence, handout: Handout) -> Answer | None:
         sentences += [*_growth(measured), *_variability(measured), *_launch_bound(measured)]
     every = [cell for group in found for cell in group.cells]
     sentences += failures(every, lambda cell: handout.called(cell.configuration["size"]))
+    sentences += [
+        f"By the accounting {handout.called(cell.configuration['size'])} needs {gib(_need_gib(cell))}."
+        for cell in every
+        if cell.status == "oom"
+    ]
     tables = [
         table
         for group in found
@@ -72,6 +77,10 @@ def timings(evidence: Evidence, handout: Handout) -> Answer | None:
 
 def _parameters(cell: Cell) -> int:
     return count_parameters(Workload.from_configuration(cell.configuration).size)
+
+
+def _need_gib(cell: Cell) -> float:
+    return Workload.from_configuration(cell.configuration).predicted_peak().total_gib
 
 
 def _growth(measured: list[Cell]) -> list[str]:

@@ -39,8 +39,9 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
         f"{times(plain.value / asked[0].value)} as much.",
     ]
     found = _checkpointed(evidence)
-    measured = {cell.configuration["checkpointing"]: cell for group in found for cell in group.measured}
-    if "nested" in measured:
+    # Only what one run measured is compared.
+    by_strategy = [{cell.configuration["checkpointing"]: cell for cell in group.measured} for group in found]
+    for measured in [one for one in by_strategy if "nested" in one][:1]:
         cell = measured["nested"]
         sentences.append(
             f"Measured (context {cell.configuration['context']}, {cell.configuration['precision']}): nested halves "
@@ -66,14 +67,23 @@ def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
     found = _checkpointed(evidence)
     if not found:
         return None
-    cells = found[0].cells
+    sentences = [sentence for group in found for sentence in _group_words(group)]
+    keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
+    tables = [table for group in found for table in group.table("checkpointing", *keys, "step_ratio", "status")]
+    return Answer(sentences, tables, {}, runs_of(found))
+
+
+def _group_words(found: Found) -> list[str]:
+    """What one run measured, beside what the formula expects."""
+    cells = found.cells
     size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
     precision = cells[0].configuration["precision"]
     rule = best_group_size(size, precision, "train", "reference")
     sentences = [
-        f"Groups of K blocks hold about N s / K + K b bytes, with N = {size.num_layers} blocks, an input of "
-        f"s = {format_quantity(rule.block_input, 'bytes')} and b = {format_quantity(rule.block_activations, 'bytes')} "
-        f"saved by a block: least at K = sqrt(N s / b) = {rule.rule:.2g}, so groups of {rule.best} "
+        f"In {precision} groups of K blocks hold about N s / K + K b bytes, with N = {size.num_layers} blocks, an "
+        f"input of s = {format_quantity(rule.block_input, 'bytes')} and "
+        f"b = {format_quantity(rule.block_activations, 'bytes')} saved by a block: least at "
+        f"K = sqrt(N s / b) = {rule.rule:.2g}, so groups of {rule.best} "
         f"block{'s' * (rule.best != 1)} should need the least."
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -91,8 +101,7 @@ def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
     sentences += failures(cells, lambda cell: cell.configuration["checkpointing"])
     none = predicted_peak(size, precision, "train", "reference").total_gib
     sentences.append(f"Without checkpoints the step is predicted to need {gib(none)}.")
-    keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
-    return Answer(sentences, found[0].table("checkpointing", *keys, "step_ratio", "status"), {}, runs_of(found[:1]))
+    return sentences
 
 
 def _group(cell: Cell) -> float | None:

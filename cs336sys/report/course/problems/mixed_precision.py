@@ -154,7 +154,7 @@ def by_size(evidence: Evidence, handout: Handout) -> Answer | None:
             )
         ),
     )
-    there = {row["size"] for row in rows}
+    there = {row["size"] for row in rows} | {cell.configuration["size"] for cell in every if cell.status != "ok"}
     missing = [f"{handout.called(size)} in fp32 and bf16" for size in handout.sizes if size not in there]
     title = "full against mixed precision, medians of the same run"
     return Answer(sentences, plain_table("precisions", title, columns, rows), {}, runs_of(found), missing)

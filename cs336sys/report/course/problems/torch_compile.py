@@ -44,7 +44,10 @@ def compiled_model(evidence: Evidence, handout: Handout) -> Answer | None:
             Column(f"{part}_ms", f"{part}, compiled", "ms"),
             Column(f"{part}_speedup", "faster", "ratio"),
         ]
-    missing = [] if whole else ["the whole model compiled, with vanilla in the same run"]
+    absent = [handout.called(size) for size in handout.sizes[:-1] if all(row["size"] != size for row in rows)]
+    missing = [f"the whole model compiled of {joined(absent)}"] if absent else []
+    if not whole:
+        missing = ["the whole model compiled, with vanilla in the same run"]
     title = "vanilla and compiled model, medians of the same run"
     return Answer(
         sentences, plain_table("compile", title, columns, rows), {}, runs_of([group for _, group in chosen]), missing
