@@ -42,7 +42,7 @@ RESERVED = {
     "matplotlib": ("report",),
     "mlflow": ("commands.sweep.tracking",),
     "wandb": ("commands.sweep.tracking",),
-    "cs336_basics": ("experiments.optimizers", "experiments.training", "measure.phases"),
+    "cs336_basics": ("experiments.models", "experiments.optimizers", "experiments.training", "measure.phases"),
 }
 
 # Rooms whose modules and folders do not import each other, but for what they share.
@@ -69,7 +69,7 @@ SHARED_AMONG_SIBLINGS = {
     },
     "experiments": {
         f"experiments.{name}"
-        for name in ("bench", "optimizers", "step_counts", "training", "user_models", "weight_check")
+        for name in ("bench", "models", "optimizers", "step_counts", "training", "user_models", "weight_check")
     },
 }
 

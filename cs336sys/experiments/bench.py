@@ -12,15 +12,10 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.cuda_graphs import require_graphs
 from cs336sys.experiments import user_models
+from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import (
-    TrainStep,
-    build_compared_model,
-    build_model,
-    set_matmul_precision,
-    train_for_check,
-)
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, train_for_check
 from cs336sys.experiments.weight_check import (
     OPTIMIZER_SETTINGS,
     STEPS,

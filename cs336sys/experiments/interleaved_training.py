@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from cs336sys.experiments.bench import check_training, training_outcome
+from cs336sys.experiments.models import use_attention
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, use_attention
+from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress

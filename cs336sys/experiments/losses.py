@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UsageError
+from cs336sys.experiments.models import build_model
 from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, build_model, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results import Samples

@@ -10,8 +10,9 @@ from torch import nn
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
+from cs336sys.experiments.models import blocks_of, initializer_of
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.training import TrainStep, blocks_of, initializer_of
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.diagnosis.check import Check
 from cs336sys.user_code import source_file
 from cs336sys.workload import Workload

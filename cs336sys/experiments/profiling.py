@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import TrainStep, blocks_of, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cs336sys.experiments import user_models
-from cs336sys.experiments.training import ATTENTION_FUNCTIONS, TrainStep, attention_replaced
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_replaced
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import Progress
 from cs336sys.workload import Workload
 

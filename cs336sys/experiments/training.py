@@ -1,298 +1,31 @@
-"""Builds a model, a batch and a training step with named phases."""
+"""A training step with named phases."""
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import cs336_basics.model
 import torch
 import torch.nn.functional as F
 from cs336_basics.nn_utils import cross_entropy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from cs336sys.accounting.fused import BLOCKS_BESIDE
 from cs336sys.cuda_graphs import WARM_UP_STEPS, CudaRecorder, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.optimizers import build_optimizer, require_kernels
-from cs336sys.experiments.weight_check import STEPS, plainly_trained
-from cs336sys.kernels.attention import flash_attention, wait_until_compiled
+from cs336sys.experiments.models import blocks_of, build_model, make_batch
+from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.weight_check import STEPS
 from cs336sys.workload import PHASES_OF_MODE, Workload
 
 if TYPE_CHECKING:
     from cs336sys.kernels.fuse import Fused
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Causal attention of query, key and value, each (..., heads, S, D).
-CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_model_attention = cs336_basics.model.scaled_dot_product_attention
-
-
-def _sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's own attention in the signature of the model's; the only mask the model passes is the causal one."""
-    return F.scaled_dot_product_attention(Q, K, V, is_causal=mask is not None)
-
-
-def _flash(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """This project's attention in the signature of the model's."""
-    return flash_attention(Q, K, V, is_causal=mask is not None)
-
-
-# What takes the place of cs336_basics.model.scaled_dot_product_attention, by the name of workload.ATTENTION.
-ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "reference": _model_attention,
-    "sdpa": _sdpa,
-    "flash": _flash,
-}
-
-
-_CAUSAL = torch.ones((), dtype=torch.bool)
-
-
-def model_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    """The model's own attention, its softmax among it, on (..., S, D)."""
-    mask = None
-    if is_causal:
-        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-    return _model_attention(query, key, value, mask)
-
-
-def use_attention(workload: Workload) -> None:
-    """Make all models of the process compute attention its way: they look it up in their module at every call.
-
-    A model of the user's may call torch's, or that of ``cs336_basics``.
-    """
-    if workload.attention == "flash":
-        wait_until_compiled()
-    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
-    if workload.is_ours:
-        user_models.as_written()
-    else:
-        user_models.replace_attention(workload.attention)
-
-
-@contextlib.contextmanager
-def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Within this context, all models of the process compute attention by this function, of the model's signature."""
-    before = cs336_basics.model.scaled_dot_product_attention
-    cs336_basics.model.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        cs336_basics.model.scaled_dot_product_attention = before
-
-
-def causal_attention(name: str) -> CausalAttention | None:
-    """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
-    return None if name == "reference" else _with_causal_mask(ATTENTION_FUNCTIONS[name])
-
-
-# The same for all models, so that what is compiled for one serves the others.
-@functools.cache
-def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
-    # Of the mask these functions see only that there is one.
-    return lambda query, key, value: compute(query, key, value, _CAUSAL)
-
-
-def _of_causal_models(attention: CausalAttention) -> Callable[..., Tensor]:
-    """The same in the signature of the model's, whose only mask is the causal one."""
-    return lambda Q, K, V, mask=None: attention(Q, K, V)
-
-
-def give_positions(model: nn.Module, positions: Tensor) -> None:
-    """Let the model's attention rotate queries and keys by where their tokens stand, in place of 0 to S - 1.
-
-    Args:
-        model: of ``cs336_basics``, this project's or anybody's.
-        positions: (S,), int64.
-
-    Raises:
-        CapabilityError: its attention takes no ``token_positions``.
-    """
-    attention_class = cs336_basics.model.CausalMultiHeadSelfAttention
-    if "token_positions" not in inspect.signature(attention_class.forward).parameters:
-        raise CapabilityError(
-            "cs336_basics.model.CausalMultiHeadSelfAttention.forward takes no token_positions, so that a rank cannot "
-            "tell it where its slice of a sequence is: add the argument, or choose a strategy that splits no sequence"
-        )
-
-    def with_positions(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args[:1], kwargs | {"token_positions": positions}
-
-    for module in model.modules():
-        if isinstance(module, attention_class):
-            module.register_forward_pre_hook(with_positions, with_kwargs=True)
-
-
-def build_model(
-    workload: Workload,
-    device: torch.device,
-    attention: CausalAttention | None = None,
-    compile_options: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """The workload's model on ``device``: initialized from its seed, compiled as it says.
-
-    Attention is replaced for the whole process, see :func:`use_attention`.
-
-    Args:
-        attention: in place of the workload's, of our model.
-        compile_options: what torch.compile is told about blocks.
-
-    Raises:
-        UserCodeError: the user's function does not give a model.
-    """
-    use_attention(workload)
-    if attention is not None:
-        cs336_basics.model.scaled_dot_product_attention = _of_causal_models(attention)
-    torch.manual_seed(workload.seed)
-    with device:
-        model = _plain_model(workload)
-    if any(tensor.device.type != device.type for tensor in (*model.parameters(), *model.buffers())):
-        # A user's function may have made parts of it elsewhere.
-        model = model.to(device)
-    if workload.fused_kernels:
-        require_kernels(f"--kernels {workload.kernels}")
-        from cs336sys.kernels.fuse import fuse
-
-        fused = fuse(model, attention or causal_attention(workload.attention), workload.fused_kernels)
-        if workload.state_dtype == "split":
-            fused.stack_weights(torch.bfloat16)
-    if workload.compile == "model":
-        model.compile(dynamic=False)
-    elif workload.compile == "block":
-        blocks = blocks_of(workload, model)
-        if not blocks:
-            raise CapabilityError(
-                f"compile block: {workload.user.model} has no list of blocks; choose model, or name them by --blocks"
-            )
-        for block in blocks.values():
-            block.compile(dynamic=False, options=None if compile_options is None else dict(compile_options))
-    return model
-
-
-def _plain_model(workload: Workload) -> nn.Module:
-    size = workload.size
-    if workload.user.model is not None:
-        return user_models.build(workload.user.model, size)
-    return cs336_basics.model.BasicsTransformerLM(
-        vocab_size=size.vocab_size,
-        context_length=size.context,
-        d_model=size.d_model,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        d_ff=size.d_ff,
-        rope_theta=10_000.0,
-    )
-
-
-def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
-    """The Transformer blocks of a workload's model by their names in it; of a user's model there may be none.
-
-    Raises:
-        UserCodeError: ``--blocks`` names none.
-    """
-    if workload.is_ours:
-        layers = model.layers
-        assert isinstance(layers, nn.ModuleList)
-        return {f"layers.{number}": block for number, block in enumerate(layers)}
-    return user_models.find_blocks(model, workload.user.blocks)
-
-
-def build_by_layers(workload: Workload, device: torch.device) -> nn.Module:
-    """The workload's model with the values that it has where no rank ever holds the whole of it; not compiled.
-
-    Ours has the same as from :func:`build_model`. A user's model is initialized one layer at a time on ``device`` where
-    its layers can be, else on the CPU.
-    """
-    workload = replace(workload, compile="off")
-    if workload.is_ours:
-        return build_model(workload, device)
-    initialize = initializer_of(workload)
-    if initialize is None:
-        return build_model(workload, torch.device("cpu")).to(device)
-    model = build_model(workload, torch.device("meta"))
-    torch.manual_seed(workload.seed)
-    return user_models.fill(model, initialize, device)
-
-
-def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
-    """What initializes one layer of a workload's model; None where a model of the user's has no such thing."""
-    if workload.user.model is None:
-        return initialize_layer
-    return user_models.layer_initializer(workload.user.model, workload.size)
-
-
-def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
-    """The model that a workload's training is compared with, see ``plainly_trained``.
-
-    Where the workload keeps weights in bf16, this model starts from the same, and keeps them in fp32.
-    """
-    model = build_model(plainly_trained(workload), device)
-    if workload.state_dtype == "split":
-        for parameter in model.get_submodule("layers").parameters():
-            if parameter.dim() > 1:
-                parameter.data = parameter.data.bfloat16().float()
-    return model
-
-
-def keeping_input(run: Callable[..., Any], *inputs: Any, keeps_random: bool = False, **named: Any) -> Any:
-    """``run(*inputs)``, of which only the inputs are kept: the backward pass runs it again for whatever it saved.
-
-    Args:
-        keeps_random: draw the same random numbers again; our model draws none.
-    """
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=keeps_random, **named)
-
-
-@torch.no_grad()
-def initialize_layer(layer: nn.Module) -> None:
-    """Give a layer that was built on the meta device, and now has memory, the values that its constructor would draw.
-
-    Called for all of ``model.modules()`` in order, after ``torch.manual_seed`` of the workload's seed, it draws the
-    numbers that :func:`build_model` draws. Layers without weights are left alone.
-    """
-    model = cs336_basics.model
-    # How each is constructed from the shape of its weight.
-    constructors: dict[type[nn.Module], Callable[[torch.Size], nn.Module]] = {
-        model.Linear: lambda shape: model.Linear(shape[1], shape[0]),
-        model.Embedding: lambda shape: model.Embedding(*shape),
-        model.RMSNorm: lambda shape: model.RMSNorm(*shape),
-    }
-    construct = constructors.get(type(layer))
-    if construct is not None:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        with weight.device:
-            weight.copy_(construct(weight.shape).get_parameter("weight"))
-
-
-def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Any, Any]:
-    """Inputs and targets of the workload's seed: token ids and next-token targets, each (batch_size, context), int64.
-
-    Or whatever the user's function returns, whose tensors have the batch first.
-
-    Args:
-        number: 0 is the batch that is timed; others are different ones.
-    """
-    size = workload.size
-    if device.type == "meta":
-        # Which has no random numbers.
-        batch = make_batch(workload, torch.device("cpu"), number)
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-    if workload.user.batch is not None:
-        return user_models.make_batch(workload.user.batch, size, workload.seed + number, device)
-    seeded = torch.Generator(device).manual_seed(workload.seed + number)
-    tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class TrainStep:

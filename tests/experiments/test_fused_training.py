@@ -9,7 +9,8 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import bench
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.summary import timeline_peaks
-from cs336sys.experiments.training import TrainStep, build_compared_model
+from cs336sys.experiments.models import build_compared_model
+from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.fuse import KERNELS, fused_kernels

@@ -5,7 +5,7 @@ import torch
 
 from cs336sys.experiments import interleaved_training
 from cs336sys.experiments.interleaved_training import measure_interleaved
-from cs336sys.experiments.training import ATTENTION_FUNCTIONS, use_attention
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS, use_attention
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import bench, user_models
 from cs336sys.experiments.bench import measure_training
+from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import count_step, counted_columns
-from cs336sys.experiments.training import TrainStep, blocks_of
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
 from cs336sys.workload import UserCode, Workload

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.attention.installed import flash_attention_4
-from cs336sys.experiments.training import model_attention
+from cs336sys.experiments.models import model_attention
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress

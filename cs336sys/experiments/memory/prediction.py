@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from cs336sys.experiments import user_models
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import summary, timeline_peaks
-from cs336sys.experiments.training import ATTENTION_FUNCTIONS
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.allocations.history import FakeHistory, ScalarsReadAsZero

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.training import TrainStep, blocks_of, build_model, keeping_input
+from cs336sys.experiments.models import blocks_of, build_model, keeping_input
+from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.user_models import first_part
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
@@ -144,7 +145,7 @@ class MemoryStep(TrainStep):
 
 
 def named_blocks(training: Workload, model: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """The names and the modules of :func:`~cs336sys.experiments.training.blocks_of`."""
+    """The names and the modules of :func:`~cs336sys.experiments.models.blocks_of`."""
     blocks = blocks_of(training, model)
     return list(blocks), list(blocks.values())
 

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTEXT_STRATEGIES, split_of
 from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.models import CausalAttention, causal_attention, give_positions, model_attention
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, fully_sharded
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
-from cs336sys.experiments.training import CausalAttention, causal_attention, give_positions, model_attention
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention

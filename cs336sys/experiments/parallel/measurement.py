@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
 from cs336sys.errors import UsageError
+from cs336sys.experiments.models import initializer_of
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.rank import (
     RankMeasurement,
@@ -20,7 +21,6 @@ from cs336sys.experiments.parallel.rank import (
 )
 from cs336sys.experiments.parallel.verification import tolerance
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.training import initializer_of
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device

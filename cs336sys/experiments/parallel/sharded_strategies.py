@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.parallel.selective import keep_by_parts
-from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
-from cs336sys.experiments.training import (
-    AUTOCAST_DTYPES,
+from cs336sys.experiments.models import (
     CausalAttention,
     blocks_of,
     build_by_layers,
@@ -27,6 +24,9 @@ from cs336sys.experiments.training import (
     initializer_of,
     keeping_input,
 )
+from cs336sys.experiments.parallel.selective import keep_by_parts
+from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
+from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer

@@ -19,15 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
+from cs336sys.experiments.models import CausalAttention, blocks_of, build_model, keeping_input
 from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
 from cs336sys.experiments.parallel.selective import keep_by_parts
-from cs336sys.experiments.training import (
-    AUTOCAST_DTYPES,
-    CausalAttention,
-    blocks_of,
-    build_model,
-    keeping_input,
-)
+from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.bucket_optimizer import BucketOptimizer
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.user_code import is_user_code

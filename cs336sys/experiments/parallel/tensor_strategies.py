@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import CapabilityError
+from cs336sys.experiments.models import initialize_layer
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, full_tensors
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
-from cs336sys.experiments.training import AUTOCAST_DTYPES, initialize_layer
+from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler

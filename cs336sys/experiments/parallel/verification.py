@@ -13,19 +13,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.experiments import user_models, weight_check
+from cs336sys.experiments.models import blocks_of, build_by_layers, build_compared_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.training import (
-    AUTOCAST_DTYPES,
-    TrainStep,
-    blocks_of,
-    build_by_layers,
-    build_compared_model,
-    set_matmul_precision,
-    train_for_check,
-)
+from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul_precision, train_for_check
 from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, TOLERANCES, Difference, difference, plainly_trained
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
