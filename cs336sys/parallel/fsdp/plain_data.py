@@ -5,6 +5,7 @@ the author of the file wrote. Here values are plain data and loaded by torch's u
 that knows the classes of such lists and no other.
 """
 
+import enum
 import io
 import pickle
 from collections import Counter, OrderedDict
@@ -109,10 +110,22 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _OF_METADATA:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            # Pythons from 3.11.0 on, 3.11.2 of Debian 12 among them, pickle a member of an enumeration so.
+            return _enumeration_member
         raise UsageError(
             f"the checkpoint's .metadata asks for {module}.{name}, which could run code and is in no list that torch "
             "saves: do not trust it"
         )
+
+
+def _enumeration_member(enumeration: Any, name: Any) -> enum.Enum:
+    if not (isinstance(enumeration, enum.EnumMeta) and name in enumeration.__members__):
+        raise UsageError(
+            f"the checkpoint's .metadata asks for {name} of {enumeration}, which is no member of an enumeration "
+            "and could run code: do not trust it"
+        )
+    return enumeration[name]
 
 
 class _OldUnpickler(pickle.Unpickler):

@@ -1,9 +1,16 @@
 """Checkpoints of fully sharded training: any number of ranks goes on where another stopped; nothing whole is lost."""
 
+import io
+import pickle
+
 import fsdp_checkpoint_ranks as checkpoint_ranks
 import pytest
 import torch
 from same_tensors import assert_same
+from torch.distributed.checkpoint import metadata
+
+from cs336sys.errors import UsageError
+from cs336sys.parallel.fsdp import plain_data
 
 
 def names_in(folder):
@@ -172,3 +179,25 @@ def test_checkpoints_of_earlier_versions_load_if_they_hold_plain_data(ranks, tmp
         assert error is None
         assert extra == value
         assert rate == 0.25
+
+
+class AskedByGetattr:
+    """Pickles as Python 3.11.2 pickles a member of an enumeration, or as an attacker anything else."""
+
+    def __init__(self, owner, name):
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_metadata_may_ask_for_members_of_enumerations_alone():
+    def load(owner, name):
+        return plain_data._MetadataUnpickler(io.BytesIO(pickle.dumps(AskedByGetattr(owner, name)))).load()
+
+    encoding = metadata._MEM_FORMAT_ENCODING
+    member = next(iter(encoding))
+    assert load(encoding, member.name) is member
+    for owner, name in ((encoding, "__subclasses__"), (torch.Size, "__reduce__"), ("text", "upper")):
+        with pytest.raises(UsageError, match="could run code: do not trust it"):
+            load(owner, name)
