@@ -55,3 +55,9 @@ def choose_from(value: str, names: Collection[str]) -> str:
 
     nearest = difflib.get_close_matches(value.lower(), names, n=1)
     return f"choose from {', '.join(names)}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def a_value(value: object) -> str:
+    """What a message calls a value, by its type: ``a list``, ``an Identity``, ``None``."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

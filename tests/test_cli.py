@@ -53,10 +53,17 @@ def test_help_is_fast(arguments, limit_s, times_empty, empty_program_s):
     assert processor_s("-m", "cs336sys", *arguments) < max(limit_s, times_empty * empty_program_s)
 
 
-def test_help_of_bench_fits_on_a_screen_in_named_panels():
-    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "100"}).stdout
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
+    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": str(columns)}).stdout
     assert len(shown.splitlines()) < 60
+    assert all(len(line) <= columns for line in shown.splitlines())
     rows = "\n".join(re.findall(r"^│ (-.+)", shown, flags=re.M))
+    # What is said of an option stands on its line, but for the sizes with their numbers.
+    longer = re.findall(r"^│ (-.+)\n│  ", shown, flags=re.M)
+    assert [row.split()[0] for row in longer] == ["--size"]
+    for default in ("train", "off", "reference", "course", "fp32", "step", "5", "10", "1", "auto", "0"):
+        assert f"[default: {default}]" in rows
     # Some rows are of several options, and none is left out.
     root = typer.main.get_command(app)
     context = typer.Context(root, info_name="cs336sys")

@@ -24,13 +24,11 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
-    rounds: Annotated[
-        int, typer.Option(help="Times to go through all combinations.", min=1, rich_help_panel=MEASURING)
-    ] = 1,
+    rounds: Annotated[int, typer.Option(help="Times through all of it.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
         str | None,
         typer.Option(
-            help="Steps of its values in turn, such as attention.",
+            help="Steps of its values in turn: attention.",
             show_default=False,
             autocompletion=among(_COMPARED),
             rich_help_panel=MEASURING,
@@ -38,19 +36,17 @@ def bench(
     ] = None,
     percentiles: Annotated[
         list[str],
-        typer.Option(
-            help="Also show these percentiles of the step: 50,90.", show_default=False, rich_help_panel=OUTPUT
-        ),
+        typer.Option(help="Also these percentiles of steps: 50,90.", show_default=False, rich_help_panel=OUTPUT),
     ] = [],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw times by phase, and speed-ups, to this picture.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
     ] = None,
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Time forward pass, backward pass and optimizer step, for every combination of the lists.
+    """Time the phases of a training step, for every combination of the lists.
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """

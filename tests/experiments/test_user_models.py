@@ -172,10 +172,10 @@ def line_with(text):
     ("model", "settings", "sentence"),
     [
         ("missing", {}, f"{FILE} has no missing; it has "),
-        ("NOT_CALLABLE", {}, "NOT_CALLABLE is a int, and should be a function"),
+        ("NOT_CALLABLE", {}, "NOT_CALLABLE is an int, and should be a function"),
         ("other_arguments", {}, f"{FILE}:other_arguments failed: TypeError: other_arguments() missing 1 required"),
         ("no_module", {}, "returned a list: it should return a torch.nn.Module"),
-        ("no_parameters", {}, "returned a Identity without parameters to train"),
+        ("no_parameters", {}, "returned an Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
         ("InPlace", {}, "the backward pass needs what was changed in place; doctor --model names the line"),

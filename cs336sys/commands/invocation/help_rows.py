@@ -1,16 +1,18 @@
 """The rows in which ``--help`` shows a command's options: fewer than options, so that it fits on a screen."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 # Options that share a row, by the name of the first, and what it says of them.
 _TOGETHER = {
-    "--d-model": (("--d-ff",), "Model and feed-forward width. Default: the size's own."),
-    "--num-layers": (("--num-heads",), "Blocks, and their heads. Default: the size's own."),
-    "--bf16": (("--fp16",), "Short for --precision bf16, and fp16."),
-    "--loss": (("--batch",), "Yours, of (output, targets); (size, generator, device)."),
-    "--resume": (("--resume-any",), "Skip cells that --save has; any: however measured."),
+    "--d-model": (("--d-ff",), "Model and inner width. Default: by size."),
+    "--num-layers": (("--num-heads",), "Blocks and heads. Default: by size."),
+    "--bf16": (("--fp16",), "Short for --precision bf16, --precision fp16."),
+    "--loss": (("--batch",), "Its loss, its batches: FILE.py:NAME, too."),
+    "--resume": (("--resume-any",), "Skip what --save has; any: however measured."),
+    "--cell-timeout": (("--cool-down",), "Limit of a cell; wait between cells."),
     "--table": (("--columns",), "Only these tables; columns: size,step_ms."),
 }
 
@@ -36,5 +38,22 @@ def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
         if companions:
             shown.opts = [*option.opts, *companions]
             shown.help = _TOGETHER[name][1]
+        if name in by_name:
+            # Beside the name, what the value is called costs its own width alone, and not that of a column.
+            value = "" if option.is_flag else option.metavar or ""
+            shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
         rows.append(shown)
     return rows
+
+
+@contextmanager
+def narrow_columns() -> Iterator[None]:
+    """While it lasts typer shows options with one space after a column: four of its six are empty in our rows."""
+    from typer import rich_utils
+
+    wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
+    rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
+    try:
+        yield
+    finally:
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = wide

@@ -9,7 +9,7 @@ from typing import ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cs336sys.commands.invocation.help_rows import in_fewer_rows
+from cs336sys.commands.invocation.help_rows import in_fewer_rows, narrow_columns
 from cs336sys.commands.options.former_names import former_names, with_todays_name
 from cs336sys.commands.options.reading import with_read_options
 from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings
@@ -43,7 +43,8 @@ class _Command(TyperCommand):
     def format_help(self, ctx, formatter):
         shown = copy.copy(self)
         vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
-        super(_Command, shown).format_help(ctx, formatter)
+        with narrow_columns():
+            super(_Command, shown).format_help(ctx, formatter)
 
     def get_params(self, ctx):
         return _with_own_variables(super().get_params(ctx), ctx, self.name)
@@ -97,7 +98,9 @@ class LazyGroup(TyperGroup):
         # A list of commands needs what each says of itself, and that can be read without its imports and its options.
         listed = copy.copy(self)
         vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
-        super(LazyGroup, listed).format_help(ctx, formatter)
+        vars(listed)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
+        with narrow_columns():
+            super(LazyGroup, listed).format_help(ctx, formatter)
 
     def _described(self, name):
         """A command that does nothing, with the docstring of the one in its module; None if that is a group."""

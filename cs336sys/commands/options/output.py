@@ -16,9 +16,7 @@ from cs336sys.report.outputs import FORMATS
 if TYPE_CHECKING:
     from cs336sys.report.tables import Table
 
-SaveOption = Annotated[
-    Path | None, typer.Option("--save", help="Append cells and samples to this .jsonl or .jsonl.gz.")
-]
+SaveOption = Annotated[Path | None, typer.Option("--save", help="Append cells to this .jsonl or .jsonl.gz.")]
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,14 @@ class OutputOptions:
             autocompletion=among(FORMATS),
         ),
     ] = None
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file; .csv, .md, ...: in its format.")
-    ] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
     table: Annotated[list[str], typer.Option("--table", help="Only the tables of these names.")] = field(
         default_factory=list
     )
     columns: Annotated[list[str], typer.Option("--columns", help="Only these columns: size,step_ms.")] = field(
         default_factory=list
     )
-    sort: Annotated[str | None, typer.Option("--sort", help="Sort by this column; -step_ms: largest first.")] = None
+    sort: Annotated[str | None, typer.Option("--sort", help="Sort by a column; -step_ms: descending.")] = None
     wide: Annotated[bool, typer.Option("--wide", help="Rows as wide as they are, for less -S.")] = False
 
     def check(self) -> None:
@@ -127,16 +123,21 @@ class SweepOptions:
         typer.Option(
             "--cell-timeout",
             help="Give a cell up after this many seconds.",
+            metavar="<s>",
             show_default=False,
             max=LONGEST_S,
             rich_help_panel=MEASURING,
         ),
     ] = None
-
     cool_down: Annotated[
         float,
         typer.Option(
-            "--cool-down", help="Seconds to wait between cells.", min=0, max=LONGEST_S, rich_help_panel=MEASURING
+            "--cool-down",
+            help="Seconds to wait between cells.",
+            metavar="<s>",
+            min=0,
+            max=LONGEST_S,
+            rich_help_panel=MEASURING,
         ),
     ] = 0.0
 

@@ -35,7 +35,7 @@ from cs336sys.workload import (
     parse_kernels,
 )
 
-_OWN = "Default: the size's own."
+_OWN = "Default: by size."
 
 
 def _rounded(parameters: int) -> str:
@@ -58,16 +58,16 @@ PrecisionOption = Annotated[
 ]
 CompileOption = Annotated[
     list[str],
-    typer.Option(help="off, block (one for all, and the loss), model (all).", autocompletion=among(COMPILE_MODES)),
+    typer.Option(help="off, block (and the loss), model.", autocompletion=among(COMPILE_MODES)),
 ]
 OptimizerOption = Annotated[
     list[str],
-    typer.Option(help="course, fused, adamw (ours), FILE.py:NAME.", autocompletion=among(OPTIMIZERS)),
+    typer.Option(help="course, fused, adamw, FILE.py:NAME", autocompletion=among(OPTIMIZERS)),
 ]
 KernelsOption = Annotated[
     list[str],
     typer.Option(
-        help="reference, fused, or rms-norm+rope+...",
+        help="reference, fused, rope+swiglu.",
         autocompletion=among(MODEL_KERNELS),
     ),
 ]
@@ -81,25 +81,21 @@ StateDtypeOption = Annotated[
 ]
 UpdateOption = Annotated[
     list[str],
-    typer.Option(help="Of adamw: step, or backward (within that pass).", autocompletion=among(UPDATES)),
+    typer.Option(help="Of adamw: step, or within backward.", autocompletion=among(UPDATES)),
 ]
 CudaGraphOption = Annotated[
     list[str],
-    typer.Option(
-        "--cuda-graph", help="on: replay the phases of a step from CUDA graphs.", autocompletion=among(CUDA_GRAPH)
-    ),
+    typer.Option("--cuda-graph", help="off, on: phases replayed from graphs.", autocompletion=among(CUDA_GRAPH)),
 ]
 DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.", autocompletion=among(DEVICES))]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-SynchronizeOption = Annotated[
-    str, typer.Option(help="step (each waits for the GPU), none.", autocompletion=among(SYNCHRONIZE))
-]
+SynchronizeOption = Annotated[str, typer.Option(help="step (waits), none.", autocompletion=among(SYNCHRONIZE))]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="<name>",
-        help="Yours: FILE.py:NAME, see docs/your_model.md.",
+        help="Yours: FILE.py:NAME (docs/your_model.md).",
         show_default=False,
     ),
 ]
@@ -118,12 +114,12 @@ BatchOption = Annotated[
 ]
 BlocksOption = Annotated[
     str | None,
-    typer.Option("--blocks", help="Its blocks: 'encoder.layers.*'. Default: found.", show_default=False),
+    typer.Option("--blocks", help="Its blocks: 'layers.*'. Default: found.", show_default=False),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks of your code, too.")]
 DryRunOption = Annotated[
     bool,
-    typer.Option("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING),
+    typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING),
 ]
 
 
@@ -174,7 +170,7 @@ class SharedSizeOptions(SizeOptions):
 
     batch_size: Annotated[
         list[str],
-        typer.Option(help="Batches of all ranks together. Default: the size's own.", show_default=False),
+        typer.Option(help="Batches of all ranks. Default: by size.", show_default=False),
     ] = field(default_factory=list)
 
 
@@ -204,7 +200,7 @@ class SharedModelOptions(TrainedModelOptions):
     """Which models, and batches that the ranks share."""
 
     batch_size: Annotated[
-        list[str], typer.Option(help="Sequences of all ranks together. Default: the size's.", show_default=False)
+        list[str], typer.Option(help="Sequences of all ranks. Default: by size.", show_default=False)
     ] = field(default_factory=list)
 
 
@@ -268,7 +264,7 @@ class StepsOptions:
     """How many steps."""
 
     panel: ClassVar = MEASURING
-    warmup: Annotated[list[str], typer.Option(help="Warm-up steps; several are a study of it.")]
+    warmup: Annotated[list[str], typer.Option(help="Warm-up steps, or several.")]
     steps: Annotated[int, typer.Option(help="Measured steps.")]
 
 

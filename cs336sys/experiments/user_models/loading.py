@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
 from cs336sys.experiments.user_models.course_package import their_course_package, their_course_package_apart
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
@@ -48,7 +48,7 @@ def load(reference: str) -> Callable[..., Any]:
         raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
     found = getattr(module, name)
     if not callable(found):
-        raise UserCodeError(f"{where}: {name} is a {type(found).__name__}, and should be a function")
+        raise UserCodeError(f"{where}: {name} is {a_value(found)}, and should be a function")
     _loaded[reference] = found
     return found
 
@@ -110,9 +110,9 @@ def build(reference: str, size: ModelSize) -> nn.Module:
     with _telling([reference], f"{reference} failed"), their_course_package():
         model = function(size)
     if not isinstance(model, nn.Module):
-        raise UserCodeError(f"{reference} returned a {type(model).__name__}: it should return a torch.nn.Module")
+        raise UserCodeError(f"{reference} returned {a_value(model)}: it should return a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserCodeError(f"{reference} returned a {type(model).__name__} without parameters to train")
+        raise UserCodeError(f"{reference} returned {a_value(model)} without parameters to train")
     return model.train()
 
 
@@ -126,7 +126,7 @@ def make_batch(reference: str, size: ModelSize, seed: int, device: torch.device)
     with _telling([reference], f"{reference} failed"):
         batch = function(size, torch.Generator(device).manual_seed(seed), device)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserCodeError(f"{reference} returned a {type(batch).__name__}: it should return (inputs, targets)")
+        raise UserCodeError(f"{reference} returned {a_value(batch)}: it should return (inputs, targets)")
     for tensor in torch.utils._pytree.tree_leaves(tuple(batch)):
         if isinstance(tensor, Tensor) and (tensor.dim() == 0 or len(tensor) != size.batch_size):
             raise UserCodeError(
@@ -157,7 +157,7 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise UserCodeError(
-            f"{reference}: its model returned a {type(output).__name__}: it should return logits, or something with "
+            f"{reference}: its model returned {a_value(output)}: it should return logits, or something with "
             ".logits; or give --loss"
         )
     # Some pad the vocabulary.
@@ -176,7 +176,7 @@ def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
         UserCodeError: it is no scalar, or depends on no parameter.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else a_value(loss)
         raise UserCodeError(f"{reference} returned {shape}: a loss is one number, the mean over the batch")
     if with_gradients and not loss.requires_grad:
         raise UserCodeError(f"{reference}: the loss depends on no parameter, so there is no backward pass")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import CapabilityError, UserCodeError
+from cs336sys.errors import CapabilityError, UserCodeError, a_value
 from cs336sys.experiments.user_models.loading import load, telling_errors_of
 
 
@@ -24,9 +24,7 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
     with telling_errors_of(reference):
         optimizer = function(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserCodeError(
-            f"{reference} returned a {type(optimizer).__name__}: it should return a torch.optim.Optimizer"
-        )
+        raise UserCodeError(f"{reference} returned {a_value(optimizer)}: it should return a torch.optim.Optimizer")
     for group in optimizer.param_groups:
         group.update(changeable(group, settings))
     return optimizer

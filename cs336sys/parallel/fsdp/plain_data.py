@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, a_value
 
 _SINGLE = (bool, int, float, complex, str, NoneType, Tensor, nn.Parameter)
 _SEQUENCES = (list, tuple)
@@ -74,7 +74,7 @@ class PlainReader(dcp.FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            raise pickle.UnpicklingError(f"it holds {a_value(metadata)}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

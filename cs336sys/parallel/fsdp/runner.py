@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, a_value
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
@@ -176,7 +176,7 @@ class UnitRunner(SynchronizationSwitch):
         tensors = tensors_in(output)
         if not tensors and output is not None:
             raise UsageError(
-                f"{unit.name} returns a {type(output).__name__}, in which no tensor was found: "
+                f"{unit.name} returns {a_value(output)}, in which no tensor was found: "
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
         tensors += left
