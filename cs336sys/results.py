@@ -202,6 +202,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "update": "step",
     "mesh": None,
     "keep_gathered": 0,
+    "check_layers": None,
 }
 
 

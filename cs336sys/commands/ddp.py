@@ -13,6 +13,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import between, one_of, split_list
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
+    CheckLayersOption,
     HighPriorityOption,
     TimeoutOption,
     TraceOption,
@@ -60,6 +61,7 @@ def ddp(
     steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
+    check_layers: CheckLayersOption = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the timelines of computing and communication to this picture file.")
     ] = None,
@@ -96,6 +98,7 @@ def ddp(
             high_priority,
             str(trace) if trace else None,
             timeout,
+            check_layers=check_layers,
         )
         for ranks, training, sent_in in product(
             choose_world_sizes(world_size),

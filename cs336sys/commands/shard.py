@@ -15,6 +15,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import at_least, one_of, split_list
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
+    CheckLayersOption,
     HighPriorityOption,
     TimeoutOption,
     TraceOption,
@@ -84,6 +85,7 @@ def shard(
     steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
+    check_layers: CheckLayersOption = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw what a rank's memory holds at four moments to this picture file.")
     ] = None,
@@ -145,6 +147,7 @@ def shard(
             timeout_s=timeout,
             prefetch=ahead,
             keep_gathered=staying,
+            check_layers=check_layers,
             checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
             mesh=mesh if name in grouped or not grouped else None,
         )

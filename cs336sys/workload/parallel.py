@@ -47,6 +47,8 @@ STRATEGIES = (
     *(name + _ALONE for name in OWN_CONTEXT_STRATEGIES),
     *(name + _ALONE for name in OWN_TENSOR_STRATEGIES if outer_dimension(name) is None),
 )
+# Whose gradients, averaged or not, are what the backward pass has left.
+_AVERAGED_IN_PLACE = ("naive", "flat", "overlap", "bucketed", "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
 
@@ -70,7 +72,8 @@ class ParallelWorkload(Configured):
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
             for :data:`BUCKETED_STRATEGIES`, else None.
-        gradient_dtype: what gradients are sent and summed in; they are kept in fp32 whatever it is.
+        gradient_dtype: what gradients are sent and summed in; they are kept in fp32, but see
+            :attr:`has_half_gradients`.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
@@ -80,6 +83,7 @@ class ParallelWorkload(Configured):
         mesh: for strategies that share layers or sequences, sizes of dimensions, ``fsdp=2,tp=2``; None is one
             dimension, or with two of them ``tp=2`` or ``cp=2``.
         keep_gathered: for ``fsdp``, how many of the last blocks stay gathered between forward and backward pass.
+        check_layers: how many blocks at most the model has that is checked against one process; None: all that fit.
     """
 
     training: Workload
@@ -95,6 +99,7 @@ class ParallelWorkload(Configured):
     checkpointing: str = "none"
     mesh: str | None = None
     keep_gathered: int = 0
+    check_layers: int | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -133,6 +138,8 @@ class ParallelWorkload(Configured):
             raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
         if self.keep_gathered < 0:
             raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
+        if self.check_layers is not None and self.check_layers < 1:
+            raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
         if self.inner_dimension is not None:
             self._check_mesh(self.inner_dimension)
         elif self.mesh is not None:
@@ -320,6 +327,15 @@ class ParallelWorkload(Configured):
         return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
 
     @property
+    def has_half_gradients(self) -> bool:
+        """Whether gradients of fused blocks stay in bf16, in which products give and AdamW reads them: those of modes
+        that average gradients where they are, if they are sent in bf16.
+        """
+        training = self.training
+        is_fused = training.kernels == "fused" and training.optimizer == "adamw" and training.precision == "bf16"
+        return is_fused and self.gradient_dtype == "bf16" and self.strategy in _AVERAGED_IN_PLACE
+
+    @property
     def has_unsynchronized(self) -> bool:
         """Whether the same step can be computed without communication; one rank that splits nothing has none."""
         if self.splits_sequences and self.world_size == 1:
@@ -341,10 +357,11 @@ class ParallelWorkload(Configured):
             self,
             strategy=alone,
             bucket_mb=None,
-            gradient_dtype="fp32",
+            gradient_dtype="bf16" if self.has_half_gradients else "fp32",
             trace=None,
             prefetch=None,
             keep_gathered=0,
             checkpointing="none" if self.writes_out_blocks else self.checkpointing,
             mesh=mesh,
+            check_layers=None,
         )

@@ -71,6 +71,11 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout", help="Seconds that a rank waits for the others.", min=1, max=LONGEST_S)
 ]
 
+CheckLayersOption = Annotated[
+    int | None,
+    typer.Option("--check-layers", help="Check weights of a model of so many blocks at most. Default: all that fit."),
+]
+
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
 _REPORT_S = 5.0

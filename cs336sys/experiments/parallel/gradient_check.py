@@ -130,7 +130,7 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
     """What is checked for a workload: one block keeps gate and up and one does not, if it chooses that at all."""
     size = workload.training.size
-    size = replace(size, num_layers=min(CHECKED_LAYERS, size.num_layers))
+    size = replace(size, num_layers=min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS, size.num_layers))
     kept = kept_blocks(workload.checkpointing)
     checkpointing = workload.checkpointing if kept is None else f"keep={min(kept, 1)}"
     return replace(workload, training=replace(workload.training, size=size), checkpointing=checkpointing)

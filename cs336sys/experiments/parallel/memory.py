@@ -8,19 +8,25 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
-from cs336sys.experiments.parallel.communication import communication_at_once
+from cs336sys.experiments.parallel.communication import (
+    Communication,
+    communication_at_once,
+    recorded_communication,
+)
 from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.timeline import AllocationTimeline, Region, build_timeline, peak_position
 
 
-def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> tuple[ParallelStep, list[RankMemory]]:
+def build_recorded(
+    build: Callable[[], ParallelStep], device: torch.device
+) -> tuple[ParallelStep, list[RankMemory], list[Communication]]:
     """Build a step and run it twice; all ranks call it together.
 
     Returns:
-        the step, and what its memory held: after it was built, before the first optimizer step, and in the second run
+        the step; what its memory held: after it was built, before the first optimizer step, and in the second run
         (optimizer state and buffers of communication exist then) before the optimizer, after it and at the peak. An
-        empty list where the allocator's history was too short.
+        empty list where the allocator's history was too short; and the collectives of the second run.
     """
     on_gpu = device.type == "cuda"
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
@@ -34,11 +40,12 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
             first = _run_marked(step, history)
             first_gradients = optimizer_memory.gradients
             start = history.mark()
-            before = _run_marked(step, history)
+            with recorded_communication() as communications:
+                before = _run_marked(step, history)
         end = history.mark()
         parameters = _addresses(history, step.model.parameters())
     if history.lost_events:
-        return step, []
+        return step, [], communications
     timeline = build_timeline(history.events, regions=(), held_size=held_before)
     totals = timeline.totals()
     at_built, at_first, at_start, at_optimizer, at_end = (
@@ -49,10 +56,11 @@ def build_recorded(build: Callable[[], ParallelStep], device: torch.device) -> t
     gradients = _blocks(timeline, optimizer_memory.gradients, at_optimizer)
     of_first = _blocks(timeline, first_gradients, at_first)
     positions = (at_built, at_first, at_optimizer, at_end, at_peak)
-    return step, [
+    held = [
         _held(moment, position, (kept[0], of_first if position == at_first else gradients, kept[1]), totals)
         for moment, position in zip(MOMENTS, positions, strict=True)
     ]
+    return step, held, communications
 
 
 def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:

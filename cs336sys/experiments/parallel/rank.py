@@ -55,7 +55,7 @@ class RankMeasurement:
         calls: collectives a step; several tensors launched as one group count as one.
         gradient_calls: those of them that carry numbers, not flags.
         communicated_bytes: of the arrays of all calls.
-        timeline: of one more step, on rank 0; None where the profiler saw nothing.
+        timeline: of one more step, on rank 0; None where the profiler saw nothing, and of one rank alone.
         sent_bytes: what this rank sends in a step where ranks form a ring, flags aside.
         memory: at the moments of ``accounting.sharding.step.MOMENTS``; empty where it was not recorded.
         gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
@@ -116,14 +116,14 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
 def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     device = rank_device(workload)
     memory: Sequence[RankMemory] = ()
+    communications: list[Communication] | None = None
     if workload.strategy in SHARD_STRATEGIES:
-        step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
+        step, memory, communications = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
         step = ParallelStep(workload, device)
     training = workload.training
     in_graphs = training.cuda_graph == "on"
-    communications = []
-    if in_graphs:
+    if in_graphs and communications is None:
         # A replay hands nothing to torch's dispatcher.
         with step.aside():
             # torch's DDP makes its buckets anew after the first step.
@@ -144,14 +144,12 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     if workload.strategy.endswith("unsynchronized"):
         # Its time is all that others are compared with, and a step may take seconds.
         return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
-    if not in_graphs:
+    if communications is None:
         communications = _recorded(step)
     timeline = None
-    if dist.get_rank() == 0:
-        timeline = profile_step(step.phases, device)
-    else:
-        step()
-        finish_communication()
+    # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
+    if dist.get_world_size() > 1:
+        timeline = _profiled(step, device)
     if trace is not None:
         if dist.get_rank() == 0:
             step.mark(RecordFunctionMarks())
@@ -179,6 +177,14 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         capture_s=step.graphs.capture_s if step.graphs is not None else None,
         graph_pool_gib=step.graphs.pool_bytes / GIB if step.graphs is not None else None,
     )
+
+
+def _profiled(step: ParallelStep, device: torch.device) -> StepTimeline | None:
+    if dist.get_rank() == 0:
+        return profile_step(step.phases, device)
+    step()
+    finish_communication()
+    return None
 
 
 def _recorded(step: ParallelStep) -> list[Communication]:

@@ -147,7 +147,19 @@ def _choose_kept(model: nn.Module, workload: ParallelWorkload, blocks: int) -> N
 def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Every rank trains a model of its own: the step of the others without their communication."""
     model = build_plain_model(workload, device)
-    return Replica(model, optimizer(model.parameters()), None, lambda: dict(model.named_parameters()))
+    return Replica(model, _optimizer_of(model, workload, optimizer), None, lambda: dict(model.named_parameters()))
+
+
+def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: OptimizerChoice) -> torch.optim.Optimizer:
+    """The optimizer of a model that no wrapper has seen yet: a wrapper asks what dtype gradients will have."""
+    trained = optimizer(model.parameters())
+    if workload.has_half_gradients:
+        from cs336sys.kernels.fuse import fused_kernels
+
+        fused = fused_kernels(model)
+        assert fused is not None
+        fused.keep_copies(torch.bfloat16, trained, torch.bfloat16)
+    return trained
 
 
 def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | BucketedDDP]) -> Prepare:
@@ -155,10 +167,11 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         plain = build_plain_model(workload, device)
+        trained = _optimizer_of(plain, workload, optimizer)
         model = wrap(plain, workload, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
         return Replica(
             model,
-            optimizer(model.parameters()),
+            trained,
             model.finish_gradient_synchronization,
             lambda: dict(plain.named_parameters()),
             model.buckets,

@@ -36,7 +36,7 @@ def verify(workload: ParallelWorkload) -> Difference:
     device = rank_device(workload)
     if not workload.training.is_ours:
         user_models.without_dropout()
-    workload = replace(workload, training=_fitting(workload.training, device))
+    workload = replace(workload, training=_fitting(_with_layers(workload.training, workload.check_layers), device))
     # Before a step is captured it is trained a little.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     expected = _expected(workload, device, warmup)
@@ -48,6 +48,13 @@ def verify(workload: ParallelWorkload) -> Difference:
     nothing = {name: torch.zeros_like(value) for name, value in stale.items()}
     start, expected, found = start | nothing, expected | nothing, found | stale
     return difference(start, expected, found, workload.training.size.num_layers)
+
+
+def _with_layers(workload: Workload, layers: int | None) -> Workload:
+    """The workload with so many layers at most."""
+    if layers is None or workload.size.num_layers <= layers:
+        return workload
+    return replace(workload, size=replace(workload.size, num_layers=layers))
 
 
 def _fitting(workload: Workload, device: torch.device) -> Workload:

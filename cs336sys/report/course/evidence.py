@@ -24,7 +24,7 @@ from cs336sys.results import Cell, Results, Run, configuration_key
 # How often something was measured, where its files went: no part of what was measured.
 _OF_MEASURING = (
     *("warmup", "steps", "seed", "device", "synchronize", "rounds", "round", "interleave", "interleaved"),
-    *("snapshot", "trace", "keep", "profiler", "timeout_s", "warmup_ms", "repetition_ms", "iterations"),
+    *("snapshot", "trace", "keep", "profiler", "timeout_s", "check_layers", "warmup_ms", "repetition_ms", "iterations"),
 )
 
 # Settings of a training step as the handouts have it. Later versions name more; cells without them had these values.

@@ -162,7 +162,8 @@ def check_notes(cells: Sequence[Cell]) -> list[str]:
         size, layers = cell.configuration["size"], cell.configuration["num_layers"]
         checked = cell.derived.get("checked_layers", layers)
         if checked != layers:
-            notes.append(f"{size}: weights compared with {checked} of {layers} layers, for want of memory")
+            why = "as asked" if checked == cell.configuration.get("check_layers") else "for want of memory"
+            notes.append(f"{size}: weights compared with {checked} of {layers} layers, {why}")
     return list(dict.fromkeys(notes))
 
 

@@ -28,7 +28,7 @@ def observe_all(workloads):
     """For each, the memory at four moments and the bytes that a step sends."""
     observed, device = [], torch.device("cpu")
     for workload in workloads:
-        step, memory = build_recorded(functools.partial(ParallelStep, workload, device), device)
+        step, memory, _ = build_recorded(functools.partial(ParallelStep, workload, device), device)
         with recorded_communication() as communications:
             step()
         sent = [one.sent_bytes for one in communications if not one.is_flags]

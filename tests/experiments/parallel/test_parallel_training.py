@@ -44,6 +44,13 @@ def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
     assert all(difference.num_layers == 2 for difference in differences)
 
 
+def test_as_few_blocks_are_checked_as_asked_for(ranks):
+    asked = [replace(workload("bucketed", size=SMALL), check_layers=layers) for layers in (1, 9)]
+    assert [ranks().run(verify_on_rank, cell)[0].num_layers for cell in asked] == [1, SMALL.num_layers]
+    # Steps without communication are measured once for all.
+    assert len({cell.unsynchronized for cell in asked}) == 1
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [("overlap", {"precision": "bf16", "optimizer": "fused"}), ("bucketed", {"gradient_dtype": "bf16"})],
@@ -51,6 +58,19 @@ def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
 def test_lower_precision_moves_weights_by_its_rounding(ranks, strategy, settings):
     differences = ranks().run(verify_on_rank, workload(strategy, **settings))
     assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 5
+
+
+def test_gradients_of_fused_blocks_are_averaged_in_the_bf16_that_products_give(ranks):
+    settings = {"kernels": "fused", "optimizer": "adamw", "precision": "bf16", "gradient_dtype": "bf16"}
+    cell = workload("bucketed", size=replace(SMALL, num_layers=1), **settings)
+    for difference, dtypes, alone, sent in ranks().run(training_ranks.half_gradients, cell):
+        assert difference.relative < TOLERANCES["bf16"] / 2
+        # Those of embeddings, head and norms are sums in fp32, which are cast on their way.
+        assert {name for name, dtype in dtypes.items() if dtype == "bfloat16"} == {
+            name for name in dtypes if "attn" in name or "ffn" in name
+        }
+        assert alone == dtypes
+        assert sent == {"bfloat16", "uint8"}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +333,7 @@ def test_configuration_is_the_workload():
         ),
         ({"world_size": 3}, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         ({"world_size": 0}, "--world-size 0: must be at least 1"),
+        ({"check_layers": 0}, "--check-layers 0: must be at least 1"),
         ({"strategy": "bucketed"}, "bucketed and bucketed-step need one"),
         ({"bucket_mb": 1.0}, "and others have none"),
         ({"strategy": "bucketed", "bucket_mb": 0.0}, "--bucket-mb 0: must be a positive number of megabytes"),

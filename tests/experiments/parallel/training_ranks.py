@@ -141,6 +141,23 @@ def recorded(workload):
     return [(item.name, item.bytes, item.dtype) for item in communications], untouched
 
 
+def half_gradients(workload):
+    """What the check finds; dtypes of gradients by name, with ranks and without; and those that ranks send."""
+    dtypes = []
+    with recorded_communication() as communications:
+        for one in (workload, workload.unsynchronized):
+            step = ParallelStep(one, CPU)
+            start = len(communications)
+            step.forward()
+            step.backward()
+            if step.replica.synchronize is not None:
+                step.replica.synchronize()
+                sent = {item.dtype for item in communications[start:]}
+            named = step.replica.whole_parameters().items()
+            dtypes.append({name: str(weight.grad.dtype).removeprefix("torch.") for name, weight in named})
+    return verify_on_rank(workload), *dtypes, sent
+
+
 class _AsynchronousLaunches(TorchDispatchMode):
     """Lists the collectives that are launched, and whether each returns without waiting."""
 

@@ -77,6 +77,9 @@ def test_notes_say_what_went_wrong_and_what_was_not_compared():
     assert "wrong: flat: off" in table.notes
     assert "oom: out of memory" in table.notes
     assert "xl: weights compared with 24 of 48 layers, for want of memory" in table.notes
+    asked = cell("naive", 240.0, checked_layers=2)
+    asked.configuration["check_layers"] = 2
+    assert "xl: weights compared with 2 of 48 layers, as asked" in ddp_tables([asked], None)[0].notes
     assert table.title.startswith("ddp: ranks 2, batch 4, vocabulary 10000, context 512, attention reference")
 
 
