@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,7 +57,7 @@ def _position_turns(positions_ptr, row, row_mask, stride, frequency, IMPLIED: tl
 
 
 @triton.jit
-def _rope_kernel(
+def _rotate_heads(
     x_ptr,
     y_ptr,
     positions_ptr,
@@ -74,6 +74,7 @@ def _rope_kernel(
     positions_head_stride,
     positions_row_stride,
     num_heads,
+    num_groups,
     num_rows,
     half_dim,
     ROTATES: tl.constexpr,
@@ -83,11 +84,10 @@ def _rope_kernel(
     ROW_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """Each program takes a tile of rows of HEADS heads; without ROTATES it copies them to their new layout.
+    """Each program takes a tile of rows of one of ``num_groups`` of HEADS heads; without ROTATES it copies them.
 
     SHARED: all heads have the same positions, so their cosines and sines are computed once.
     """
-    num_groups = tl.cdiv(num_heads, HEADS)
     num_row_tiles = tl.cdiv(num_rows, ROW_TILE)
     program = tl.program_id(0).to(tl.int64)
     first_head = (program % num_groups) * HEADS
@@ -117,6 +117,149 @@ def _rope_kernel(
         tl.store(y_ptr + head * y_head_stride, y, mask=mask)
 
 
+@triton.jit
+def _rope_kernel(
+    x_ptr,
+    y_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    x_batch_stride,
+    x_head_stride,
+    x_row_stride,
+    x_column_stride,
+    y_batch_stride,
+    y_head_stride,
+    y_row_stride,
+    y_column_stride,
+    positions_batch_stride,
+    positions_head_stride,
+    positions_row_stride,
+    num_heads,
+    num_rows,
+    half_dim,
+    IMPLIED: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    _rotate_heads(
+        x_ptr, y_ptr, positions_ptr, frequencies_ptr, x_batch_stride, x_head_stride, x_row_stride, x_column_stride,
+        y_batch_stride, y_head_stride, y_row_stride, y_column_stride,
+        positions_batch_stride, positions_head_stride, positions_row_stride,
+        num_heads, tl.cdiv(num_heads, HEADS), num_rows, half_dim, True, IMPLIED, SHARED, HEADS, ROW_TILE, HALF_TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _part_of_qkv(
+    qkv_ptr,
+    part_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    qkv_batch_stride,
+    qkv_head_stride,
+    qkv_row_stride,
+    qkv_column_stride,
+    part_batch_stride,
+    part_head_stride,
+    part_row_stride,
+    part_column_stride,
+    positions_batch_stride,
+    positions_row_stride,
+    num_heads,
+    num_groups,
+    num_rows,
+    half_dim,
+    ROTATES: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    IMPLIED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """From the projection to the part, or back."""
+    if BACKWARD:
+        _rotate_heads(
+            part_ptr, qkv_ptr, positions_ptr, frequencies_ptr, part_batch_stride, part_head_stride, part_row_stride,
+            part_column_stride, qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            positions_batch_stride, 0, positions_row_stride,
+            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            qkv_ptr, part_ptr, positions_ptr, frequencies_ptr, qkv_batch_stride, qkv_head_stride, qkv_row_stride,
+            qkv_column_stride, part_batch_stride, part_head_stride, part_row_stride, part_column_stride,
+            positions_batch_stride, 0, positions_row_stride,
+            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rope_qkv_kernel(
+    qkv_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    qkv_batch_stride,
+    qkv_head_stride,
+    qkv_row_stride,
+    qkv_column_stride,
+    query_batch_stride,
+    query_head_stride,
+    query_row_stride,
+    query_column_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_row_stride,
+    key_column_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_row_stride,
+    value_column_stride,
+    positions_batch_stride,
+    positions_row_stride,
+    num_heads,
+    num_key_value_heads,
+    num_groups,
+    num_rows,
+    half_dim,
+    BACKWARD: tl.constexpr,
+    IMPLIED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Query and key are rotated out of the projection and value is copied, or back; the grid's second axis has each."""
+    part = tl.program_id(1)
+    if part == 0:
+        _part_of_qkv(
+            qkv_ptr, query_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            query_batch_stride, query_head_stride, query_row_stride, query_column_stride,
+            positions_batch_stride, positions_row_stride, num_heads, num_groups, num_rows, half_dim,
+            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    elif part == 1:
+        _part_of_qkv(
+            qkv_ptr + num_heads * qkv_head_stride, key_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            key_batch_stride, key_head_stride, key_row_stride, key_column_stride,
+            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
+            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    else:
+        _part_of_qkv(
+            qkv_ptr + (num_heads + num_key_value_heads) * qkv_head_stride, value_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            value_batch_stride, value_head_stride, value_row_stride, value_column_stride,
+            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
+            False, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=32)
 def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> torch.Tensor:
     """theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in units of 2^-64 turns."""
@@ -126,13 +269,31 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
     return torch.tensor([-unit if inverse else unit for unit in units], dtype=torch.int64, device=device)
 
 
-def _rotate(
-    x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, theta: float | None, inverse: bool
-) -> None:
-    """Writes x (..., S, D), rotated, to y of the same shape and any strides; without theta as it is.
+class Tiling(NamedTuple):
+    """How rows and heads are shared out to programs."""
 
-    ``positions`` broadcast to (..., S).
-    """
+    tiles: int
+    groups: int
+    constants: dict[str, int]
+
+
+def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device) -> Tiling:
+    """``heads``: of each tensor that one launch rotates. A tensor's heads are in at most ``groups`` groups."""
+    half_tile = triton.next_power_of_2(dim) // 2
+    row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
+    tiles = batches * triton.cdiv(num_rows, row_tile)
+    in_group = HEADS
+    # The interpreter, which runs one program after another, is best off with few.
+    if device.type == "cuda":
+        at_least = MIN_PROGRAMS * num_multiprocessors(device)
+        while in_group > 1 and tiles * sum(triton.cdiv(number, in_group) for number in heads) < at_least:
+            in_group //= 2
+    constants = {"HEADS": in_group, "ROW_TILE": row_tile, "HALF_TILE": half_tile, "num_warps": NUM_WARPS}
+    return Tiling(tiles, triton.cdiv(max(heads), in_group), constants)
+
+
+def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, theta: float, inverse: bool) -> None:
+    """Writes x (..., S, D), rotated, to y of the same shape and any strides; ``positions`` broadcast to (..., S)."""
     if x.numel() == 0:
         return
     *leading, num_rows, dim = x.shape
@@ -145,34 +306,70 @@ def _rotate(
     else:
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
         positions_strides = positions.stride()
-    half_tile = triton.next_power_of_2(dim) // 2
-    row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
-    tiles = shape[0] * triton.cdiv(num_rows, row_tile)
-    heads = HEADS
-    # The interpreter, which runs one program after another, is best off with few.
-    if x.is_cuda:
-        while heads > 1 and tiles * triton.cdiv(shape[1], heads) < MIN_PROGRAMS * num_multiprocessors(x.device):
-            heads //= 2
-    num_programs = tiles * triton.cdiv(shape[1], heads)
+    tiling = _tiling(shape[0], shape[1:2], num_rows, dim, x.device)
     with torch.cuda.device_of(x):
-        _rope_kernel[(num_programs,)](
+        _rope_kernel[(tiling.tiles * tiling.groups,)](
             x,
             y,
             positions,
-            positions if theta is None else _frequencies(dim, theta, inverse, x.device),
+            _frequencies(dim, theta, inverse, x.device),
             *x.stride(),
             *y.stride(),
             *positions_strides,
             shape[1],
             num_rows,
             dim // 2,
-            ROTATES=theta is not None,
             IMPLIED=is_implied,
             SHARED=positions_strides[1] == 0 or shape[1] == 1,
-            HEADS=heads,
-            ROW_TILE=row_tile,
-            HALF_TILE=half_tile,
-            num_warps=NUM_WARPS,
+            **tiling.constants,
+        )
+
+
+def _rotate_qkv(
+    qkv: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    positions: torch.Tensor | None,
+    theta: float,
+    backward: bool,
+) -> None:
+    """Writes query, key and value (..., H, S, D) from qkv (..., S, all heads x D), or qkv from their gradients.
+
+    ``positions`` broadcast to (..., S). What is written is a view of four dimensions whatever its strides are.
+    """
+    if qkv.numel() == 0:
+        return
+    *leading, num_rows, _ = qkv.shape
+    batches, dim = math.prod(leading), parts[0].shape[-1]
+    heads = [part.shape[-3] for part in parts]
+    qkv = qkv.reshape(batches, num_rows, -1, dim)
+    flat = [part.reshape(batches, -1, num_rows, dim) for part in parts]
+    is_implied = positions is None
+    if positions is None:
+        positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)
+    else:
+        positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
+    tiling = _tiling(batches, heads, num_rows, dim, qkv.device)
+    batch_stride, row_stride, head_stride, column_stride = qkv.stride()
+    with torch.cuda.device_of(qkv):
+        _rope_qkv_kernel[(tiling.tiles * tiling.groups, len(parts))](
+            qkv,
+            *flat,
+            positions,
+            _frequencies(dim, theta, backward, qkv.device),
+            batch_stride,
+            head_stride,
+            row_stride,
+            column_stride,
+            *(stride for part in flat for stride in part.stride()),
+            *positions.stride(),
+            heads[0],
+            heads[1],
+            tiling.groups,
+            num_rows,
+            dim // 2,
+            BACKWARD=backward,
+            IMPLIED=is_implied,
+            **tiling.constants,
         )
 
 
@@ -304,12 +501,6 @@ def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float
     return rotate(x, positions, theta, False, None, result_dtype(x))
 
 
-def _heads(projection: torch.Tensor, start: int, num_heads: int, head_dim: int) -> torch.Tensor:
-    """The view (..., heads, S, head_dim) of some heads of (..., S, all heads x head_dim)."""
-    heads = projection.unflatten(-1, (-1, head_dim)).narrow(-2, start, num_heads)
-    return heads.transpose(-3, -2)
-
-
 def _check_qkv(qkv: torch.Tensor, positions: torch.Tensor | None, num_heads: int, num_key_value_heads: int) -> int:
     """The head dimension."""
     if num_heads < 1 or num_key_value_heads < 1:
@@ -349,13 +540,8 @@ def _compute_qkv(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
-    check_tensors("rope_qkv", _rope_kernel, qkv=qkv)
-    positions = None if positions is None else positions.unsqueeze(-2)
-    start = 0
-    for result, angles in zip(results, (theta, theta, None), strict=True):
-        heads, head_dim = result.shape[-3], result.shape[-1]
-        _rotate(_heads(qkv, start, heads, head_dim), result, positions, angles, inverse=False)
-        start += heads
+    check_tensors("rope_qkv", _rope_qkv_kernel, qkv=qkv)
+    _rotate_qkv(qkv, results, positions, theta, backward=False)
     return results
 
 
@@ -381,12 +567,7 @@ def _compute_grad_qkv(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     grad_qkv = _empty_grad_qkv(grad_query, grad_key, grad_value, positions, theta, dtype)
-    positions = None if positions is None else positions.unsqueeze(-2)
-    start = 0
-    for grad, angles in ((grad_query, theta), (grad_key, theta), (grad_value, None)):
-        heads, head_dim = grad.shape[-3], grad.shape[-1]
-        _rotate(grad, _heads(grad_qkv, start, heads, head_dim), positions, angles, inverse=True)
-        start += heads
+    _rotate_qkv(grad_qkv, (grad_query, grad_key, grad_value), positions, theta, backward=True)
     return grad_qkv
 
 

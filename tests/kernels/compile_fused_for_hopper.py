@@ -83,6 +83,11 @@ def rotate(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
     rope._compute(x, None, 10_000.0, False, None, dtype)
 
 
+def split_and_rotate(heads: int, head_dim: int) -> None:
+    parts = rope._compute_qkv(empty(1, ROWS, 3 * heads * head_dim), None, heads, heads, 10_000.0, BF16)
+    rope._compute_grad_qkv(*parts, None, 10_000.0, BF16)
+
+
 def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> None:
     gate, up, grad = (empty(ROWS, width, dtype=dtype) for _ in range(3))
     swiglu._forward(gate, up, dtype)
@@ -115,6 +120,7 @@ CONFIGURATIONS = {
     "rms_norm 1024 float32": lambda: norm(1024, torch.float32),
     "rope 32x128": lambda: rotate(32, 128),
     "rope 25x64 float32": lambda: rotate(25, 64, torch.float32),
+    "rope_qkv 12x64": lambda: split_and_rotate(12, 64),
     "swiglu 11008": lambda: gated(11008, recomputes=True),
     "swiglu 11008 float32": lambda: gated(11008, torch.float32),
     "linear_cross_entropy 151936": lambda: predict(151_936),

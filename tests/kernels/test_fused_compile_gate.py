@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).with_name("compile_fused_for_hopper.py")
 CONFIGURATIONS = (
     "rms_norm 4096 residual",
     "rope 32x128",
+    "rope_qkv 12x64",
     "swiglu 11008",
     "linear_cross_entropy 50257",
 )

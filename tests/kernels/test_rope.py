@@ -173,6 +173,15 @@ def test_fused_projection(dtype, positions, device):
     )
 
 
+def test_fused_projection_with_more_groups_of_query_heads(device):
+    """Of three groups of query heads and one of key heads, in two batches, each is written once, and nothing else."""
+    qkv, *grads = random(device, (2, 3, 21 * 4), (2, 17, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4))
+    heads = {"num_heads": 17, "num_key_value_heads": 2}
+    assert_matches_float64(
+        functools.partial(rope_qkv, **heads), functools.partial(reference_rope_qkv, **heads), {"qkv": qkv}, grads
+    )
+
+
 def test_parts_of_a_fused_projection_are_laid_out_for_attention(device):
     (qkv,) = random(device, (2, 5, 9 * 8))
     qkv.requires_grad_()
