@@ -15,6 +15,7 @@ from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
     HighPriorityOption,
+    PlotScalingOption,
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
@@ -68,6 +69,7 @@ def ddp(
     plot_buckets: Annotated[
         Path | None, typer.Option("--plot-buckets", help="Draw bucket sizes and the model of their overhead to this.")
     ] = None,
+    plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
@@ -85,6 +87,7 @@ def ddp(
     """
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables
+    from cs336sys.report.parallel.scaling import scaling_tables
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
@@ -111,6 +114,7 @@ def ddp(
         output.check()
         check_plot(plot)
         check_plot(plot_buckets, "--plot-buckets")
+        check_plot(plot_scaling, "--plot-scaling")
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
@@ -125,9 +129,9 @@ def ddp(
         across_ranks=True,
     )
     sweep.report(
-        lambda: ddp_tables(sweep.cells, sweep.run),
+        lambda: [*ddp_tables(sweep.cells, sweep.run), *scaling_tables(sweep.cells)],
         output,
-        pictures=_pictures(sweep.cells, plot, plot_buckets),
+        pictures=_pictures(sweep.cells, plot, plot_buckets, plot_scaling),
     )
 
 
@@ -145,10 +149,15 @@ def _bucket_size(text: str) -> float | str:
     return text if text == WHOLE_BLOCKS else between(1e-6, 1e6)(text)
 
 
-def _pictures(cells: Sequence[Cell], timelines: Path | None, buckets: Path | None) -> Iterator[Callable[[], None]]:
+def _pictures(
+    cells: Sequence[Cell], timelines: Path | None, buckets: Path | None, scaling: Path | None
+) -> Iterator[Callable[[], None]]:
     from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
+    from cs336sys.report.parallel.scaling import plot_scaling
 
     if timelines is not None:
         yield lambda: plot_timelines(cells, timelines)
     if buckets is not None:
         yield lambda: plot_buckets(cells, buckets)
+    if scaling is not None:
+        yield lambda: plot_scaling(cells, scaling)

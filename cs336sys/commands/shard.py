@@ -1,6 +1,6 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
     HighPriorityOption,
+    PlotScalingOption,
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
@@ -89,6 +90,7 @@ def shard(
     plot: Annotated[
         Path | None, typer.Option(help="Draw what a rank's memory holds at four moments to this picture file.")
     ] = None,
+    plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells with the predicted memory of a rank and run nothing.")
@@ -113,6 +115,7 @@ def shard(
     from cs336sys.commands.options.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.board import sharding_tables
+    from cs336sys.report.parallel.scaling import scaling_tables
     from cs336sys.report.parallel.shard import shard_plan
 
     if board:
@@ -157,6 +160,7 @@ def shard(
     if is_first_rank():
         output.check()
         check_plot(plot)
+        check_plot(plot_scaling, "--plot-scaling")
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
@@ -173,9 +177,9 @@ def shard(
         across_ranks=True,
     )
     sweep.report(
-        lambda: sharding_tables(sweep.cells, sweep.run),
+        lambda: [*sharding_tables(sweep.cells, sweep.run), *scaling_tables(sweep.cells)],
         output,
-        pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
+        pictures=_pictures(sweep.cells, plot, plot_scaling),
     )
 
 
@@ -199,7 +203,11 @@ def _strategies(
     ]
 
 
-def _draw(cells: Sequence[Cell], path: Path) -> None:
+def _pictures(cells: Sequence[Cell], memory: Path | None, scaling: Path | None) -> Iterator[Callable[[], None]]:
+    from cs336sys.report.parallel.scaling import plot_scaling
     from cs336sys.report.parallel.shard_plots import plot_memory
 
-    plot_memory(cells, path)
+    if memory is not None:
+        yield lambda: plot_memory(cells, memory)
+    if scaling is not None:
+        yield lambda: plot_scaling(cells, scaling)

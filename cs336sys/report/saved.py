@@ -22,6 +22,7 @@ from cs336sys.report.parallel.allreduce_plots import plot_collectives
 from cs336sys.report.parallel.board import is_of_board, sharding_tables
 from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
+from cs336sys.report.parallel.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.parallel.shard_plots import plot_memory
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
@@ -75,14 +76,19 @@ def _measured(cells: Sequence[Cell]) -> list[Cell]:
 
 def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     timelines = any(cell.derived["timeline"] is not None for cell in _measured(cells))
-    pictures = {"timelines": partial(plot_timelines, cells)} if timelines else {}
+    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
     if bucket_sweeps(cells):
         pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
-    return pictures
+    return {**pictures, **_scaling_picture(cells)}
 
 
-def _memory_picture(cells: Sequence[Cell], run: Run | None) -> Pictures:
-    return _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
+def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+    memory = _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
+    return {**memory, **_scaling_picture(cells)}
+
+
+def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
+    return {"scaling": partial(plot_scaling, cells, option="--plot")} if scaling_curves(cells) else {}
 
 
 def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
@@ -120,9 +126,11 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "allreduce": SavedCommand(
         lambda cells, run, asked: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
     ),
-    "ddp": SavedCommand(lambda cells, run, asked: ddp_tables(cells, run), _ddp_pictures),
+    "ddp": SavedCommand(lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures),
     "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
-    "shard": SavedCommand(lambda cells, run, asked: sharding_tables(cells, run), _memory_picture),
+    "shard": SavedCommand(
+        lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
+    ),
 }
 
 

@@ -59,6 +59,10 @@ BackendOption = Annotated[
     str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.", autocompletion=among(BACKENDS))
 ]
 
+PlotScalingOption = Annotated[
+    Path | None,
+    typer.Option("--plot-scaling", help="Draw tokens/s, exposed communication and memory over the ranks."),
+]
 HighPriorityOption = Annotated[
     bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
 ]
