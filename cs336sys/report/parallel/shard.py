@@ -19,6 +19,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep
+from cs336sys.accounting.sharding.tensor_memory import tensor_moments
 from cs336sys.report.noise import ratio
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.parallel.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
@@ -104,7 +105,7 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
     if workload.shares_layers:
-        return predicted_memory_of_state(_tensor_step(workload).state, workload.training.size)
+        return _predicted_where_layers_are_shared(workload)
     if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
         size = workload.training.size
         return predicted_memory_of_state(fully_sharded_state(size, 0, workload.world_size), workload.share_size)
@@ -115,6 +116,18 @@ def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
         return predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.
     return [held for held in predicted_memory(replace(step, checkpointing="none")) if held.moment != "peak"]
+
+
+def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
+    """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
+    step, size = _tensor_step(workload), workload.training.size
+    moments = predicted_memory_of_state(step.state, size)
+    if workload.strategy in OWN_TENSOR_STRATEGIES and workload.uses_autocast:
+        peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
+        # Every rank has the batch of all groups.
+        rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context
+        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+    return moments
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:

@@ -1,12 +1,13 @@
 """The engine of ``shard`` where ranks share layers: what they train, and what they send."""
 
 import pytest
+import sharding_ranks
 import tensor_training_ranks
 
 from cs336sys.errors import UsageError
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.weight_check import TOLERANCES
-from cs336sys.report.parallel.shard import sharding_sent_bytes
+from cs336sys.report.parallel.shard import _predicted, sharding_sent_bytes
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload
 
@@ -40,6 +41,23 @@ def test_weights_are_those_of_one_process_and_bytes_those_of_the_formula(ranks):
         off, sent = map(max, zip(*found, strict=True))
         assert off < TOLERANCES[cell.training.precision] / (50 if cell.training.precision == "fp32" else 1), name
         assert sent == sharding_sent_bytes(cell), name
+
+
+def test_peaks_are_those_predicted(ranks):
+    wide = choose_size("tiny", context=64, batch_size=4, vocab_size=500, d_model=64, num_heads=4, d_ff=256)
+    logits = choose_size("tiny", context=64, batch_size=4, vocab_size=4000, d_model=64, num_heads=4, d_ff=128)
+    cells = [
+        workload("tensor", size=wide, optimizer="fused", checkpointing="block"),
+        workload("tensor-sequence", size=logits, optimizer="fused", attention="sdpa"),
+    ]
+    for cell, *of_ranks in zip(cells, *ranks().run(sharding_ranks.observe_all, cells), strict=True):
+        (expected,) = [held for held in _predicted(cell) if held.moment == "peak"]
+        # Gloo's threads may hold on to what they have sent.
+        found = min((memory[-1] for memory, _ in of_ranks), key=lambda held: held.total)
+        assert found.total == pytest.approx(expected.total, rel=0.015), cell.strategy
+        assert found.parameters == expected.parameters
+    torchs, gathering = workload("torch-tensor"), workload("fsdp+tensor", "fsdp=1,tp=2", precision="bf16")
+    assert not [held for cell in (torchs, gathering) for held in _predicted(cell) if held.moment == "peak"]
 
 
 @pytest.mark.parametrize(
