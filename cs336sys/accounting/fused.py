@@ -1,8 +1,9 @@
 """Memory of a step with fused kernels (``cs336sys.kernels.fuse``) on paper, eager, in half precision under autocast.
 
 Letters as in ``accounting.activations``. Under autocast the blocks' matrices may have copies in half precision that
-live from step to step, in place of casts in every pass: AdamW of ``cs336sys.kernels.adamw`` writes them. With its state
-``split`` these matrices are themselves in bf16. Their gradients are in bf16, as autocast's products round them.
+live from step to step, in place of casts in every pass, and so may the LM head: AdamW of ``cs336sys.kernels.adamw``
+writes them. With its state ``split`` the blocks' matrices are themselves in bf16, and the head is cast. Gradients of
+copies are in bf16, as autocast's products round them.
 """
 
 from collections.abc import Sequence
@@ -82,10 +83,23 @@ class FusedStep:
         return 2 if self.precision == "bf16" and self.reads_copies else 4
 
     @property
+    def head(self) -> int:
+        """Parameters of the LM head."""
+        return self.size.vocab_size * self.size.d_model
+
+    @property
+    def copies_head(self) -> bool:
+        return self.reads_copies and self.state_dtype != "split"
+
+    @property
+    def head_gradient(self) -> int:
+        return (self.gradient_bytes if self.copies_head else 4) * self.head
+
+    @property
     def parameters(self) -> int:
         """All of them, and the copies."""
         matrices = self.size.num_layers * self.block_matrices
-        copies = 2 * matrices if self.reads_copies and self.state_dtype != "split" else 0
+        copies = 2 * (matrices + self.head) if self.copies_head else 0
         return self.matrix_bytes * matrices + 4 * (count_parameters(self.size) - matrices) + copies
 
     @property
@@ -99,7 +113,7 @@ class FusedStep:
         if self.update == "backward":
             blocks = min(blocks, BLOCKS_BESIDE)
         block = self.gradient_bytes * self.block_matrices + 4 * 2 * self.size.d_model
-        return blocks * block + 4 * (self.size.vocab_size + 1) * self.size.d_model
+        return blocks * block + 4 * self.size.d_model + self.head_gradient
 
     @property
     def kept_inner(self) -> int:
@@ -130,10 +144,10 @@ class FusedStep:
     @property
     def around_loss(self) -> int:
         """What the last norm saves, and what the loss holds: its input, both gradients, a chunk of logits, a cast."""
-        e, vocab_size, d_model = self.e, self.size.vocab_size, self.size.d_model
-        chunk = min(e * self.tokens * vocab_size, LOGITS_CHUNK_BYTES)
-        cast = 2 * vocab_size * d_model if e == 2 else 0
-        return (4 + 2 * e) * self.stream + 8 * self.tokens + 4 * vocab_size * d_model + chunk + cast
+        e = self.e
+        chunk = min(e * self.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
+        cast = 2 * self.head if e == 2 and not self.copies_head else 0
+        return (4 + 2 * e) * self.stream + 8 * self.tokens + self.head_gradient + chunk + cast
 
 
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
@@ -143,7 +157,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _backward_moments(step, at_loss, at_blocks)
-        whole = step.gradients(step.size.num_layers) + 4 * step.size.vocab_size * step.size.d_model
+        whole = step.gradients(step.size.num_layers) + 4 * step.head
         moments.append(("end of backward", whole, 4 * step.stream))
         if step.mode == "train":
             if step.update == "backward":
@@ -171,7 +185,7 @@ def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     """
     e, half = step.e, step.reads_copies
     feed_forward = (8 + 2 * e + (e if half else 0)) * step.stream + 3 * e * step.inner
-    loss = step.around_loss - e * step.stream - 4 * step.size.vocab_size * step.size.d_model
+    loss = step.around_loss - e * step.stream - step.head_gradient
     moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context

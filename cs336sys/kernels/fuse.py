@@ -68,7 +68,7 @@ class Fused:
         head = getattr(model, HEAD, None)
         self._head = head if head in forwards else None
         if self._head is not None:
-            self._head.__dict__["targets"] = None
+            self._head.__dict__.update(targets=None, copy=None, gradient_dtype=None)
         model.__dict__[_HANDLE] = self
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Fused:
     def keep_copies(
         self, dtype: torch.dtype, optimizer: Any = None, gradient_dtype: torch.dtype = torch.float32
     ) -> None:
-        """Let the blocks compute in ``dtype`` with copies of their float32 weights, in place of casts in every pass.
+        """Let blocks and loss compute in ``dtype`` with copies of float32 weights, in place of casts in every pass.
 
         Query, key and value projections, and gate and up projections, become one product each, and gradients come out
         of the products, which sum in float32, in ``gradient_dtype``. :class:`cs336sys.kernels.adamw.AdamW` writes the
@@ -118,7 +118,7 @@ class Fused:
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
         copies = self._stack(dtype, apart=True)
         for module in self._modules:
-            if type(module).__name__ in STACKED:
+            if type(module).__name__ in STACKED or module is self._head:
                 module.__dict__["gradient_dtype"] = gradient_dtype
         for weight, _ in copies:
             if gradient_dtype != torch.float32:
@@ -151,9 +151,16 @@ class Fused:
                 copy = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 module.__dict__[name] = copy
                 self.copies.add(weights, copy)
+        if apart and self._head is not None and self._owners(self._head.weight) == 1:
+            self._head.__dict__["copy"] = torch.empty_like(self._head.weight, dtype=dtype, requires_grad=False)
+            self.copies.add([self._head.weight], self._head.copy)
         self._model.register_load_state_dict_post_hook(_refresh_copies)
         self._model.register_forward_pre_hook(_refresh_changed_copies)
         return self.copies
+
+    def _owners(self, weight: nn.Parameter) -> int:
+        """Of how many modules it is a parameter: an embedding may share the head's."""
+        return sum(one is weight for module in self._model.modules() for one in module._parameters.values())
 
     def chain_blocks(self) -> None:
         """Let each block's last addition run in the kernel of the norm after it: the next block's first, or the last.
@@ -181,7 +188,8 @@ class Fused:
             for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype", "next_norm", "computed"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
-            self._head.__dict__.pop("targets", None)
+            for name in ("targets", "copy", "gradient_dtype"):
+                self._head.__dict__.pop(name, None)
         self._model.__dict__.pop(_HANDLE, None)
         self._modules = ()
         self.copies = None
@@ -349,7 +357,7 @@ def _head_forward(head: Any, hidden: Tensor) -> Tensor:
     """Logits, or the loss where there are targets."""
     if head.targets is None:
         return type(head).forward(head, hidden)
-    loss = linear_cross_entropy(hidden, head.weight, head.targets)
+    loss = linear_cross_entropy(hidden, head.weight, head.targets, copy=head.copy, gradient_dtype=head.gradient_dtype)
     assert isinstance(loss, Tensor)
     return loss
 

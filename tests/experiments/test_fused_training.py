@@ -80,6 +80,19 @@ def test_memory_is_as_predicted(size, settings, checkpointing):
     assert traced == pytest.approx(cell.training.predicted_peak(checkpointing).total, rel=0.01)
 
 
+@pytest.mark.parametrize("state", ["fp32", "split"])
+def test_copies_and_gradients_are_counted_to_the_byte(state):
+    """The head's, too, which the blocks' drown where a vocabulary is small."""
+    cell = workload(state_dtype=state)
+    step = TrainStep(cell, DEVICE)
+    copies = sum(copy.nbytes for copy in fused_kernels(step.model).copies.tensors)
+    predicted = cell.widest_moments()[-1]
+    assert sum(parameter.nbytes for parameter in step.model.parameters()) + copies == predicted.parameters
+    step.forward()
+    step.backward()
+    assert sum(parameter.grad.nbytes for parameter in step.model.parameters()) == predicted.gradients
+
+
 @pytest.mark.parametrize("name", ["xl", "2.7b"])
 def test_fused_kernels_need_less_memory(name):
     size = choose_size(name)

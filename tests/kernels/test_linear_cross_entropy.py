@@ -119,7 +119,8 @@ def test_chunks_are_of_about_one_size_and_never_larger_than_asked(num_tokens, to
 def test_dtype_of_sums_over_chunks(weight_dtype, dtype, shape, chunks, sums):
     weight = torch.empty(shape, dtype=getattr(torch, weight_dtype), device="meta")
     logits_bytes = (chunks - 1) * launchers.CHUNK_BYTES + 1
-    chosen = launchers._sums_dtype(weight, getattr(torch, dtype), launchers.CHUNK_BYTES, logits_bytes)
+    kept = launchers.kept_dtype(weight.dtype, getattr(torch, dtype))
+    chosen = launchers._sums_dtype(weight, getattr(torch, dtype), kept, launchers.CHUNK_BYTES, logits_bytes)
     assert chosen == getattr(torch, sums)
 
 
@@ -303,9 +304,34 @@ def test_operator_is_what_compilers_are_told(dtype, needed, device):
     weight.requires_grad_(needed[1])
     torch.library.opcheck(
         operators._operator,
-        (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed),
+        (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed, None, None),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
+def test_copy_is_read_in_the_weights_place(gradient_dtype, device):
+    hidden, weight, targets = make_inputs((2, 3), 8, 40, torch.float32, device)
+    hidden = hidden.bfloat16().requires_grad_()
+    weight.requires_grad_()
+    copy = (weight.detach() * 2).bfloat16()
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, copy=copy, gradient_dtype=gradient_dtype)
+    kept = loss.grad_fn.saved_tensors[1]
+    found = torch.autograd.grad(loss, (hidden, weight))
+
+    wide, read = hidden.detach().double().requires_grad_(), copy.double().requires_grad_()
+    expected_loss = reference_linear_cross_entropy(wide, read, targets)
+    expected = torch.autograd.grad(expected_loss, (wide, read))
+    assert (kept.dtype, found[1].dtype) == (gradient_dtype, torch.float32)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=0.01, atol=0)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.linalg.vector_norm(one.double() - other) < 0.02 * torch.linalg.vector_norm(other)
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(ValueError, match=r"must be like it and torch.bfloat16, got \(39, 8\)"),
+    ):
+        linear_cross_entropy(hidden, weight, targets, copy=copy[1:])
 
 
 def test_fake_tensors():
@@ -389,7 +415,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 def test_second_derivative_is_refused(device):
     hidden, weight, targets = make_inputs((3,), 8, 40, device=device)
     loss, _ = LinearCrossEntropy.apply(
-        hidden.requires_grad_(), weight, targets, -100, 0.0, 0.0, torch.float32, True, False
+        hidden.requires_grad_(), weight, targets, -100, 0.0, 0.0, torch.float32, True, False, None, None
     )
     with pytest.raises(RuntimeError, match="LinearCrossEntropy is differentiable once"):
         torch.autograd.grad(loss, hidden, create_graph=True)

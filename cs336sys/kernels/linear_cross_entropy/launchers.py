@@ -41,11 +41,17 @@ def check_arguments(
     label_smoothing: float,
     z_loss: float,
     dtype: torch.dtype,
+    copy: torch.Tensor | None = None,
 ) -> None:
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise ValueError(
             "hidden (..., d) needs a weight of shape (V, d) with at least one row, "
             f"got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if copy is not None and (copy.shape, copy.dtype, copy.device) != (weight.shape, dtype, weight.device):
+        raise ValueError(
+            f"the copy of a weight {tuple(weight.shape)} on {weight.device} must be like it and {dtype}, "
+            f"got {tuple(copy.shape)} on {copy.device} and {copy.dtype}"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -87,10 +93,17 @@ def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) ->
     return count
 
 
-def _sums_dtype(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int, logits_bytes: int) -> torch.dtype:
-    """The dtype in which the weight's gradient is summed over chunks, and kept for backward if the weight has it."""
-    if dtype != torch.bfloat16 or weight.dtype == torch.float32:
-        # float16 sums that are not yet divided by the number of tokens would overflow.
+def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype in which the weight's gradient is kept for backward."""
+    # float16 sums that are not yet divided by the number of tokens would overflow.
+    return torch.float32 if torch.float16 in (dtype, weight_dtype) else gradient_dtype or weight_dtype
+
+
+def _sums_dtype(
+    weight: torch.Tensor, dtype: torch.dtype, kept: torch.dtype, chunk_bytes: int, logits_bytes: int
+) -> torch.dtype:
+    """The dtype in which the weight's gradient is summed over chunks; ``kept`` is that in which it is kept."""
+    if dtype != torch.bfloat16 or kept == torch.float32:
         return torch.float32
     # Rounded after each of eight chunks, 151,936 x 4096 sums were off by 0.0025 of their norm; rounded once, by 0.0016.
     token_bytes = logits_bytes_of_a_token(len(weight), dtype)
@@ -131,27 +144,29 @@ def forward(
     dtype: torch.dtype,
     needs_grad_hidden: bool,
     needs_grad_weight: bool,
+    copy: torch.Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
 
     The factor is 1 over the number of tokens for float16, which could not hold gradients that small, else empty.
     """
-    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype)
+    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype, copy)
     check_tensors("linear_cross_entropy", cross_entropy_forward_kernel, hidden=hidden, weight=weight)
     vocab_size, width = weight.shape
     targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
     count = _count_targets(targets, vocab_size, ignore_index)
     rows = as_rows(hidden)
-    compute_weight = weight.to(dtype)
+    compute_weight = weight.to(dtype) if copy is None else copy
 
     losses, logsumexp = (torch.empty(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
     grad_hidden = torch.empty((num_tokens, width) if needs_grad_hidden else 0, dtype=dtype, device=hidden.device)
     token_bytes, chunk_bytes = logits_bytes_of_a_token(vocab_size, dtype), CHUNK_BYTES
-    grad_weight = hidden.new_empty(0)
+    grad_weight, kept = hidden.new_empty(0), kept_dtype(weight.dtype, dtype, gradient_dtype)
     if needs_grad_weight:
-        sums_dtype = _sums_dtype(weight, dtype, chunk_bytes, num_tokens * token_bytes)
-        if weight.dtype == torch.bfloat16 and sums_dtype == torch.float32:
+        sums_dtype = _sums_dtype(weight, dtype, kept, chunk_bytes, num_tokens * token_bytes)
+        if kept == torch.bfloat16 and sums_dtype == torch.float32:
             chunk_bytes -= 4 * weight.numel()
         grad_weight = torch.empty(weight.shape, dtype=sums_dtype, device=hidden.device)
         if num_tokens == 0:
@@ -198,8 +213,8 @@ def forward(
                 _add_product(grad_weight[part], logits[:, part], rows[chunk], is_first=start == 0)
     del buffer
 
-    if weight.dtype == torch.bfloat16:
-        grad_weight = grad_weight.to(weight.dtype)
+    if kept == torch.bfloat16:
+        grad_weight = grad_weight.to(kept)
     factor = torch.empty(0, dtype=torch.float32, device=hidden.device)
     if dtype == torch.float16:
         # Without a token to be counted all gradients are zero, and stay so.

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.linear_cross_entropy.launchers import check_arguments, forward, scale
+from cs336sys.kernels.linear_cross_entropy.launchers import check_arguments, forward, kept_dtype, scale
 from cs336sys.kernels.operators import DTYPES, define_gradient, define_operator, needs_operators
 
 
@@ -21,9 +21,11 @@ def _fake_forward(
     dtype: torch.dtype,
     needs_grad_hidden: bool,
     needs_grad_weight: bool,
+    copy: torch.Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype)
-    kept = torch.float32 if torch.float16 in (dtype, weight.dtype) else weight.dtype
+    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype, copy)
+    kept = kept_dtype(weight.dtype, dtype, gradient_dtype)
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),
@@ -35,16 +37,17 @@ def _fake_forward(
 
 _operator = define_operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float label_smoothing, "
-    "float z_loss, ScalarType dtype, bool needs_grad_hidden, bool needs_grad_weight) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float z_loss, ScalarType dtype, bool needs_grad_hidden, bool needs_grad_weight, Tensor? copy, "
+    "ScalarType? gradient_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     forward,
     _fake_forward,
 )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-    hidden, weight = inputs[:2]
-    ctx.hidden_shape, ctx.weight_dtype, ctx.needed = hidden.shape, weight.dtype, inputs[-2:]
+    hidden, weight, *_, needs_hidden, needs_weight, _, gradient_dtype = inputs
+    ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, gradient_dtype or weight.dtype
+    ctx.needed = needs_hidden, needs_weight
     ctx.save_for_backward(*output[2:])
 
 
@@ -54,8 +57,8 @@ def _differentiate(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple:
     factor = factor * grad_loss if factor.numel() else grad_loss
     return (
         (grad_hidden * factor).view(ctx.hidden_shape) if ctx.needed[0] else None,
-        (grad_weight * factor).to(ctx.weight_dtype) if ctx.needed[1] else None,
-        *(None,) * 7,
+        (grad_weight * factor).to(ctx.gradient_dtype) if ctx.needed[1] else None,
+        *(None,) * 9,
     )
 
 
@@ -65,15 +68,16 @@ define_gradient("linear_cross_entropy", _differentiate, _save_for_backward)
 @register_flop_formula(torch.ops.cs336sys.linear_cross_entropy)
 def _flops(hidden_shape: torch.Size, weight_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """2 N d V for the logits, and as many for each gradient."""
-    num_products = 1 + args[-2] + args[-1]
+    needs_hidden, needs_weight = args[5:7]
+    num_products = 1 + needs_hidden + needs_weight
     return 2 * num_products * math.prod(hidden_shape) * weight_shape[0]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """``LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, label_smoothing, z_loss, dtype, *needed)``.
+    """``LinearCrossEntropy.apply(hidden, weight, targets, *options)``; see :func:`linear_cross_entropy`.
 
-    See :func:`linear_cross_entropy`, which knows ``dtype``, that of the products, and which of the gradients of hidden
-    and weight are ``needed``. Returns the loss and the logsumexp.
+    The options: ignore_index, label_smoothing, z_loss, the dtype of the products, whether hidden and the weight need
+    gradients, the weight's copy and the dtype of its gradient, or None. Returns the loss and the logsumexp.
     """
 
     @staticmethod
@@ -99,8 +103,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needed
         return (
             scale(grad_hidden, factor, grad_hidden.dtype, overwrite).view(ctx.hidden_shape) if needs_hidden else None,
-            scale(grad_weight, factor, ctx.weight_dtype, overwrite) if needs_weight else None,
-            *(None,) * 7,
+            scale(grad_weight, factor, ctx.gradient_dtype, overwrite) if needs_weight else None,
+            *(None,) * 9,
         )
 
 
@@ -113,6 +117,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     return_logsumexp: bool = False,
+    copy: torch.Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Mean cross-entropy of the logits ``hidden @ weight.T``, and the gradients of both, without keeping the logits.
 
@@ -139,6 +145,9 @@ def linear_cross_entropy(
         label_smoothing: the share of the uniform distribution in the targets, 0 to 1.
         z_loss: weight of the squared logsumexp (PaLM, https://arxiv.org/abs/2204.02311, section 5), at least 0.
         return_logsumexp: return the logsumexp as well; no gradient flows through it.
+        copy: the weight in the products' dtype, which is read in its place.
+        gradient_dtype: in which the weight's gradient is made, None for the weight's dtype; autograd casts it to the
+            weight's ``grad_dtype``.
 
     Returns:
         The loss, a float32 scalar, NaN if no target is counted; or loss and logsumexp, (...), float32, natural.
@@ -159,7 +168,7 @@ def linear_cross_entropy(
     elif weight.dtype != dtype:
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
     needed = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
-    options = ignore_index, label_smoothing, z_loss, dtype, *needed
+    options = ignore_index, label_smoothing, z_loss, dtype, *needed, copy, gradient_dtype
     with torch.autocast(device, enabled=False):
         if torch.compiler.is_compiling():
             loss, logsumexp = _operator(hidden, weight, targets, *options)[:2]
