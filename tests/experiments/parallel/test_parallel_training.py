@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,6 +15,8 @@ from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.measure.cells import Worker, guarded
+from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.results import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
@@ -317,6 +320,18 @@ def test_gpus_replay_what_one_process_launches(strategy, precision):
         assert outcome.derived["overlap_percent"] > 20
     assert outcome.derived["capture_s"] < 5
     assert outcome.derived["calls"] > 0
+
+
+@pytest.mark.multigpu
+def test_a_rank_that_dies_between_replays_ends_the_run():
+    """The other waits in a graph, of whose collectives no watchdog knows."""
+    size = choose_size("small", num_layers=2, batch_size=4, context=256)
+    cell = workload("bucketed", size=size, optimizer="fused", device="cuda", cuda_graph="on", bucket_mb="block")
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch.run(training_ranks.killed_between_replays, cell, world_size=2, backend="nccl", timeout_s=120)
+    assert time.monotonic() - started < 60
+    assert caught.value.rank == 1
 
 
 def test_configuration_is_the_workload():

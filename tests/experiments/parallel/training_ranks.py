@@ -1,6 +1,8 @@
 """What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +55,20 @@ def verify_in_graphs(workload, launches_early: bool = False) -> Difference:
             patched.setattr(GradientSynchronizer, "gradient_ready", _launch_at_the_first_gradient)
             patched.setattr(AnyRank, "wait", lambda flags: [True] * len(flags._facts))
         return verify_on_rank(workload)
+
+
+def killed_between_replays(workload):
+    """Rank 1 dies after a replayed step; the others go on."""
+    step = ParallelStep(workload, step_module.rank_device(workload))
+    step.capture()
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        step()
+    torch.cuda.synchronize()
 
 
 def _launch_at_the_first_gradient(synchronizer, bucket, name, parameter):

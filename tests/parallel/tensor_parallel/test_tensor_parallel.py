@@ -38,6 +38,17 @@ def test_loss_and_gradients_are_those_of_one_process(found, name, sequence):
             assert off <= TOLERANCES[name], parameter
 
 
+def test_groups_of_four(ranks):
+    expected_loss, expected = tensor_parallel_ranks.alone()
+    variants = {name: {"sequence_parallel": name == "sequence"} for name in ("tensor", "sequence")}
+    for of_rank in ranks(4).run(tensor_parallel_ranks.gradients_of_all, variants):
+        for name, (loss, gradients) in of_rank.items():
+            assert loss == pytest.approx(expected_loss, rel=1e-6), name
+            for parameter, gradient in gradients.items():
+                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+                assert off <= 1e-5, (name, parameter)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_whole_state_dict_comes_out_as_it_went_in(ranks, sequence_parallel):
     expected = tensor_parallel_ranks.model(seed=2).state_dict()
