@@ -19,6 +19,7 @@ from cs336sys.commands.sweep.ranks import (
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
+    check_scaling_plot,
     choose_world_sizes,
     is_first_rank,
 )
@@ -114,7 +115,7 @@ def ddp(
         output.check()
         check_plot(plot)
         check_plot(plot_buckets, "--plot-buckets")
-        check_plot(plot_scaling, "--plot-scaling")
+        check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:

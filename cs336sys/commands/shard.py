@@ -21,6 +21,7 @@ from cs336sys.commands.sweep.ranks import (
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
+    check_scaling_plot,
     choose_world_sizes,
     is_first_rank,
 )
@@ -160,7 +161,7 @@ def shard(
     if is_first_rank():
         output.check()
         check_plot(plot)
-        check_plot(plot_scaling, "--plot-scaling")
+        check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:

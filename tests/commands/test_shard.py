@@ -66,6 +66,13 @@ def test_every_strategy_is_checked_and_measured(tmp_path):
         assert 0 <= cell.derived["bare_ms"] <= cell.derived["timeline"]["communication_ms"]
 
 
+def test_a_picture_over_the_ranks_needs_several_numbers_of_them(tmp_path):
+    result = invoke(*TINY, "--plot-scaling", str(tmp_path / "s.png"), "--dry-run")
+    assert result.exit_code == 2
+    assert "needs several numbers of ranks: give --world-size 1,2" in result.stderr
+    assert invoke(*TINY, "--world-size", "1", "--plot-scaling", str(tmp_path / "s.png"), "--dry-run").exit_code == 0
+
+
 def test_dry_run_says_what_would_be_held_and_sent():
     arguments = ("--size", "xl,10b", "--strategy", "none,fsdp", "--prefetch", "0,2", "--checkpoint", "none,block")
     rows = tables(invoke(*arguments, "--bf16", "--attention", "sdpa", "--dry-run", "--format", "json"))["plan"]["rows"]

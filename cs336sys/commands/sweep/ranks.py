@@ -35,6 +35,7 @@ import itertools
 import os
 import pickle
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -42,7 +43,7 @@ import typer
 
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.reading import LONGEST_S, at_least, split_list
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
 from cs336sys.workload import BACKENDS
@@ -95,6 +96,20 @@ def choose_world_sizes(values: list[str]) -> list[int]:
     if values:
         return split_list(values, "--world-size", at_least(1))
     return [identity.world_size if identity else 2]
+
+
+def check_scaling_plot(path: Path | None, world_sizes: Collection[int]) -> None:
+    """Find out before anything is measured whether ``--plot-scaling`` can be drawn.
+
+    Raises:
+        UsageError: there is one number of ranks, or the file cannot be written.
+        CapabilityError: matplotlib is not installed.
+    """
+    from cs336sys.report.outputs import check_plot
+
+    check_plot(path, "--plot-scaling")
+    if path is not None and len(set(world_sizes)) == 1:
+        raise UsageError(f"--plot-scaling {path}: needs several numbers of ranks: give --world-size 1,2")
 
 
 def is_first_rank() -> bool:

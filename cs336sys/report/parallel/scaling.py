@@ -158,7 +158,8 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
             drawing.grid(alpha=0.3)
         row[0].set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
         row[2].set_title("dashed: predicted", fontsize=9)
-        row[0].legend(fontsize=7)
+        if drawn:
+            row[0].legend(fontsize=7)
     write_figure(figure, path, option)
 
 
