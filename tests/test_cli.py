@@ -78,6 +78,12 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     assert rule in " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
 
 
+def test_companions_with_defaults_of_their_own_have_rows_of_their_own():
+    shown = CliRunner().invoke(app, ["account", "parallel", "--help"], env={"COLUMNS": "80"}).stdout
+    assert re.search(r"^│ --d-model <int> .*\[default: 2560\]", shown, flags=re.M)
+    assert re.search(r"^│ --d-ff <int> .*\[default: ", shown, flags=re.M)
+
+
 def test_large_defaults_are_written_as_one_would_type_them():
     for command, default in (("scaling", "5e+10"), ("parallel", "131072")):
         shown = CliRunner().invoke(app, ["account", command, "--help"], env={"COLUMNS": "100"}).stdout

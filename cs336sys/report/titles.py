@@ -34,7 +34,14 @@ SETTING_COLUMNS = {
 
 
 # Values that a title does not name: what everybody assumes.
-_UNNAMED = {"kernels": ("reference",), "state_dtype": ("fp32",), "update": ("step",), "mesh": (None,)}
+_UNNAMED = {
+    "kernels": ("reference",),
+    "state_dtype": ("fp32",),
+    "update": ("step",),
+    "mesh": (None,),
+    "keep_gathered": (0,),
+    "high_priority": (False,),
+}
 
 # What a step in CUDA graphs costs.
 _GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))

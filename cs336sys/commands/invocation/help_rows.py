@@ -17,6 +17,10 @@ _TOGETHER = {
 }
 
 
+def _shows_default(option: Any) -> bool:
+    return bool(option.show_default and option.default)
+
+
 def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
     """The options as help shows them: companions in one row, no ``--no-`` beside a flag that is off, no ``--help``."""
     by_name = {option.opts[0]: option for option in options if option.param_type_name == "option"}
@@ -24,7 +28,9 @@ def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
         companion: name
         for name, (companions, _) in _TOGETHER.items()
         for companion in companions
-        if name in by_name and companion in by_name
+        if name in by_name
+        and companion in by_name
+        and not any(map(_shows_default, (by_name[name], by_name[companion])))
     }
     rows = []
     for option in options:

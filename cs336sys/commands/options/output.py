@@ -135,6 +135,7 @@ class SweepOptions:
             "--cool-down",
             help="Seconds to wait between cells.",
             metavar="<s>",
+            show_default=False,
             min=0,
             max=LONGEST_S,
             rich_help_panel=MEASURING,
