@@ -204,27 +204,37 @@ def in_fewest_parts(
     return step
 
 
-def meshes_of(devices: int, size: ModelSize, cluster: Cluster) -> Iterator[MeshShape]:
-    """All meshes of so many devices that :func:`simulate` takes."""
+def meshes_of(devices: int, size: ModelSize, cluster: Cluster, dimension: str | None = None) -> Iterator[MeshShape]:
+    """All meshes of so many devices that :func:`simulate` takes, or the one that has them all in one dimension."""
     for tp in _divisors(devices):
         if tp > cluster.node_devices or size.num_heads % tp:
             continue
         for fsdp in _divisors(devices // tp):
             mesh = MeshShape(devices // tp // fsdp, fsdp, tp)
-            if size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
+            is_asked = dimension is None or getattr(mesh, dimension) == devices
+            if is_asked and size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
                 yield mesh
 
 
 def fastest(
-    devices: int, size: ModelSize, precision: str, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
+    devices: int,
+    size: ModelSize,
+    precision: str,
+    cluster: Cluster,
+    device: DeviceTime,
+    checkpointing: str = "none",
+    dimension: str | None = None,
 ) -> tuple[SimulatedStep, SimulatedStep] | None:
     """The fastest step that fits, and the fastest where the whole batch passed at once; the smallest, if none fits.
 
     None if no mesh of so many devices divides the batch and the heads.
+
+    Args:
+        dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
     """
     steps = [
         in_fewest_parts(size, precision, mesh, cluster, device, checkpointing)
-        for mesh in meshes_of(devices, size, cluster)
+        for mesh in meshes_of(devices, size, cluster, dimension)
     ]
     if not steps:
         return None

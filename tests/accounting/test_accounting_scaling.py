@@ -91,6 +91,11 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
     meshes = list(meshes_of(32, SIZE, CLUSTER))
     assert all(mesh.devices == 32 and mesh.tp <= 8 and SIZE.num_heads % mesh.tp == 0 for mesh in meshes)
     assert {mesh.tp for mesh in meshes} == {1, 2, 4}
+    for dimension, mesh in (("ddp", MeshShape(4, 1, 1)), ("fsdp", MeshShape(1, 4, 1)), ("tp", MeshShape(1, 1, 4))):
+        assert list(meshes_of(4, SIZE, CLUSTER, dimension)) == [mesh]
+        found = fastest(4, SIZE, "bf16", CLUSTER, DEVICE, dimension=dimension)
+        assert found is not None
+        assert found[0].mesh == mesh
     assert not list(meshes_of(7, replace(SIZE, batch_size=64), CLUSTER))
     assert fastest(7, SIZE, "bf16", CLUSTER, DEVICE) is None
     for mesh, words in ((MeshShape(3, 1, 1), "divide the batch"), (MeshShape(1, 1, 5), "heads")):

@@ -387,3 +387,11 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_a_simulation_of_one_kind_of_mesh(tmp_path):
+    found = tables("scaling", "--size", "xl", "--devices", "2,4", "--scaling", "weak", "--mesh", "ddp,fsdp")
+    assert [row["mesh"] for row in found[0]["rows"]] == ["ddp=2", "ddp=4", "fsdp=2", "fsdp=4"]
+    refused = account("scaling", "--mesh", "ddp", "--plot", str(tmp_path / "scaling.png"))
+    assert refused.exit_code == 2
+    assert "give --mesh any, too" in refused.stderr

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cs336sys.sizes import ModelSize
 
 _SCALINGS = ("strong", "weak")
+_MESHES = ("any", "ddp", "fsdp", "tp")
 
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 _FLOPS = 4e14
@@ -33,6 +34,10 @@ def scaling(
         list[str],
         typer.Option(help="strong: one batch; weak: one a device.", autocompletion=among(_SCALINGS)),
     ] = [",".join(_SCALINGS)],
+    mesh: Annotated[
+        list[str],
+        typer.Option(help="any: the fastest; ddp, fsdp, tp: all devices in one.", autocompletion=among(_MESHES)),
+    ] = ["any"],
     batch_size: Annotated[int, typer.Option(help="Sequences of all devices, for strong scaling.")] = 4096,
     device_batch_size: Annotated[int, typer.Option(help="Sequences of each device, for weak scaling.")] = 4,
     checkpoint: Annotated[str, typer.Option(help="none, block.", autocompletion=among(("none", "block")))] = "none",
@@ -79,13 +84,21 @@ def scaling(
         if batch < 1:
             raise UsageError(f"{name} {batch}: must be at least 1")
     scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
+    meshes = split_list(mesh, "--mesh", one_of(_MESHES))
+    if plot is not None and "any" not in meshes:
+        raise UsageError(f"--plot {plot} draws the fastest mesh and others beside it: give --mesh any, too")
     output.check()
     check_plot(plot)
     cells = read_measured(measured)
     time, notes = _device_time(cells, chosen, precision, flops)
     in_node, call_s, of_links = _links(cells, bandwidth)
     cluster = Cluster(node_size, in_node, node_bandwidth, call_s, read_memory_limit(memory_limit))
-    simulated = simulate_scaling(chosen, precision, scalings, counts, cluster, time, checkpoint)
+    simulated = [
+        simulate_scaling(
+            chosen, precision, scalings, counts, cluster, time, checkpoint, None if kind == "any" else kind
+        )
+        for kind in meshes
+    ]
     notes += [
         *of_links,
         f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_size} (--node-bandwidth, --node-size): "
@@ -96,7 +109,7 @@ def scaling(
     ]
     output.emit([scaling_table(simulated, chosen, precision, cluster, time, notes)])
     if plot is not None:
-        plot_scaling(simulated, chosen, precision, cluster, time, checkpoint, plot)
+        plot_scaling(simulated[meshes.index("any")], chosen, precision, cluster, time, checkpoint, plot)
 
 
 def _device_time(

@@ -51,25 +51,36 @@ def simulate_scaling(
     cluster: Cluster,
     device: DeviceTime,
     checkpointing: str,
+    dimension: str | None = None,
 ) -> Simulated:
     """The fastest mesh for each number of devices.
 
     Args:
         scalings: ``strong`` with the batch of all devices, ``weak`` with that of each.
+        dimension: ``ddp``, ``fsdp`` or ``tp``, for meshes with all devices in that one.
     """
     found: dict[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None] = {}
     for scaling, batch in scalings.items():
         for count in devices:
             whole = replace(size, batch_size=batch * count if scaling == "weak" else batch)
-            found[scaling, count] = fastest(count, whole, precision, cluster, device, checkpointing)
+            found[scaling, count] = fastest(count, whole, precision, cluster, device, checkpointing, dimension)
     return found
 
 
 def scaling_table(
-    simulated: Simulated, size: ModelSize, precision: str, cluster: Cluster, device: DeviceTime, notes: Sequence[str]
+    simulated: Sequence[Simulated],
+    size: ModelSize,
+    precision: str,
+    cluster: Cluster,
+    device: DeviceTime,
+    notes: Sequence[str],
 ) -> Table:
-    """A row for each kind of scaling and number of devices."""
-    rows = [_row(scaling, count, found, size, cluster, device) for (scaling, count), found in simulated.items()]
+    """A row for each kind of mesh, kind of scaling and number of devices."""
+    rows = [
+        _row(scaling, count, found, size, cluster, device)
+        for of_meshes in simulated
+        for (scaling, count), found in of_meshes.items()
+    ]
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}, {precision}"
     return Table("scaling", title, _COLUMNS, rows, notes)
