@@ -10,6 +10,7 @@ from cs336sys.experiments import bench
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.summary import timeline_peaks
 from cs336sys.experiments.models import build_compared_model
+from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
@@ -53,6 +54,13 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
     assert wrong.status == "wrong"
     assert difference.parameter == "the copy of layers.0.ffn.w1.weight"
     assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
+
+
+def test_our_adamw_is_not_compared_with_the_packages(monkeypatch):
+    """Which is anybody's: the course's own adds eps to the second moment before the bias of either is corrected."""
+    monkeypatch.setattr("cs336sys.experiments.optimizers.OPTIMIZER_CLASSES", {"fused": OPTIMIZER_CLASSES["fused"]})
+    _, wrong = bench.check_training(workload(precision="fp32"), DEVICE, silent)
+    assert wrong is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,7 @@ def test_without_triton(settings, what, monkeypatch):
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
 def test_every_state_is_compared_with_a_plain_model(state_dtype):
     plain = plainly_trained(workload(state_dtype=state_dtype, compile="block"))
-    assert (plain.kernels, plain.optimizer, plain.state_dtype, plain.compile) == ("reference", "course", "fp32", "off")
+    assert (plain.kernels, plain.optimizer, plain.state_dtype, plain.compile) == ("reference", "fused", "fp32", "off")
     started = dict(build_compared_model(workload(state_dtype=state_dtype), DEVICE).named_parameters())
     in_bf16 = [name for name, weight in started.items() if weight.dim() > 1 and torch.equal(weight, weight.bfloat16())]
     assert len(in_bf16) == (7 if state_dtype == "split" else 0)
