@@ -2,6 +2,8 @@
 
 import pytest
 
+from cs336sys.parallel.ranks import launch
+
 # Else its assertions, outside a test file, would not say what differs.
 pytest.register_assert_rewrite("same_tensors")
 
@@ -9,3 +11,9 @@ pytest.register_assert_rewrite("same_tensors")
 @pytest.fixture(autouse=True)
 def limits(time_limit, one_thread_a_rank):
     pass
+
+
+@pytest.fixture
+def two_gpus():
+    """Ranks on two GPUs, started once for all tests of a process, and again after a failure."""
+    return launch.kept(2, backend="nccl")

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel import collectives
-from cs336sys.parallel.ranks import launch
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -72,8 +71,8 @@ def test_process_group_is_asked_for():
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operations_on_two_gpus(dtype):
-    results = launch.run(collectives_ranks.operations, dtype, world_size=2, backend="nccl")
+def test_operations_on_two_gpus(two_gpus, dtype):
+    results = two_gpus.run(collectives_ranks.operations, dtype)
     assert results == [expected_operations(rank, 2) for rank in range(2)]
 
 

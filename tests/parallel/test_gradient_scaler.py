@@ -7,7 +7,6 @@ from same_tensors import assert_same
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.gradient_scaler import ShardedGradScaler
-from cs336sys.parallel.ranks import launch
 
 # Settings of AdamW; whether gradients are unscaled first and clipped, by one optimizer, or there are two.
 CASES = [({"lr": 0.5}, False), ({"lr": 0.5, "fused": True}, False), ({"lr": 0.5}, True)]
@@ -53,6 +52,5 @@ def test_scaler_without_a_process_group_is_refused_unless_it_is_off():
 
 
 @pytest.mark.multigpu
-def test_overflow_on_one_of_two_gpus():
-    with launch.start(2, backend="nccl") as ranks:
-        assert_like_one_process(ranks.run(gradient_scaler_ranks.train_all, CASES), "cuda")
+def test_overflow_on_one_of_two_gpus(two_gpus):
+    assert_like_one_process(two_gpus.run(gradient_scaler_ranks.train_all, CASES), "cuda")

@@ -87,7 +87,7 @@ def test_a_rank_that_dies_is_named():
 
 
 @pytest.mark.multigpu
-def test_attention_on_gpus_is_that_of_the_whole_sequence():
+def test_attention_on_gpus_is_that_of_the_whole_sequence(two_gpus):
     """Triton's and Hopper's kernels, an odd length, and grouped heads."""
     from cs336sys.experiments.parallel.context_strategies import KernelBlocks
 
@@ -96,15 +96,15 @@ def test_attention_on_gpus_is_that_of_the_whole_sequence():
         for length, key_value_heads, head_dim in ((2048, 8, 64), (2048, 8, 128), (1023, 8, 80), (515, 2, 64))
         for layout in LAYOUTS
     ]
-    for of_rank in launch.run(context_ranks.differences, cases, world_size=2, backend="nccl"):
+    for of_rank in two_gpus.run(context_ranks.differences, cases):
         for case, difference in zip(cases, of_rank, strict=True):
             assert difference < 2e-2, case
 
 
 @pytest.mark.multigpu
-def test_training_on_gpus_has_loss_and_every_gradient_of_one_process():
+def test_training_on_gpus_has_loss_and_every_gradient_of_one_process(two_gpus):
     cases = [("ring", 37, 2), ("all-to-all", 40, 2)]
-    for of_rank in launch.run(context_ranks.train_all, cases, world_size=2, backend="nccl"):
+    for of_rank in two_gpus.run(context_ranks.train_all, cases):
         for loss, evaluated, expected, gradients in of_rank:
             assert loss == pytest.approx(expected, rel=1e-5)
             assert evaluated == pytest.approx(expected, rel=1e-5)

@@ -6,8 +6,6 @@ import torch
 from ddp_modes import EVERY_MODE
 from same_tensors import assert_same, dict_of
 
-from cs336sys.parallel.ranks import launch
-
 
 def means(results):
     """Mean over ranks of dictionaries of tensors."""
@@ -123,15 +121,13 @@ def test_gradient_penalty_is_that_of_one_process_and_gradients_in_a_graph_are_re
 
 
 @pytest.mark.multigpu
-def test_gradient_penalty_on_two_gpus():
-    assert_penalties_are_right_or_refused(
-        launch.run(ddp_gradients_ranks.gradient_penalty, world_size=2, backend="nccl")
-    )
+def test_gradient_penalty_on_two_gpus(two_gpus):
+    assert_penalties_are_right_or_refused(two_gpus.run(ddp_gradients_ranks.gradient_penalty))
 
 
 @pytest.mark.multigpu
-def test_parameter_without_gradient_on_two_gpus():
-    for result in launch.run(ddp_gradients_ranks.unused_on_some_ranks, world_size=2, backend="nccl"):
+def test_parameter_without_gradient_on_two_gpus(two_gpus):
+    for result in two_gpus.run(ddp_gradients_ranks.unused_on_some_ranks):
         for mode in EVERY_MODE:
             on_all, on_first, on_none = result[mode]
             assert_same(on_first, dict_of(used=18.0, sometimes=6.0, never=None))

@@ -7,8 +7,6 @@ import torch
 from ddp_modes import EVERY_MODE
 from same_tensors import assert_same
 
-from cs336sys.parallel.ranks import launch
-
 
 def test_launch_order_is_the_same_when_gradients_become_ready_in_another(ranks):
     """A hook that launches at once would add one branch's gradient to another's without an error."""
@@ -51,10 +49,9 @@ def test_launches_overlap_the_backward_pass_where_they_should(ranks):
 
 
 @pytest.mark.multigpu
-def test_delays_change_nothing_on_two_gpus():
-    with launch.start(2, backend="nccl") as ranks:
-        expected = ranks.run(ddp_training_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
-        for seed in range(5):
-            for result in ranks.run(ddp_order_ranks.train_with_delays, seed):
-                for mode in EVERY_MODE:
-                    assert_same(result[mode], expected[mode])
+def test_delays_change_nothing_on_two_gpus(two_gpus):
+    expected = two_gpus.run(ddp_training_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
+    for seed in range(5):
+        for result in two_gpus.run(ddp_order_ranks.train_with_delays, seed):
+            for mode in EVERY_MODE:
+                assert_same(result[mode], expected[mode])

@@ -49,8 +49,8 @@ def test_mean_of_integer_gradients_is_exact(ranks, world_size):
 
 
 @pytest.mark.multigpu
-def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus():
-    for result in launch.run(ddp_training_ranks.train_all, [*MODES, *TORCH_MODES], world_size=2, backend="nccl"):
+def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus(two_gpus):
+    for result in two_gpus.run(ddp_training_ranks.train_all, [*MODES, *TORCH_MODES]):
         for weights in result.values():
             assert_same(weights, result["torch"])
 

@@ -8,7 +8,15 @@ import torch
 from same_tensors import assert_same
 
 from cs336sys.accounting.sharding import fsdp
+from cs336sys.parallel.ranks import launch
 from cs336sys.sizes import ModelSize
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    """Ranks of their own: memory is counted to the last tensor."""
+    with launch.start(2, backend="nccl") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

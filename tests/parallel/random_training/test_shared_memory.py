@@ -5,8 +5,6 @@ import shared_memory_ranks
 import torch
 from shared_memory_ranks import WRAPPERS
 
-from cs336sys.parallel.ranks import launch
-
 KINDS = ["embedding", "sum of views"]
 HOWS = ["frozen unit", "unit without gradients", "vectors alone"]
 
@@ -41,8 +39,8 @@ def test_fsdp_averages_replicated_gradients_whatever_the_backward_pass_went_thro
 
 
 @pytest.mark.multigpu
-def test_gradients_are_the_mean_on_two_gpus():
-    for errors in launch.run(shared_memory_ranks.on_gpus, KINDS, HOWS, world_size=2, backend="nccl"):
+def test_gradients_are_the_mean_on_two_gpus(two_gpus):
+    for errors in two_gpus.run(shared_memory_ranks.on_gpus, KINDS, HOWS):
         assert max(errors.values()) < 1e-12, errors
 
 

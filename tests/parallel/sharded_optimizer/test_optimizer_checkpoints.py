@@ -161,19 +161,17 @@ def test_training_of_channels_last_weights_goes_on_on_a_gpu():
 
 @pytest.mark.multigpu
 @each_mode
-def test_training_of_channels_last_weights_goes_on_on_two_gpus(mode):
-    with launch.start(2, backend="nccl") as ranks:
-        assert_strides_survive(ranks, mode, "cuda")
+def test_training_of_channels_last_weights_goes_on_on_two_gpus(two_gpus, mode):
+    assert_strides_survive(two_gpus, mode, "cuda")
 
 
 @pytest.mark.multigpu
 @each_mode
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
-def test_state_goes_through_the_first_rank_on_two_gpus(mode, name):
-    with launch.start(2, backend="nccl") as ranks:
-        run = optimizer_checkpoints_ranks.train_and_save
-        through = ranks.run(run, mode, torch.float32, None, None, range(6), name)
-        saved = ranks.run(run, mode, torch.float32, None, None, range(3), name)
-        resumed = ranks.run(run, mode, torch.float32, saved[0][1], saved[0][2], range(3, 6), name)
-        for rank in range(2):
-            assert through[rank][0] == saved[rank][0] + resumed[rank][0]
+def test_state_goes_through_the_first_rank_on_two_gpus(two_gpus, mode, name):
+    run = optimizer_checkpoints_ranks.train_and_save
+    through = two_gpus.run(run, mode, torch.float32, None, None, range(6), name)
+    saved = two_gpus.run(run, mode, torch.float32, None, None, range(3), name)
+    resumed = two_gpus.run(run, mode, torch.float32, saved[0][1], saved[0][2], range(3, 6), name)
+    for rank in range(2):
+        assert through[rank][0] == saved[rank][0] + resumed[rank][0]

@@ -7,8 +7,6 @@ import torch
 from optimizer_models import MODES
 from same_tensors import assert_same
 
-from cs336sys.parallel.ranks import launch
-
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -95,10 +93,9 @@ def test_gradients_ready_in_another_order_on_each_rank(ranks):
 
 
 @pytest.mark.multigpu
-def test_delays_change_nothing_on_two_gpus():
-    with launch.start(2, backend="nccl") as ranks:
-        expected = ranks.run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float32, 3)[0]
-        for seed in range(5):
-            for result in ranks.run(optimizer_order_ranks.train_with_delays, seed, ["AdamW"]):
-                for case, weights in result.items():
-                    assert_same(weights, expected[case])
+def test_delays_change_nothing_on_two_gpus(two_gpus):
+    expected = two_gpus.run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float32, 3)[0]
+    for seed in range(5):
+        for result in two_gpus.run(optimizer_order_ranks.train_with_delays, seed, ["AdamW"]):
+            for case, weights in result.items():
+                assert_same(weights, expected[case])

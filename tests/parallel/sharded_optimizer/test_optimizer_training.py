@@ -126,12 +126,11 @@ def test_parameters_that_are_not_contiguous(ranks, mode):
 
 
 @pytest.mark.multigpu
-def test_both_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus():
-    with launch.start(2, backend="nccl") as ranks:
-        expected = ranks.run(optimizer_training_ranks.torch_zero, 4)[0]
-        for result in ranks.run(optimizer_training_ranks.train_all, ["AdamW"]):
-            for weights in result.values():
-                assert_same(weights, expected)
+def test_both_modes_and_torch_train_to_bitwise_equal_weights_on_two_gpus(two_gpus):
+    expected = two_gpus.run(optimizer_training_ranks.torch_zero, 4)[0]
+    for result in two_gpus.run(optimizer_training_ranks.train_all, ["AdamW"]):
+        for weights in result.values():
+            assert_same(weights, expected)
 
 
 @pytest.mark.gpu
