@@ -109,10 +109,10 @@ def report(
     given = [*source, *(files or [])]
     if not run and not given:
         raise UsageError("give results with --from, or measure them with --run")
-    # Files that cannot be read are found out before an hour of measuring.
-    read_sources(source_files(given))
     failed: list[str] = []
     if run:
+        # Files that cannot be read are found out before an hour of measuring.
+        read_sources(source_files(given))
         into = folder or Path(f"report-{year}")
         check_writable(into / "results", "--folder")
         say(render([plan_table(plan, target)], "table").rstrip())

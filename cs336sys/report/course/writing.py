@@ -217,7 +217,7 @@ def to_typst(document: Document, draw: DrawnPicture) -> str:
 
 
 _STYLE = """
-nav ol { columns: 20em; } h2 small { display: block; font-weight: normal; }
+nav ol { columns: 26em; } h2 small { display: block; font-weight: normal; }
 h4 { margin: 1.2em 0 0.3em; font-weight: 600; }
 pre { white-space: pre-wrap; margin: 0.4em 0; } .machine { font-weight: 600; margin: 1em 0 0; break-after: avoid; }
 code { overflow-wrap: anywhere; } .absent { border-left: 3px solid #c60; padding-left: 0.6em; }
