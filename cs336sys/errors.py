@@ -51,10 +51,15 @@ class Terminated(KeyboardInterrupt):
 
 def choose_from(value: str, names: Collection[str]) -> str:
     """What to tell about a value that is none of the names: ``choose from fp32, bf16; did you mean bf16?``"""
+    return f"choose from {', '.join(names)}{did_you_mean(value, names)}"
+
+
+def did_you_mean(value: str, names: Collection[str]) -> str:
+    """``; did you mean bf16?``, or nothing if no name is near."""
     import difflib
 
     nearest = difflib.get_close_matches(value.lower(), names, n=1)
-    return f"choose from {', '.join(names)}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def a_value(value: object) -> str:

@@ -17,6 +17,7 @@ from cs336sys.errors import (
     ReaderLeft,
     Terminated,
     UsageError,
+    did_you_mean,
 )
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import writing_stdout
@@ -49,10 +50,17 @@ def exit_code_of(run: Callable[[], Any]) -> int:
             # Its message is the help, unless rich has printed that already.
             typer.echo(message or None, err=True, nl=bool(message))
         else:
-            say(f"error: {message[:1].lower()}{message[1:].rstrip('.')}")
+            say(f"error: {_in_our_words(error) or message[:1].lower() + message[1:].rstrip('.')}")
         return getattr(error, "exit_code", 1)
     # Without typer's own endings it returns the code of a typer.Exit.
     return code if isinstance(code, int) else 0
+
+
+def _in_our_words(error: Any) -> str | None:
+    """What typer says of an option that does not exist, with the nearest as elsewhere; None of other errors."""
+    if type(error).__name__ != "NoSuchOption":
+        return None
+    return f"no such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or [])}"
 
 
 def interruption_code(interrupt: KeyboardInterrupt) -> int:
