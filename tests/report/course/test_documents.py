@@ -1,6 +1,7 @@
 """The write-ups: every problem is there, sentences follow the numbers, machines stay apart."""
 
 import html.parser
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,21 @@ def test_the_saved_results_answer_without_a_fault_and_pages_hold_every_problem(y
     for text in (to_markdown(written, lambda picture: None), to_latex(written, lambda _: None)):
         assert all(name in text.replace(r"\_\allowbreak{}", "_") for name in ASKED[year])
     assert to_typst(written, lambda picture: None).count("\n== ") == len(PROBLEMS[year])
+
+
+@pytest.mark.parametrize("year", [2025, 2026])
+def test_the_page_of_the_course_names_every_part_in_order_and_commands_that_were_run(year, everything):
+    text = (RESULTS.parent / "course.md").read_text().split(f"\n## {year}\n")[1].split("\n## ")[0]
+    rows = re.findall(rf"^\| \[(\w+)\]\(results/report-{year}\.html#\1\)([^|]*)\|([^|]*)\|", text, re.MULTILINE)
+    letters = {name: "" for name, _, _ in rows}
+    for name, parts, answered_by in rows:
+        letters[name] += "".join(re.findall(r"\((\w)\)", parts.strip() or answered_by))
+    asked = {problem.name: "".join(part.letter for part in problem.parts) for problem in PROBLEMS[year]}
+    assert list(letters.items()) == list(asked.items())
+    measured = {command_line(run) for results in everything for run in results.runs.values()}
+    named = {line for _, _, cell in rows for line in re.findall(r"`(cs336sys [^`]+)`", cell)}
+    arithmetic = {line for line in named if line.startswith("cs336sys account ") or line.endswith(" --help")}
+    assert named - arithmetic <= measured
 
 
 class _Page(html.parser.HTMLParser):
