@@ -51,10 +51,8 @@ def allreduce(
     steps: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,
     device: DeviceOption = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth to this picture file.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with the memory of their tensors and run nothing.")
-    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and memory of tensors alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -30,9 +30,7 @@ def attn(
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     warmup: Annotated[int, typer.Option(help="Warm-up passes.", min=0)] = 10,
     steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw time and memory over the context to this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and memory over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),

@@ -52,7 +52,7 @@ def ddp(
         list[str],
         typer.Option(
             "--gradient-dtype",
-            help=f"What gradients are sent in: {', '.join(PRECISIONS)}.",
+            help=f"Gradients are sent in {', '.join(PRECISIONS)}.",
             autocompletion=among(PRECISIONS),
         ),
     ] = ["fp32"],
@@ -64,17 +64,13 @@ def ddp(
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the timelines of computing and communication to this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw timelines of computing and communication.")] = None,
     plot_buckets: Annotated[
-        Path | None, typer.Option("--plot-buckets", help="Draw bucket sizes and the model of their overhead to this.")
+        Path | None, typer.Option("--plot-buckets", help="Draw bucket sizes and their model.")
     ] = None,
     plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with the memory of their state and run nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and memory of state alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -61,7 +61,7 @@ def flash(
     rounds: Annotated[
         int, typer.Option(help="Times to go through a shape's implementations, samples pooled.", min=1)
     ] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context to this picture file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),

@@ -48,7 +48,7 @@ def kernels(
     baseline: BaselineOption = None,
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
     repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate to this picture file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),

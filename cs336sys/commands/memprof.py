@@ -26,12 +26,12 @@ CheckpointOption = Annotated[
         autocompletion=among(("none", "block", "every=", "sublayer", "attention", "ffn", "nested")),
     ),
 ]
-TopOption = Annotated[int, typer.Option("--top", help="How many of the largest allocations to show.")]
+TopOption = Annotated[int, typer.Option("--top", help="Largest allocations shown.")]
 SnapshotOption = Annotated[
     Path | None,
     typer.Option(
         "--snapshot",
-        help="Write each cell's timeline (.png, .svg), page (.html) and memory snapshot (.pickle) to this directory.",
+        help="Write timelines, pages and snapshots to this folder.",
         show_default=False,
     ),
 ]
@@ -45,9 +45,7 @@ def memprof(
     checkpoint: CheckpointOption = ["none"],
     top: TopOption = 5,
     snapshot: SnapshotOption = None,
-    predict: Annotated[
-        bool, typer.Option("--predict/--no-predict", help="Also predict each cell on fake tensors.")
-    ] = True,
+    predict: Annotated[bool, typer.Option("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
     steps: options.StepsOptions = options.StepsOptions(warmup=["1"], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,

@@ -32,7 +32,7 @@ def nsys(
     ctx: typer.Context,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Read this report instead: .nsys-rep, .sqlite, or a trace of torch.profiler."),
+        typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json."),
     ] = None,
     range_names: Annotated[
         list[str],
@@ -42,7 +42,7 @@ def nsys(
     mode: options.ModeOption = "train",
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
-        bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare them phase by phase.")
+        bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare phases.")
     ] = False,
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=5),
@@ -50,18 +50,14 @@ def nsys(
     profiler: Annotated[
         list[str],
         typer.Option(
-            help="nsys, torch (torch.profiler), or auto: nsys on a GPU where it is installed.",
+            help="nsys, torch; auto: nsys if it is there.",
             autocompletion=among(PROFILERS),
         ),
     ] = ["auto"],
-    keep: Annotated[
-        Path | None, typer.Option(help="Keep the profiler's files in this folder: for nsys-ui, for ui.perfetto.dev.")
-    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the profiler's files in this folder.")] = None,
     top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw what share of each phase each kind of kernel takes to this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw shares of kinds of kernels.")] = None,
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),

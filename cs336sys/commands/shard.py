@@ -49,34 +49,32 @@ def shard(
             show_default=False,
         ),
     ] = [",".join(SHARDING_STRATEGIES)],
-    prefetch: Annotated[
-        list[str], typer.Option("--prefetch", help="For fsdp: how many blocks to gather ahead of use.")
-    ] = ["1"],
+    prefetch: Annotated[list[str], typer.Option("--prefetch", help="For fsdp: blocks gathered ahead of use.")] = ["1"],
     keep_gathered: Annotated[
         list[str],
         typer.Option(
             "--keep-gathered",
-            help="For fsdp: how many of the last blocks stay gathered between forward and backward pass.",
+            help="For fsdp: last blocks that stay gathered.",
         ),
     ] = ["0"],
     checkpoint: Annotated[
         list[str],
         typer.Option(
             "--checkpoint",
-            help="none; block: only inputs are kept; keep=N: N blocks keep gate and up; auto: as many as fit.",
+            help="none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
             autocompletion=among((*BLOCK_CHECKPOINTING, "auto")),
         ),
     ] = ["none"],
     memory_limit: Annotated[
-        str, typer.Option("--memory-limit", help="For --checkpoint auto: what a rank may hold, 130GiB or 140GB.")
+        str, typer.Option("--memory-limit", help="For --checkpoint auto: 130GiB or 140GB.")
     ] = "130GiB",
     board: Annotated[
         bool,
-        typer.Option("--board", help="The step of the 2026 handout's leaderboard, by the fastest parts there are."),
+        typer.Option("--board", help="The leaderboard's step, by the fastest parts."),
     ] = False,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Ranks in two dimensions, of which tp share layers, or cp sequences: fsdp=2,tp=2."),
+        typer.Option(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences."),
     ] = None,
     world_size: WorldSizeOption = [],
     backend: BackendOption = "auto",
@@ -88,14 +86,10 @@ def shard(
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw what a rank's memory holds at four moments to this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a rank's memory at four moments.")] = None,
     plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the cells with the predicted memory of a rank and run nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

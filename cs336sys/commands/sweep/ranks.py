@@ -53,32 +53,28 @@ if TYPE_CHECKING:
 
 WorldSizeOption = Annotated[
     list[str],
-    typer.Option("--world-size", help="Numbers of ranks. Default: 2, under torchrun its own.", show_default=False),
+    typer.Option("--world-size", help="Numbers of ranks. Default: 2, or torchrun's.", show_default=False),
 ]
 
 BackendOption = Annotated[
-    str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: NCCL on GPUs, Gloo on CPUs.", autocompletion=among(BACKENDS))
+    str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: by device.", autocompletion=among(BACKENDS))
 ]
 
 PlotScalingOption = Annotated[
     Path | None,
-    typer.Option("--plot-scaling", help="Draw tokens/s, exposed communication and memory over the ranks."),
+    typer.Option("--plot-scaling", help="Draw speed and memory over the ranks."),
 ]
-HighPriorityOption = Annotated[
-    bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others that wait for the GPU.")
-]
+HighPriorityOption = Annotated[bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others.")]
 
-TraceOption = Annotated[
-    Path | None, typer.Option(help="Keep a Chrome trace of one step of rank 0, for each cell, in this folder.")
-]
+TraceOption = Annotated[Path | None, typer.Option(help="Keep a Chrome trace of each cell in this folder.")]
 
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", help="Seconds that a rank waits for the others.", min=1, max=LONGEST_S)
+    float, typer.Option("--timeout", help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)
 ]
 
 CheckLayersOption = Annotated[
     int | None,
-    typer.Option("--check-layers", help="Check weights of a model of so many blocks at most. Default: all that fit."),
+    typer.Option("--check-layers", help="Blocks of the check, at most. Default: all."),
 ]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
