@@ -282,6 +282,19 @@ def test_a_compiled_model_is_compared_with_the_vanilla_model_of_its_own_run():
     assert "each block" not in text
 
 
+def test_a_half_precision_is_compared_with_the_fp32_of_its_own_run():
+    """Another run, with more cells, has fp32, too."""
+    (file,) = saved("bench-h200")
+    full = next(cell for cell in file.cells if cell.configuration["size"] == "small")
+    assert full.configuration["precision"] == "fp32"
+    half = replace(full, configuration=full.configuration | {"precision": "fp16"}, run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    other = Results(runs, (replace(scaled(full, 4), run_id="b"), half))
+    text = words(answers(2025, [file, other], "benchmarking_mixed_precision", "c"))
+    assert "The forward pass in fp16 against fp32: small 76.34 ms to 19.09 ms (4x as fast)." in text
+    assert "The forward pass in bf16 against fp32: small 19.09 ms to 12.85 ms (1.49x as fast)" in text
+
+
 def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():
     def peaks(**gib):
         cells = [cell for cell in files[0].cells if cell.configuration["checkpointing"] == "block"]

@@ -104,19 +104,19 @@ def precision_commands(target: Target) -> list[Command]:
 
 
 def by_size(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = evidence.find(
-        "bench",
-        {"size": handout.sizes, "context": (512,), "batch_size": (4,), "warmup": (5,)},
-        precision=("fp32", "bf16", "fp16"),
-        **PLAIN,
-    )
-    rows, sentences = [], []
-    for group in found:
-        rows += _pairs(group)
-    if not rows:
+    wanted = {"size": handout.sizes, "context": (512,), "batch_size": (4,), "warmup": (5,)}
+    settings = {"precision": ("fp32", "bf16", "fp16"), **PLAIN}
+    # A half precision is compared with the fp32 of its own run, which another run may have measured, too.
+    pairs: dict[tuple[str, str], tuple[dict, Found]] = {}
+    for group in evidence.find_each("bench", wanted, **settings):
+        for row in _pairs(group):
+            pairs.setdefault((row["size"], row["precision"]), (row, group))
+    if not pairs:
         return None
-    rows.sort(key=lambda row: row["flops"])
-    for precision in dict.fromkeys(row["precision"] for row in rows):
+    sentences = []
+    rows = sorted((row for row, _ in pairs.values()), key=lambda row: (row["flops"], row["precision"]))
+    found = evidence.find("bench", wanted, **settings)
+    for precision in sorted({row["precision"] for row in rows}):
         of_precision = [row for row in rows if row["precision"] == precision]
         for phase in ("forward", "backward"):
             ratios = [row[f"{phase}_speedup"] for row in of_precision]
@@ -157,7 +157,8 @@ def by_size(evidence: Evidence, handout: Handout) -> Answer | None:
     there = {row["size"] for row in rows} | {cell.configuration["size"] for cell in every if cell.status != "ok"}
     missing = [f"{handout.called(size)} in fp32 and bf16" for size in handout.sizes if size not in there]
     title = "full against mixed precision, medians of the same run"
-    return Answer(sentences, plain_table("precisions", title, columns, rows), {}, runs_of(found), missing)
+    groups = [group for _, group in pairs.values()] + [group for group in found if not group.measured]
+    return Answer(sentences, plain_table("precisions", title, columns, rows), {}, runs_of(groups), missing)
 
 
 def _those(names: list[str]) -> str:
