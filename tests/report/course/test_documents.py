@@ -295,6 +295,28 @@ def test_a_half_precision_is_compared_with_the_fp32_of_its_own_run():
     assert "The forward pass in bf16 against fp32: small 19.09 ms to 12.85 ms (1.49x as fast)" in text
 
 
+def test_what_ranks_hold_in_their_first_step_is_preferred_to_what_a_run_of_more_strategies_recorded_later():
+    (file,) = saved("shard-2.7b-h200")
+    plain, sharded = (
+        next(cell for cell in file.cells if cell.configuration["strategy"] == strategy)
+        for strategy in ("none", "optimizer")
+    )
+
+    def in_first_step(cell):
+        first = cell.derived["memory"][0] | {"moment": "before the first optimizer step", "gradients": 3 * 2**30}
+        derived = cell.derived | {"memory": [*cell.derived["memory"], first]}
+        return replace(cell, configuration=cell.configuration | {"attention": "reference"}, derived=derived, run_id="b")
+
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    other = Results(runs, (in_first_step(plain), in_first_step(sharded)))
+    name = "optimizer_state_sharding_accounting"
+    (without,) = answers(2026, [file], name, "a")
+    (with_first,) = answers(2026, [file, other], name, "a")
+    assert any("moments of the first step" in one for one in without.missing)
+    assert with_first.missing == []
+    assert "15.75 GiB directly before the first optimizer step" in words([with_first])
+
+
 def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():
     def peaks(**gib):
         cells = [cell for cell in files[0].cells if cell.configuration["checkpointing"] == "block"]

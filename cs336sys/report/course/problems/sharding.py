@@ -53,6 +53,8 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     found = [group for group in _found(evidence, handout, *_STRATEGIES) if len(_by_strategy(group)) > 1]
     if not found:
         return None
+    # Asked are the moments of the first step, which earlier versions did not record.
+    found.sort(key=lambda group: not _has_first_step(group))
     groups = _by_precision(found[:1]) or found[:1]
     sentences = [f"Setup: {setup_words(found[0], handout)}."]
     rows: list[dict] = []
@@ -68,12 +70,15 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     )
     tables = plain_table("memory", "memory of the rank that holds most", columns, rows)
     shown = [cell for group in groups for cell in group.measured]
-    recorded = {held.moment for cell in shown for held in memory_of(cell)["measured"]}
     missing = other_size(groups[0], handout)
-    if not any("first" in moment for moment in recorded):
+    if not _has_first_step(groups[0]):
         missing.append("the moments of the first step; those here are of the second, when AdamW's state is there")
     picture = Found(groups[0].invocation, shown)
     return Answer(sentences, tables, picture.pictures("memory"), runs_of(groups), missing)
+
+
+def _has_first_step(group: Found) -> bool:
+    return any("first" in held["moment"] for cell in group.measured for held in cell.derived["memory"])
 
 
 def _held_words(cells: dict[str, Cell], precision: str, rows: list[dict], where: str) -> list[str]:
