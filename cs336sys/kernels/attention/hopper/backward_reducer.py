@@ -129,6 +129,14 @@ def _consumer(
 
 
 @gluon.jit
+def _in_register_order(grad_query):
+    """(64, D) as (D / 2, 128), the order of ``convert.py``: a thread stores its numbers 16 bytes at a time."""
+    COLUMNS: gl.constexpr = grad_query.shape[1]
+    fours = grad_query.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return fours.reshape([COLUMNS // 2, 2 * ROWS])
+
+
+@gluon.jit
 def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
     """dQ of every tile of queries for the 128 keys."""
     key, grad_query_sum = tensors[1], tensors[5]
@@ -144,7 +152,7 @@ def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
         use = tile - first
         buffer = use % 2
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
-        row = sequence * padded_queries + tile * ROWS
+        row = (sequence * padded_queries // ROWS + tile) * (HEAD_DIM // 2)
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer).permute([1, 0]),
             key_tiles.index(0),
@@ -163,7 +171,7 @@ def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
         # The reduction before must have read what this one overwrites.
         store_wait(0)
         thread_barrier()
-        grad_query_tile.store(grad_query)
+        grad_query_tile.store(_in_register_order(grad_query))
         fence_async_shared()
         thread_barrier()
         tma_reduce_add(grad_query_sum, [row, 0], grad_query_tile)
@@ -204,7 +212,8 @@ def reducer_backward_kernel(
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel`` writes them,
-    grad_query_sum (sequences * padded_queries, HEAD_DIM) in float32, the others (batch, head, row, element).
+    grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others (batch, head, row,
+    element).
     """
     gl.static_assert(STAGES >= 2, "the scores of a tile are computed while the tile before it is in use")
     dtype: gl.constexpr = query.dtype
@@ -216,8 +225,8 @@ def reducer_backward_kernel(
     # Two buffers of two warpgroups' tiles.
     grad_scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], grad_scores_layout)
-    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], gl.float32)
-    grad_query_tile = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM], grad_query_layout)
+    grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    grad_query_tile = gl.allocate_shared_memory(gl.float32, [HEAD_DIM // 2, 2 * ROWS], grad_query_layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)

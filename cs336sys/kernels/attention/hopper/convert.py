@@ -3,7 +3,7 @@
 A warpgroup's tile of 64 queries and N columns of dQ is the result of a matrix product. For every 8 columns lane l of
 warp w holds four numbers, in registers in a row: two neighbours in row 16 w + l // 4, and the two 8 rows below. They
 lie in memory as they come, the four of each lane, lane after lane, warp after warp, 8 columns after 8 columns: so a
-thread adds them by one instruction. The order is put right here.
+thread adds or stores them by one instruction. The order is put right here.
 
 Source: PTX ISA, register fragments of wgmma.mma_async.m64nNk16, accumulator D.
 """

@@ -47,14 +47,24 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 class GluonDescriptors(Descriptors):
     """TMA descriptors that also know how their tile lies in shared memory: swizzled by the bytes of a row, at most 128.
 
-    So the tensor cores read 16-bit operands, and float32 sums of dQ have no bank conflicts; one row lies as it is.
+    So the tensor cores read 16-bit operands; one row lies as it is, and what is not ``swizzled``.
     """
 
     descriptor_class = TensorDescriptor
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: list[int], dtype: torch.dtype):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        block_shape: list[int],
+        dtype: torch.dtype,
+        swizzled: bool = True,
+    ):
         super().__init__(shape, strides, block_shape)
-        self._layout = (*self._layout, gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype]))
+        layout = gl.NVMMASharedLayout(0, 8 * dtype.itemsize, len(block_shape))
+        if swizzled:
+            layout = gl.NVMMASharedLayout.get_default_for(block_shape, _GLUON_DTYPES[dtype])
+        self._layout = (*self._layout, layout)
 
 
 def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonDescriptors:
@@ -158,10 +168,10 @@ class HopperBackwardPlan(BackwardPlan):
             GluonDescriptors(statistics, (self._padded_queries, 1), [1, BACKWARD_QUERY_ROWS], torch.float32),
         ]
         if self._settings.kernel == "reducer":
-            sums = (self._problem.num_sequences * self._padded_queries, head_dim)
-            descriptors.append(
-                GluonDescriptors(sums, (head_dim, 1), [BACKWARD_QUERY_ROWS, head_dim], torch.float32),
-            )
+            # What a warpgroup holds in four registers, four numbers of 32 threads, is a row.
+            rows = self._problem.num_sequences * self._padded_queries * head_dim // 128
+            tile = [BACKWARD_QUERY_ROWS * head_dim // 128, 128]
+            descriptors.append(GluonDescriptors((rows, 128), (128, 1), tile, torch.float32, swizzled=False))
         descriptors += (_tile_descriptors(operand, WARPGROUP_ROWS, dtype) for operand in self._grad_operands[1:])
         return descriptors
 
@@ -173,9 +183,6 @@ class HopperBackwardPlan(BackwardPlan):
         return *self._read_by_pass, statistics, *results, "schedule"
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
-        if self._settings.kernel == "reducer":
-            super()._add_convert(sums, rows, key_sums)
-            return
         problem = self._problem
         num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
         convert = Launch(
@@ -188,7 +195,7 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.num_queries,
                 1.0 / math.sqrt(problem.head_dim),
             ),
-            # Each of two warpgroups has the tile of one half of the head dimension.
-            (problem.head_dim, problem.head_dim // 2),
+            # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension.
+            (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2)),
         )
         self._then(convert, sums[0], "grad_query")

@@ -82,7 +82,8 @@ def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
 def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
     """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
-        # 1x16x16384x64: 2.740, without reducer 3.277. 8x16x2048x64: 0.466, 0.544. Full 1x16x16384x64: 5.552, 6.536.
+        # 1x16x16384x64: 2.588; dQ in the order of its rows 2.711. 8x16x2048x64: 0.450, 0.469. Before, without reducer:
+        # 3.277 against 2.740; 0.544, 0.466. Full 1x16x16384x64: 6.536, 5.552.
         # Three stages gained nothing: 2.995 against 2.956 while K and V were still read from shared memory;
         # 1x16x16384x32: 1.927, 1.970.
         return HopperBackwardSettings(num_stages=2, kernel="reducer")
