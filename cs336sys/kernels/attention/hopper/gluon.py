@@ -1,6 +1,7 @@
-"""What the Hopper kernels use of Gluon, under the names of triton 3.6 to 3.9: every difference is here."""
+"""What the Hopper kernels use of Gluon, under the names of triton 3.6 to 3.9, and named barriers, which it has not."""
 
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -8,6 +9,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "named_barrier_arrive",
+    "named_barrier_wait",
     "store_wait",
     "thread_barrier",
     "tma_load",
@@ -36,3 +39,19 @@ else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     # The compiler of 3.6 lowers the instruction, though its Gluon has no function that emits it.
     tma_reduce_add = _reduce_add
+
+
+@gluon.jit
+def named_barrier_arrive(number, threads):
+    """Arrives at one of the multiprocessor's 16 barriers, for so many threads in all, and goes on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def named_barrier_wait(number, threads):
+    """Arrives, and waits until all the threads have."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
+    )

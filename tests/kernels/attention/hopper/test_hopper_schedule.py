@@ -120,12 +120,36 @@ class Barriers:
         return (self._states[kind, *where][0] - 1) % 2 == parity
 
 
+class NamedBarriers:
+    """Barriers of a number of parties. A phase completes when each has arrived, once: nobody may be a phase ahead."""
+
+    def __init__(self, **counts):
+        self._counts = counts
+        self._phases = collections.Counter()
+        self._arrived = collections.defaultdict(set)
+
+    def arrive(self, kind, *where, by):
+        arrived = self._arrived[kind, *where]
+        assert by not in arrived
+        arrived.add(by)
+        if len(arrived) == self._counts[kind]:
+            self._phases[kind, *where] += 1
+            arrived.clear()
+
+    def wait(self, kind, *where, by):
+        phase = self._phases[kind, *where]
+        self.arrive(kind, *where, by=by)
+        while self._phases[kind, *where] == phase:
+            yield
+
+
 def simulate(
     consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False, own_out_tiles=True
 ):
     """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
-    barriers = Barriers(ready=1, free=consumers, query_ready=1, query_free=1, turn=1)
+    barriers = Barriers(ready=1, query_ready=1, query_free=1)
     arrive, passes = barriers.arrive, barriers.passes
+    named = NamedBarriers(free=consumers + 1, turn=2)
     ring = {}
     reads = collections.defaultdict(list)
 
@@ -139,8 +163,8 @@ def simulate(
 
     def load(name, use, content):
         slot = use % stages
-        while not passes("free", name, slot, parity=((use // stages) & 1) ^ 1):
-            yield
+        if use >= stages:
+            yield from named.wait("free", name, slot, by="producer")
         ring[name, slot] = content
         arrive("ready", name, slot)
 
@@ -167,27 +191,31 @@ def simulate(
                 yield
             return ring[name, slot]
 
-        def turn_of(use):
+        def release(name, use):
+            named.arrive("free", name, use % stages, by=me)
+
+        def take_turn():
             if take_turns:
-                while not passes("turn", me, parity=(use & 1) ^ (1 if me == 0 else 0)):
-                    yield
+                yield from named.wait("turn", me, by=me)
 
         def pass_turn():
             if take_turns:
-                arrive("turn", (me + 1) % consumers)
+                named.arrive("turn", (me + 1) % consumers, by=me)
 
+        if me == consumers - 1:
+            pass_turn()
         first_use = 0
         for turn, item_query, sequence in items():
             first_query = item_query + 64 * me
             _, item_end = key_tiles(item_query, rows, num_queries, num_keys, key_rows, is_causal)
             _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
             for use in range(first_use, first_use + item_end - end):
-                yield from turn_of(use)
+                yield from take_turn()
                 pass_turn()
                 yield from read("key", use)
-                arrive("free", "key", use % stages)
+                release("key", use)
                 yield from read("value", use)
-                arrive("free", "value", use % stages)
+                release("value", use)
             while not passes("query_ready", me, parity=turn & 1):
                 yield
             assert ring["query", me] == (sequence, first_query)
@@ -195,7 +223,7 @@ def simulate(
             if end:
                 key = yield from read("key", use)
             for i in range(end):
-                yield from turn_of(use + i)
+                yield from take_turn()
                 if i:
                     value = yield from read("value", use + i - 1)
                     reads[me, sequence, first_query].append(("value", *value))
@@ -205,17 +233,17 @@ def simulate(
                 assert ring["key", (use + i) % stages] == key
                 reads[me, sequence, first_query].append(("key", *key))
                 if not i:
-                    arrive("free", "key", use % stages)
+                    release("key", use)
                 yield
                 if i + 1 < end:
                     next_key = yield from read("key", use + i + 1)
                 if i:
                     assert ring["value", (use + i - 1) % stages] == value
-                    arrive("free", "value", (use + i - 1) % stages)
+                    release("value", use + i - 1)
                     yield
                     # Still there when its scores are needed once more.
                     assert ring["key", (use + i) % stages] == key
-                    arrive("free", "key", (use + i) % stages)
+                    release("key", use + i)
                 if i + 1 < end:
                     key = next_key
             if own_out_tiles or not end:
@@ -223,7 +251,7 @@ def simulate(
             if end:
                 value = yield from read("value", use + end - 1)
                 reads[me, sequence, first_query].append(("value", *value))
-                arrive("free", "value", (use + end - 1) % stages)
+                release("value", use + end - 1)
                 if not own_out_tiles:
                     ring["query", me] = "output"
                     yield
