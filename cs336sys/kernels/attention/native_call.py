@@ -198,8 +198,9 @@ def _build_command() -> list[str]:
     return [str(compiler()), *flags, *includes, str(SOURCE), *libraries]
 
 
-def import_from(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SOURCE.stem, path)
+def import_from(path: str, package: str = "") -> ModuleType:
+    """The module in a file. A process has one of a name, whatever its file: ``package`` in front makes another name."""
+    spec = importlib.util.spec_from_file_location(f"{package}.{SOURCE.stem}".lstrip("."), path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -88,7 +88,10 @@ def native(tmp_path_factory):
     if native_call.compiler() is None:
         pytest.skip("no C++ compiler")
     native_call.Library().wait()
-    return native_call.import_from(shutil.copy(native_call.library_path(), tmp_path_factory.mktemp("native")))
+    copy = shutil.copy(native_call.library_path(), tmp_path_factory.mktemp("native"))
+    module = native_call.import_from(copy, package="tests")
+    assert module is not native_call.import_from(str(native_call.library_path()))
+    return module
 
 
 @pytest.fixture
