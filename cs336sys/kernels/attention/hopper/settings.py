@@ -58,25 +58,30 @@ class HopperBackwardSettings:
 def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
     """The forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
     if problem.head_dim == 16:
-        # 1x16x16384x16: 0.788; taking turns 0.792, two consumers with 256 keys 0.862. Full: 1.550, 1.593, 1.812.
+        # 1x16x16384x16: 0.755; taking turns 0.818. By mbarriers 0.788, 0.792; two consumers with 256 keys 0.862. Full:
+        # 1.550, 1.593, 1.812.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2)
     if problem.head_dim == 32:
-        # 1x16x16384x32: 0.863; not taking turns 0.861, two consumers with 256 keys 1.062. 8x16x2048x32: 0.147, 0.153,
-        # 0.192. Two programs of two consumers a multiprocessor gain 3 % there, lose 9 % at 16384.
+        # 1x16x16384x32: 0.771; not taking turns 0.790. By mbarriers and with maxima 0.863, 0.861, two consumers with
+        # 256 keys 1.062; 8x16x2048x32: 0.147, 0.153, 0.192. Two programs of two consumers a multiprocessor gain 3 %
+        # there, lose 9 % at 16384.
         return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
     if problem.head_dim == 64:
-        # 1x16x16384x64: 0.995; not taking turns 1.018, three stages 0.998. 8x16x2048x64: 0.160, 0.173, 0.158. Full
-        # 1x16x16384x64: 2.020, 2.002, 1.998. While the loop took maxima: 1.127; two consumers 1.258, an item a program
+        # 1x16x16384x64: 0.969; not taking turns 0.969. 8x16x2048x64: 0.156, 0.169. Full 1x16x16384x64: 1.930, 1.880. By
+        # mbarriers: 0.983; 0.159; 1.873. While the loop took maxima: 1.127; two consumers 1.258, an item a program
         # 1.177; 8x16x2048x64: 0.176, 0.187, 0.199.
-        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=True)
+        return HopperForwardSettings(consumers=3, key_rows=128, num_stages=2, take_turns=problem.is_causal)
     if problem.head_dim == 256:
         # The output takes 128 registers of a thread, which leaves none to a third warpgroup; queries and two rings of
-        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 3.079. While the loop took
-        # maxima: 2.913; taking turns 3.248, an item a program 3.246. 8x16x2048x256: 0.434, 0.462, 0.498.
+        # two tiles of 64 keys take 192 KiB, so that longer tiles do not fit. 1x16x16384x256: 2.986; taking turns 3.021,
+        # by mbarriers 3.029. While the loop took maxima: 2.913; taking turns 3.248, an item a program 3.246.
+        # 8x16x2048x256: 0.434, 0.462, 0.498.
         return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
-    # 1x16x16384x128: 1.584; taking turns 1.621. Full: 3.282, 3.210. While the loop took maxima 1x16x16384x128: 1.722;
-    # three consumers with 64 keys 1.813, an item a program 1.749. 8x16x2048x128: 0.253, 0.275, 0.290.
-    return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=not problem.is_causal)
+    # 1x16x16384x128: 1.519; taking turns 1.576. 8x16x2048x128: 0.230, 0.225. Full: 3.066, 3.106. By mbarriers: 1.561;
+    # 0.234; 3.073. While the loop took maxima 1x16x16384x128: 1.722; three consumers with 64 keys 1.813, an item a
+    # program 1.749. 8x16x2048x128: 0.253, 0.275, 0.290.
+    take_turns = problem.is_causal and problem.num_keys <= 2048
+    return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
 def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
@@ -108,18 +113,19 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
         # 0.019; 1x1x16384, 0.6 items a multiprocessor: 0.165, 0.099.
         enough = problem.num_keys > 1024 and load >= 2
     elif problem.head_dim == 256:
-        # Yes: 1x16x16384: 2.913, Triton 4.379; 8x16x2048: 0.434, 0.710; 4x25x512: 0.049, 0.065. No: 1x1x16384, 0.97
-        # items a multiprocessor: 0.342, 0.288.
-        enough = load >= 2
+        # Yes: 1x16x16384: 2.986, Triton 4.379; 4x25x512: 0.0471, 0.0651; 1x16x2048, 1.9 items a multiprocessor: 0.0630,
+        # 0.1270; 2x12x1024, 1.5 items: 0.0361, 0.0501. No: 1x1x16384, 0.97 items: 0.317, 0.292.
+        enough = load >= 1.4
     elif problem.head_dim == 64:
-        # Yes: 1x16x16384: 1.127, Triton 1.242; 8x16x2048: 0.176, 0.197. No: 4x25x512: 0.0179, 0.0157; 1x1x32768, 1.3
-        # items a multiprocessor: 0.423, 0.416. On the border, not yet taking turns, 4x25x1024: 0.0491, 0.0480;
-        # 1x16x4096: 0.0891, 0.0883; 2x12x2048: 0.0369, 0.0367.
-        enough = problem.num_keys > 512 and load >= 2
+        # Yes: 1x16x16384: 0.969, Triton 1.242; 4x25x1024: 0.0519, 0.0543; 1x4x8192, 1.3 items a multiprocessor: 0.0902,
+        # 0.1113; 2x12x1024, 1.1 items: 0.0213, 0.0218. No: 4x25x512: 0.0244, 0.0219; 1x1x16384, 0.65 items: 0.168,
+        # 0.116.
+        enough = problem.num_keys > 512 and load >= 1
     else:
-        # Yes: 1x16x16384: 1.722, Triton 2.151; 4x36x512: 0.0332, 0.0426; 1x1x16384, 0.97 items a multiprocessor: 0.186,
-        # 0.217. No: 1x1x8192: 0.144, 0.093.
-        enough = problem.num_keys >= 512 and load >= 0.9
+        # Yes: 1x16x16384: 1.519, Triton 2.151; 4x25x512: 0.0310, 0.0362; 1x16x2048, 1.9 items a multiprocessor: 0.0391,
+        # 0.0462; 2x12x1024, 1.5 items: 0.0244, 0.0267. No: 1x1x16384, 0.97 items: 0.170, 0.142. As many items of short
+        # sequences, 1x16x1024, were faster when the loop took maxima.
+        enough = problem.num_keys >= 512 and load >= (0.9 if problem.num_keys <= 1024 else 1.4)
     return problem.tma_allowed and enough
 
 
@@ -130,22 +136,22 @@ def hopper_backward_is_faster(problem: Problem) -> bool:
         # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257.
         enough = False
     elif problem.head_dim == 256:
-        # 1x16x16384x256: 13.28, Triton 20.10. Shorter ones are not measured.
-        enough = problem.num_queries >= 2048 and load >= 8
+        # 1x16x16384: 13.28, Triton 20.10; 4x25x512: 0.188, 0.241; 1x16x2048, 3.9 items a multiprocessor: 0.263, 0.373;
+        # 2x12x1024, 2.9 items: 0.131, 0.179; 1x1x16384, 1.9 items: 0.796, 1.530. Fewer are not measured.
+        enough = problem.num_queries >= 512 and load >= 1.9
     elif problem.head_dim == 32:
         # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
         enough = problem.num_queries > 8192 and load >= 4
     elif problem.head_dim == 64:
-        # Yes: 1x16x16384: 2.740, Triton 3.390; 8x16x2048: 0.466, 0.533. The others by the kernel before the reducer,
-        # which took 1.2 times as long on these two. Yes: 1x1x32768 and 1x4x8192, 1.9 items a multiprocessor: 0.817,
-        # 0.861 and 0.217, 0.223; 16x25x512: 0.201, 0.221. Yes for what the reducer saves: 4x25x1024: 0.141, 0.136;
-        # 2x12x2048: 0.111, 0.104; 8x16x512: 0.069, 0.078; 4x25x512: 0.061, 0.064; 4x20x512, 2.4 items: 0.0501, 0.0525.
-        # No: 2x12x1024, 1.5 items: 0.0374, 0.0297; 4x16x512, 1.9: 0.0395, 0.0374.
+        # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
+        # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
+        # 1x1x16384, 0.97 items: 0.302, 0.289. By the kernel before the reducer, 4x20x512, 2.4 items: 0.0501, 0.0525;
+        # 4x16x512, 1.9 items: 0.0395, 0.0374.
         enough = problem.num_queries >= 512 and load >= (1.8 if problem.num_queries > 512 else 2.4)
     else:
-        # Yes: 1x16x16384: 4.986, Triton 6.361; 8x16x2048: 0.828, 0.977; 1x4x8192, 1.9 items a multiprocessor: 0.331,
-        # 0.483; 4x36x512: 0.125, 0.128. No: 1x1x16384, 0.97 items: 0.581, 0.454.
-        enough = problem.num_queries >= 512 and load >= 1.8
+        # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,
+        # 0.477; 2x12x1024, 1.5 items: 0.0592, 0.0851. No: 1x1x16384, 0.97 items: 0.492, 0.451.
+        enough = problem.num_queries >= 512 and load >= 1.4
     return problem.tma_allowed and enough
 
 
