@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cs336sys.report.course.evidence import Evidence
@@ -159,10 +159,20 @@ def _block(evidence: Evidence, answer: Answer, lines: Sequence[str]) -> Block:
         evidence.machine if answer.runs else "",
         list(dict.fromkeys(measured)) or list(lines),
         list(answer.sentences),
-        list(answer.tables),
+        _saying_once(answer.tables),
         pictures,
         missing,
     )
+
+
+def _saying_once(tables: Sequence[Table]) -> list[Table]:
+    """The tables of several runs, each note under the last table that has it."""
+    said: set[str] = set()
+    kept = []
+    for table in reversed(tables):
+        kept.append(replace(table, notes=[note for note in table.notes if note not in said]))
+        said |= set(table.notes)
+    return kept[::-1]
 
 
 def command_line(run: Run) -> str:

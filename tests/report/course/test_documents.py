@@ -140,6 +140,8 @@ def test_the_page_of_the_course_names_every_part_in_order_and_commands_that_were
     named = {line for _, _, cell in rows for line in re.findall(r"`(cs336sys [^`]+)`", cell)}
     arithmetic = {line for line in named if line.startswith("cs336sys account ") or line.endswith(" --help")}
     assert named - arithmetic <= measured
+    # The model that a handout calls xl alone, and not the other year's.
+    assert not any(year == 2026 and "--size xl " in f"{line} " for line in named)
 
 
 class _Page(html.parser.HTMLParser):
@@ -315,6 +317,12 @@ def test_what_ranks_hold_in_their_first_step_is_preferred_to_what_a_run_of_more_
     assert any("moments of the first step" in one for one in without.missing)
     assert with_first.missing == []
     assert "15.75 GiB directly before the first optimizer step" in words([with_first])
+
+
+def test_a_note_of_the_tables_of_several_runs_is_said_once_below_them():
+    (block,) = answers(2025, saved("nsys-h200", "nsys-xl-h200"), "nsys_profile", "e")
+    noted = [[note for note in table.notes if note.startswith("kernel time of all layers")] for table in block.tables]
+    assert [len(notes) for notes in noted] == [0, 0, 1]
 
 
 def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():

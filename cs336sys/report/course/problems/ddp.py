@@ -152,9 +152,8 @@ def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
             sentences.append(_compared("overlapping", mine, name, rows[name]))
     hidden = mine.get("hidden_percent")
     if isinstance(hidden, Interval):
-        share = (
-            f"between {percent(hidden.low)} and {percent(hidden.high)}" if hidden.is_range else percent(hidden.estimate)
-        )
+        between = f"{percent(hidden.low)} to {percent(hidden.high)}"
+        share = between if hidden.is_range else f"{percent(hidden.estimate)} ({between})"
         sentences.append(
             f"It hides {share} of the communication; what stays exposed is "
             f"{exposed_words(mine['exposed_ms']).rstrip(',')}."

@@ -221,7 +221,7 @@ def whole_step(found: list[Found], evidence: Evidence, handout: Handout) -> Answ
     sentences = []
     for row in _longest([steps[key] for key in keys]):
         before, after = forward[row["size"], row["context"]].get("matmul_percent", 0.0), row.get("matmul_percent", 0.0)
-        verb = "rises" if after > before + 1 else "falls" if after < before - 1 else "stays"
+        verb = "rises" if after > before + 1 else "falls" if after < before - 1 else "hardly moves,"
         optimizer = row.get("optimizer_percent")
         sentences.append(
             f"{handout.called(row['size'])}, context {row['context']}: the share of matrix products {verb} from "
