@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-# A program adds up 32 columns, the 128 bytes of a cache line, from 128 rows at a time.
-ROW_TILE = 128
-COLUMN_TILE = 32
+# A program adds up 8 columns, the 32 bytes of a sector, of so many rows at once: there are few, and what takes time is
+# to wait for one load after another.
+ROW_TILES = 256, 1024
+COLUMN_TILE = 8
 NUM_WARPS = 8
 
 
@@ -34,7 +35,7 @@ def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             total,
             num_partials,
             width,
-            ROW_TILE=ROW_TILE,
+            ROW_TILE=ROW_TILES[num_partials > ROW_TILES[0]],
             COLUMN_TILE=COLUMN_TILE,
             num_warps=NUM_WARPS,
         )

@@ -38,8 +38,10 @@ BACKWARD_TILE = 8192
 LONG_ROW_TILES = 4, 4096
 # Narrow rows share a tile of so many elements.
 NARROW_TILE = 2048
-# What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has.
+# What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has; and
+# those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them.
 STAGED_BYTES = 96 * 1024
+STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
 
 
 class Settings(NamedTuple):
@@ -77,7 +79,8 @@ def backward_settings(width: int, element_bytes: int) -> Settings:
         num_warps, programs, stages = 8, 1 if width > 3072 else 2, 4
     else:
         num_warps, programs, stages = 4, 3 if column_tile > 1024 else 4, 4
-    affordable = STAGED_BYTES // (row_tile * column_tile * element_bytes)
+    most = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
+    affordable = most // (row_tile * column_tile * element_bytes)
     return Settings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
 
 
