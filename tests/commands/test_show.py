@@ -104,6 +104,8 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
                 pictures = {
                     MemoryWorkload.from_configuration(cell.configuration).name for cell in cells if cell.status == "ok"
                 }
+            if not any(cell.configuration.get("strategy", "").startswith("bucketed") for cell in cells):
+                pictures = pictures - {"buckets"}
             assert set(saved_pictures(one, cells)) == pictures
 
 
