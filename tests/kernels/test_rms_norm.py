@@ -235,3 +235,13 @@ def test_reference_is_torchs(device):
     inputs = as_float64(inputs)
     expected = torch.nn.functional.rms_norm(inputs["x"], (8,), inputs["weight"], 1e-5)
     torch.testing.assert_close(reference_rms_norm(**inputs), expected)
+
+
+@pytest.mark.parametrize("width", [768, 1600, 4096, 8192])
+def test_programs_of_a_multiprocessor_have_room_for_what_they_load_ahead(width):
+    """Else one of them waits for another to end; 10 bytes are those of a float32 stream and its gradient, and y's."""
+    for element_bytes in (4, 6, 10, 12):
+        settings = module.backward_settings(width, element_bytes)
+        ahead = (settings.stages - 1) * settings.row_tile * settings.column_tile * element_bytes
+        assert settings.stages > 1
+        assert settings.programs * ahead <= 227 * 1024, (element_bytes, settings)
