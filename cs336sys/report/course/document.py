@@ -129,13 +129,9 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             continue
         if answer is None:
             continue
-        block = _block(evidence, answer, lines)
-        # Arithmetic is the same for all machines.
-        if block not in blocks:
-            blocks.append(block)
-    if any(block.machine for block in blocks):
-        # A machine that measured nothing adds nothing to another's answer.
-        blocks = [block for block in blocks if block.machine]
+        blocks.append(_block(evidence, answer, lines))
+    # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
+    blocks = [block for block in blocks if block.machine] or blocks[:1]
     return Section(part.letter, blocks, [] if blocks else lines)
 
 

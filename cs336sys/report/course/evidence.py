@@ -158,7 +158,9 @@ def machine_name(run: Run | None) -> str:
 
 
 def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[list[Evidence], list[str]]:
-    """What the files hold of each machine, and a sentence for each invocation that cannot be shown."""
+    """What the files hold of each machine, of which they hold most first, and a sentence for each invocation that
+    cannot be shown.
+    """
     machines: dict[str, Evidence] = {}
     faults = []
     for invocation in invocations(files):
@@ -172,7 +174,8 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
             continue
         name = machine_name(invocation.runs[-1] if invocation.runs else None)
         machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
-    return list(machines.values()) or [Evidence(tests=tests)], faults
+    most_first = sorted(machines.values(), key=lambda one: -sum(len(cells) for _, cells in one.shown))
+    return most_first or [Evidence(tests=tests)], faults
 
 
 def plain_table(name: str, title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Table]:

@@ -264,6 +264,18 @@ def test_cells_of_two_machines_are_kept_apart():
     assert "small 9.540 ms" in blocks[1].sentences[0]
 
 
+def test_the_machine_that_most_was_measured_on_comes_first_and_says_alone_what_needs_no_cells():
+    """Whatever the order of the files: one CPU with a single command among results of a GPU."""
+    (other,) = saved("precision-h200")
+    (key, run) = next(iter(other.runs.items()))
+    cpu = Results({key: replace(run, machine=run.machine | {"gpu": None, "cpu": "Some CPU"})}, other.cells)
+    written = document(2025, [cpu, *saved("bench-h200")])
+    assert [machine.split(",")[0] for machine in written.machines] == ["NVIDIA H200", "Some CPU"]
+    ((_, (usage, *_)), *_) = written.problems
+    assert len(usage.blocks) == 1
+    assert "The results here hold 20 cells of it" in words(usage.blocks)
+
+
 def test_a_compiled_model_is_compared_with_the_vanilla_model_of_its_own_run():
     """Another run, with more cells, has a vanilla model too."""
     (file,) = saved("bench-h200")
