@@ -54,7 +54,7 @@ def shard(
         list[str],
         typer.Option(
             "--keep-gathered",
-            help="For fsdp: last blocks that stay gathered.",
+            help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.",
         ),
     ] = ["0"],
     checkpoint: Annotated[
@@ -150,7 +150,12 @@ def shard(
             mesh=mesh if name in grouped or not grouped else None,
         )
         if checkpointing == "auto":
-            workload = chosen_by_memory(workload, limit_bytes, tells=is_first_rank())
+            workload = chosen_by_memory(
+                workload,
+                limit_bytes,
+                keeps_gathered=not is_given(ctx, "keep_gathered"),
+                tells=is_first_rank(),
+            )
         chosen.append(workload)
     if is_first_rank():
         output.check()

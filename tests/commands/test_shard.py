@@ -97,11 +97,15 @@ def test_the_board_says_what_it_has_chosen():
     chosen = {"strategy": "fsdp", "kernels": "fused", "optimizer": "adamw", "state_dtype": "bf16", "attention": "flash"}
     assert {name: automatic[name] for name in chosen} == chosen
     assert (automatic["checkpointing"], given["checkpointing"]) == ("keep=34", "keep=4")
-    assert automatic["peak_gib"] == pytest.approx(125.2, abs=0.1)
+    assert automatic["peak_gib"] == pytest.approx(129.75, abs=0.01)
+    assert (automatic["keep_gathered"], given["keep_gathered"]) == (14, 0)
     assert result.stderr == (
-        "--checkpoint auto, 2 ranks: gate and up are kept in 34 of 34 blocks; predicted peak 125.2 GiB (feed-forward "
-        "backward, block 34 of 34) of 130 GiB\n"
+        "--checkpoint auto, 2 ranks: gate and up are kept in 34 of 34 blocks, and weights of 14 stay gathered; "
+        "predicted peak 129.8 GiB (feed-forward backward, block 34 of 34) of 130 GiB\n"
     )
+    result = invoke("--size", "8b", "--board", "--keep-gathered", "0", "--dry-run", "--format", "json")
+    (row,) = tables(result)["plan"]["rows"]
+    assert row["peak_gib"] == pytest.approx(125.2, abs=0.1)
     one_rank = ("--board", "--size", "8b", "--world-size", "1", "--batch-size", "1", "--state-dtype", "fp32")
     result = invoke(*one_rank, "--dry-run")
     assert result.exit_code == 2

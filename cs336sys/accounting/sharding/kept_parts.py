@@ -158,6 +158,11 @@ def _always_held(step: KeptStep) -> int:
     return 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
 
 
+def _with_weights_staying(step: KeptStep, limit_bytes: float) -> KeptStep:
+    steps = [replace(step, keep_gathered=blocks) for blocks in range(step.size.num_layers + 1)]
+    return max((one for one in steps if kept_peak(one).total <= limit_bytes), key=lambda one: one.keep_gathered)
+
+
 def flops_again(step: KeptStep) -> int:
     """FLOPs of all ranks together that a step spends on gate and up a second time."""
     size = step.size
@@ -177,13 +182,19 @@ def fitting_blocks(step: KeptStep, limit_bytes: float) -> int | None:
     return max((one.blocks for one, peak, _ in kept_choices(step) if peak.total <= limit_bytes), default=None)
 
 
-def choose_kept_blocks(step: KeptStep, limit_bytes: float) -> KeptStep:
+def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bool) -> KeptStep:
     """The step in which most blocks keep gate and up, and whose predicted peak is within the limit.
+
+    Args:
+        keeps_gathered: if all do and there is room for more, let the weights of as many blocks as fit stay gathered: an
+            all-gather less saves less time for its memory than two products. Else as many stay as the step says.
 
     Raises:
         UsageError: there is none; the message says what is needed.
     """
     blocks = fitting_blocks(step, limit_bytes)
+    if keeps_gathered and blocks == step.size.num_layers:
+        return _with_weights_staying(replace(step, blocks=blocks), limit_bytes)
     if blocks is None:
         need = kept_peak(replace(step, blocks=0)).total_gib
         raise UsageError(

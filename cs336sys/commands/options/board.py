@@ -64,11 +64,14 @@ def read_memory_limit(text: str) -> float:
     raise UsageError(f"--memory-limit '{text}': give a size such as 130GiB or 140GB")
 
 
-def chosen_by_memory(workload: ParallelWorkload, limit_bytes: float, *, tells: bool) -> ParallelWorkload:
-    """The workload with gate and up kept in as many blocks as the predicted peak of a rank allows.
+def chosen_by_memory(
+    workload: ParallelWorkload, limit_bytes: float, *, keeps_gathered: bool, tells: bool
+) -> ParallelWorkload:
+    """The workload with gate and up kept in as many blocks as the predicted peak of a rank allows, and then weights.
 
     Args:
         workload: with ``keep=0``.
+        keeps_gathered: choose how many blocks stay gathered, too.
         tells: say on standard error what was chosen.
 
     Raises:
@@ -79,12 +82,12 @@ def chosen_by_memory(workload: ParallelWorkload, limit_bytes: float, *, tells: b
             "--checkpoint auto knows what is needed by --strategy fsdp with --kernels fused and --compile off alone: "
             "choose these, or keep=N"
         )
-    step = choose_kept_blocks(workload.kept_step, limit_bytes)
+    step = choose_kept_blocks(workload.kept_step, limit_bytes, keeps_gathered=keeps_gathered)
     if tells:
         peak = kept_peak(step)
         say(
             f"--checkpoint auto, {workload.world_size} ranks: gate and up are kept in {step.blocks} of "
-            f"{step.size.num_layers} blocks; predicted peak {peak.total_gib:.1f} GiB ({peak.moment}) of "
-            f"{limit_bytes / GIB:.4g} GiB"
+            f"{step.size.num_layers} blocks, and weights of {step.keep_gathered} stay gathered; "
+            f"predicted peak {peak.total_gib:.1f} GiB ({peak.moment}) of {limit_bytes / GIB:.4g} GiB"
         )
-    return replace(workload, checkpointing=f"keep={step.blocks}")
+    return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)

@@ -62,7 +62,7 @@ class GradientDifference:
         return off <= LOSS_TOLERANCES[precision] and self.relative <= GRADIENT_TOLERANCES[precision]
 
 
-# What was found for cells that differ in how many blocks keep what alone.
+# What was found for cells that differ in how many blocks keep what, or in how many steps are timed, alone.
 _checked: dict[ParallelWorkload, GradientDifference] = {}
 
 
@@ -128,12 +128,20 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
 
 
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
-    """What is checked for a workload: one block keeps gate and up and one does not, if it chooses that at all."""
+    """What is checked for a workload: one block keeps gate and up and one does not, if it chooses that at all.
+
+    Likewise, the weights of at most one stay gathered.
+    """
     size = workload.training.size
     size = replace(size, num_layers=min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS, size.num_layers))
     kept = kept_blocks(workload.checkpointing)
     checkpointing = workload.checkpointing if kept is None else f"keep={min(kept, 1)}"
-    return replace(workload, training=replace(workload.training, size=size), checkpointing=checkpointing)
+    return replace(
+        workload,
+        training=replace(workload.training, size=size, warmup=0, steps=1),
+        checkpointing=checkpointing,
+        keep_gathered=min(1, workload.keep_gathered),
+    )
 
 
 def _relative(gradient: Tensor | None, expected: Tensor, rows: range) -> float:

@@ -79,14 +79,16 @@ def test_with_few_tokens_the_loss_is_widest():
 
 
 def test_most_blocks_that_fit_are_chosen():
-    for limit, blocks in {130: 34, 110: 22, 81: 1}.items():
-        chosen = choose_kept_blocks(STEP, limit * GIB)
-        assert chosen.blocks == blocks
+    for limit, (blocks, staying) in {130: (34, 14), 125.3: (34, 2), 110: (22, 0), 81: (1, 0)}.items():
+        chosen = choose_kept_blocks(STEP, limit * GIB, keeps_gathered=True)
+        assert (chosen.blocks, chosen.keep_gathered) == (blocks, staying)
+        given = choose_kept_blocks(replace(STEP, keep_gathered=1), limit * GIB, keeps_gathered=False)
+        assert given.keep_gathered == 1
         assert kept_peak(chosen).total <= limit * GIB
         if blocks < 34:
             assert kept_peak(replace(chosen, blocks=blocks + 1)).total > limit * GIB
     with pytest.raises(UsageError, match=r"--memory-limit 80GiB: a rank needs 80\.9 GiB even if no block keeps"):
-        choose_kept_blocks(STEP, 80 * GIB)
+        choose_kept_blocks(STEP, 80 * GIB, keeps_gathered=True)
 
 
 def test_flops_again_are_those_of_two_products():

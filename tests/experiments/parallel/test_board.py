@@ -20,8 +20,10 @@ def workload(checkpointing="keep=1", **settings):
 
 
 def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
-    checked = with_few_blocks(workload("keep=3"))
-    assert (checked.checkpointing, checked.training.size.num_layers) == ("keep=1", 2)
+    checked = with_few_blocks(replace(workload("keep=3"), keep_gathered=3))
+    assert (checked.checkpointing, checked.training.size.num_layers, checked.keep_gathered) == ("keep=1", 2, 1)
+    # What was found once holds for them.
+    assert with_few_blocks(workload("keep=2", warmup=3, steps=9)) == with_few_blocks(workload("keep=1"))
     for difference in ranks().run(board_ranks.check, checked):
         assert difference.is_rounding("fp32")
         assert 0 < difference.relative < 1e-5
