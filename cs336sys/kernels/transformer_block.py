@@ -18,6 +18,7 @@ from cs336sys.errors import UsageError
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.fuse import rotation_base
+from cs336sys.kernels.measured_products import product
 from cs336sys.kernels.operators import as_rows
 from cs336sys.kernels.rope import rope
 from cs336sys.kernels.swiglu import swiglu
@@ -63,7 +64,7 @@ class TransformerBlock(torch.autograd.Function):
         for weight, is_rotated in ((q, True), (k, True), (v, False)):
             # One after the other, so that one projection at a time exists beside its rotation. Heads stay side by side:
             # attention was no faster with each head by itself, 52 ms for 32 of 32,768 x 128 on an H200 either way.
-            head = _heads(normalized @ weight.mT, x, settings.num_heads)
+            head = _heads(product(normalized, weight.mT), x, settings.num_heads)
             if is_rotated and settings.theta is not None:
                 head = rope(head, theta=settings.theta)
             heads.append(head)
@@ -72,12 +73,12 @@ class TransformerBlock(torch.autograd.Function):
             # A graph of attention's own, which keeps query, key, value, output and logsumexp.
             heads = [one.detach().requires_grad_(is_trained) for one in heads]
             attended = settings.attention(*heads)
-        projected = _rows(attended.detach()) @ o.mT
+        projected = product(_rows(attended.detach()), o.mT)
         normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, rows, settings.epsilons[1], x.dtype)
         del projected
-        gate, up = normalized @ gate_weight.mT, normalized @ up_weight.mT
+        gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
         del normalized
-        out = torch.addmm(total, swiglu(gate, up), down.mT)
+        out = product(swiglu(gate, up), down.mT, total)
         if is_trained:
             kept = (gate, up) if settings.keeps_gate_and_up else (None, None)
             ctx.save_for_backward(x, inverse1, total, inverse2, *kept, *weights)
@@ -98,15 +99,15 @@ class TransformerBlock(torch.autograd.Function):
         grad = as_rows(grad).contiguous()
         normalized = ops.rms_norm_forward(total, norm2, None, settings.epsilons[1], x.dtype)[0]
         if gate is None:
-            gate, up = normalized @ gate_weight.mT, normalized @ up_weight.mT
-        grad_product = grad @ down
-        grad_gate, grad_up, product = ops.swiglu_backward(gate, up, grad_product, True)
-        del grad_product, gate, up
-        grad_down = grad.mT @ product if needs_down else None
-        del product
-        grad_gate_weight = grad_gate.mT @ normalized if needs_gate else None
-        grad_up_weight = grad_up.mT @ normalized if needs_up else None
-        grad_normalized = (grad_gate @ gate_weight).addmm_(grad_up, up_weight)
+            gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
+        grad_activated = product(grad, down)
+        grad_gate, grad_up, activated = ops.swiglu_backward(gate, up, grad_activated, True)
+        del grad_activated, gate, up
+        grad_down = product(grad.mT, activated) if needs_down else None
+        del activated
+        grad_gate_weight = product(grad_gate.mT, normalized) if needs_gate else None
+        grad_up_weight = product(grad_up.mT, normalized) if needs_up else None
+        grad_normalized = product(grad_up, up_weight, product(grad_gate, gate_weight), in_place=True)
         del grad_gate, grad_up, normalized
         # Of the sum of attention's output and x, which also goes on around the feed-forward network.
         grad_total, _, grad_norm2 = ops.rms_norm_backward(
@@ -114,8 +115,8 @@ class TransformerBlock(torch.autograd.Function):
         )
 
         heads, attended = ctx.attention
-        grad_o = grad_total.mT @ _rows(attended.detach()) if needs_o else None
-        grad_attended = _heads(grad_total @ o, x, settings.num_heads)
+        grad_o = product(grad_total.mT, _rows(attended.detach())) if needs_o else None
+        grad_attended = _heads(product(grad_total, o), x, settings.num_heads)
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
         if not keeps_graph:
@@ -129,10 +130,11 @@ class TransformerBlock(torch.autograd.Function):
         del grad_heads
         normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
         grad_weights = [
-            one.mT @ normalized if is_needed else None
+            product(one.mT, normalized) if is_needed else None
             for one, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
         ]
-        grad_normalized = (grad_q @ q).addmm_(grad_k, k).addmm_(grad_v, v)
+        grad_normalized = product(grad_k, k, product(grad_q, q), in_place=True)
+        grad_normalized = product(grad_v, v, grad_normalized, in_place=True)
         grad_x, _, grad_norm1 = ops.rms_norm_backward(
             grad_normalized, grad_total, rows, norm1, inverse1, x.dtype, x.dtype
         )

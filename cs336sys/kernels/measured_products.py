@@ -1,0 +1,304 @@
+"""Matrix products by the algorithm of cuBLASLt that is fastest where they run.
+
+cuBLAS chooses an algorithm by a model of the GPU. Under a long load, in which power limits the clock, others that it
+offers are faster: of products of 32,768 tokens with d_model 4096 and d_ff 11008 (bf16, H200 at 690 W and 1500 MHz) the
+best of its first eight took 1.5 to 8.3 % less time. Here each product is timed with all of them when it first comes up,
+once for each GPU and shape in a process.
+
+cuBLASLt: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api; numbers of its enumerations are cublasLt.h's.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336sys.kernels.operators import needs_operators
+
+# Multiply-adds from which a product is worth it: 0.2 ms of an H200, when a call from here takes 0.02 ms of the CPU.
+LEAST_WORK = 2**36
+
+# What the heuristic assumes of addresses, and what it may use beside them (as much as PyTorch gives it on Hopper).
+_ALIGNMENT_BYTES = 256
+_WORKSPACE_BYTES = 32 << 20
+
+# Asked for; it gave eight for each of the products above.
+_MOST_ALGORITHMS = 12
+
+# Each algorithm runs for so long in a round, and half as long before: where power is the limit, the clock has to come
+# down to what the algorithm's own power allows, or the thirstiest would be chosen. After the first round only those go
+# on that are within this factor of its best, and the heuristic's own. 11 products of a block take 15 s.
+_FIRST_ROUND_MS = 25.0
+_WITHIN = 1.04
+_ROUNDS = 3
+_ROUND_MS = 50.0
+
+# The heuristic's own choice stays unless another takes this much less time: rounds of one algorithm differ by up to 3 %
+# at a clock that wanders, and three of them are averaged.
+_LEAST_GAIN = 0.015
+
+# The norm of the difference from torch's result, over the norm of that: bfloat16 rounds each number by up to 2^-9.
+_TOLERANCE = 2**-7
+
+_DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_COMPUTE_32F, _SCALE_32F = 68, 0
+_TRANSPOSE_A, _TRANSPOSE_B = 3, 4
+_MAX_WORKSPACE, _REDUCTIONS = 1, 3
+# Partial sums stay in float32, and are added up in one order.
+_IN_FLOAT32 = 2
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as cuBLASLt sees it, in column-major order.
+
+    Attributes:
+        transposed: whether it is to be transposed.
+        rows, columns: as it lies in memory.
+        leading: elements from one column to the next.
+    """
+
+    transposed: bool
+    rows: int
+    columns: int
+    leading: int
+
+
+def operand(matrix: Tensor) -> Operand | None:
+    """How to read the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
+    rows, columns = matrix.shape
+    if matrix.stride(1) == 1 and matrix.stride(0) >= columns:
+        return Operand(False, columns, rows, matrix.stride(0))
+    if matrix.stride(0) == 1 and matrix.stride(1) >= rows:
+        return Operand(True, rows, columns, matrix.stride(1))
+    return None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an algorithm is chosen for: ``result' = b' a'`` (+ what is added), column-major; ``'`` transposes."""
+
+    a: Operand
+    b: Operand
+    dtype: torch.dtype
+    adds: bool
+    device: int
+
+
+def product(a: Tensor, b: Tensor, add: Tensor | None = None, *, in_place: bool = False) -> Tensor:
+    """``a @ b``, or ``add + a @ b``, summed in float32.
+
+    Large products of half precision on a GPU take the algorithm that was fastest when it was measured, at the first
+    such product of the process; others are torch's. Processes may choose differently, so that results of one differ
+    from another's by rounding: not under ``torch.use_deterministic_algorithms``, where all are torch's. Neither
+    differentiable nor an operator: for forward and backward passes that are written out.
+
+    Args:
+        a: (M, K).
+        b: (K, N), of the same dtype.
+        add: (M, N), contiguous, of the same dtype.
+        in_place: write the result to ``add``.
+
+    Returns:
+        (M, N), contiguous; ``add`` if ``in_place``.
+    """
+    run = _chosen(a, b, add)
+    if run is None:
+        return add.addmm_(a, b) if add is not None and in_place else _with_torch(a, b, add)
+    result = add if add is not None and in_place else a.new_empty(a.shape[0], b.shape[1])
+    run(a, b, add, result)
+    return result
+
+
+def _with_torch(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
+    return a @ b if add is None else torch.addmm(add, a, b)
+
+
+# (a, b, add, result) on the current stream.
+_Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+
+_runs: dict[Problem, _Run | None] = {}
+
+
+def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
+    """What computes this product; None if torch does."""
+    if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
+        return None
+    if a.shape[0] * a.shape[1] * b.shape[1] < LEAST_WORK or any(
+        one is not None and one.data_ptr() % _ALIGNMENT_BYTES for one in (a, b, add)
+    ):
+        return None
+    read_a, read_b = operand(a), operand(b)
+    if read_a is None or read_b is None or (add is not None and not add.is_contiguous()):
+        return None
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    problem = Problem(read_a, read_b, a.dtype, add is not None, a.device.index)
+    if problem not in _runs:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _runs[problem] = _fastest(problem, a, b, add)
+    return _runs[problem]
+
+
+def _fastest(problem: Problem, a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
+    """The fastest of the algorithms whose result is torch's but for rounding; None if there is none."""
+    library = _library(problem.device)
+    if library is None:
+        return None
+    expected = _with_torch(a, b, add)
+    result = torch.empty_like(expected)
+    runs = [run for run in library.algorithms(problem) if _is_right(run, a, b, add, result, expected)]
+    del expected
+    if not runs:
+        return None
+
+    def time_ms(number: int, round_ms: float) -> float:
+        return _time_ms(functools.partial(runs[number], a, b, add, result), round_ms)
+
+    # Of a cold GPU.
+    time_ms(0, _FIRST_ROUND_MS)
+    first_ms = [time_ms(number, _FIRST_ROUND_MS) for number in range(len(runs))]
+    # Summed over rounds in which all have their turn.
+    times_ms = {number: 0.0 for number, one in enumerate(first_ms) if number == 0 or one <= _WITHIN * min(first_ms)}
+    for _ in range(_ROUNDS):
+        for number in times_ms:
+            times_ms[number] += time_ms(number, _ROUND_MS)
+    best = min(times_ms, key=times_ms.__getitem__)
+    return runs[best if times_ms[best] < (1 - _LEAST_GAIN) * times_ms[0] else 0]
+
+
+def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tensor, expected: Tensor) -> bool:
+    try:
+        run(a, b, add, result.fill_(torch.nan))
+    except RuntimeError:
+        return False
+    off, norm = (torch.linalg.vector_norm(one, dtype=torch.float32) for one in (result.sub_(expected), expected))
+    return bool(off <= _TOLERANCE * norm)
+
+
+def _time_ms(run: Callable[[], None], round_ms: float) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time_ms(calls: int) -> float:
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / calls
+
+    run()
+    calls = math.ceil(round_ms / max(time_ms(1), 0.01))
+    time_ms(math.ceil(calls / 2))
+    return time_ms(calls)
+
+
+class _Algorithm(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class _CublasLt:
+    """The library that torch has loaded."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        self._call("Create", ctypes.byref(self._handle))
+        # One for each stream: products on two streams may run at the same time.
+        self._workspaces: dict[tuple[int, int], Tensor] = {}
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, f"cublasLt{name}")(*arguments)
+        if status:
+            raise RuntimeError(f"cublasLt{name}: status {status}")
+
+    def algorithms(self, problem: Problem) -> list[_Run]:
+        """What the heuristic offers, its own choice first; none if it knows none."""
+        description, preference = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
+        for attribute, one in ((_TRANSPOSE_A, problem.b), (_TRANSPOSE_B, problem.a)):
+            self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(one.transposed))
+        self._call("MatmulPreferenceCreate", ctypes.byref(preference))
+        self._set("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
+        self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
+        rows = problem.b.columns if problem.b.transposed else problem.b.rows
+        columns = problem.a.rows if problem.a.transposed else problem.a.columns
+        of_b, of_a = (self._layout(problem.dtype, one.rows, one.columns, one.leading) for one in (problem.b, problem.a))
+        of_result = self._layout(problem.dtype, rows, columns, rows)
+        found, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
+        layouts = (of_b, of_a, of_result, of_result)
+        try:
+            self._call(
+                "MatmulAlgoGetHeuristic", self._handle, description, *layouts,
+                preference, _MOST_ALGORITHMS, found, ctypes.byref(count),
+            )  # fmt: skip
+        except RuntimeError:
+            return []
+        return [
+            functools.partial(self._run, description, layouts, float(problem.adds), found[index].algorithm)
+            for index in range(count.value)
+        ]
+
+    def _run(
+        self, description: Any, layouts: Any, beta: float, algorithm: Any, a: Tensor, b: Tensor, add: Tensor | None,
+        result: Tensor,
+    ) -> None:  # fmt: skip
+        stream = torch.cuda.current_stream(a.device).cuda_stream
+        key = a.device.index, stream
+        if key not in self._workspaces:
+            self._workspaces[key] = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=a.device)
+        of_b, of_a, of_added, of_result = layouts
+        added = result if add is None else add
+        with torch.cuda.device_of(a):
+            self._call(
+                "Matmul", self._handle, description, ctypes.byref(ctypes.c_float(1)),
+                _address(b), of_b, _address(a), of_a, ctypes.byref(ctypes.c_float(beta)),
+                _address(added), of_added, _address(result), of_result, algorithm,
+                _address(self._workspaces[key]), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
+            )  # fmt: skip
+
+    def _set(self, name: str, what: Any, attribute: int, value: Any) -> None:
+        self._call(name, what, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def _layout(self, dtype: torch.dtype, rows: int, columns: int, leading: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._call(
+            "MatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[dtype],
+            ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(leading),
+        )  # fmt: skip
+        return layout
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@functools.cache
+def _library(device: int) -> _CublasLt | None:
+    """For products on this GPU; None where torch has no cuBLASLt, or one that cannot be called."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    # torch loads it with the first product.
+    torch.cuda.current_blas_handle()
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
+    try:
+        with torch.cuda.device(device):
+            return _CublasLt(ctypes.CDLL(min(paths))) if paths else None
+    except (OSError, RuntimeError, AttributeError):
+        return None

@@ -1,0 +1,132 @@
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cs336sys.kernels import measured_products
+from cs336sys.kernels.measured_products import Problem, operand, product
+
+ROWS, INNER, COLUMNS = 7, 5, 3
+
+
+def laid_out(rows: int, columns: int, layout: str) -> torch.Tensor:
+    """Numbers in a matrix that lies in memory by rows, by columns, or in wider rows."""
+    if layout == "columns":
+        return torch.randn(columns, rows).mT
+    if layout == "wider rows":
+        return torch.randn(rows, columns + 2)[:, 1:-1]
+    return torch.randn(rows, columns)
+
+
+def as_cublas_reads(matrix: torch.Tensor) -> torch.Tensor:
+    """What column-major order makes of the memory of ``matrix``, transposed if its description says so."""
+    described = operand(matrix)
+    assert described is not None
+    seen = matrix.as_strided((described.rows, described.columns), (1, described.leading))
+    return seen.mT if described.transposed else seen
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), list(itertools.product(["rows", "columns", "wider rows"], repeat=2)))
+def test_operands_describe_the_transposed_product_in_column_major_order(of_a, of_b):
+    a, b = laid_out(ROWS, INNER, of_a), laid_out(INNER, COLUMNS, of_b)
+    transposed = as_cublas_reads(b) @ as_cublas_reads(a)
+    torch.testing.assert_close(transposed.mT, a @ b)
+
+
+def test_matrices_without_contiguous_rows_or_columns_have_no_description():
+    assert operand(torch.randn(8, 8)[::2, ::2]) is None
+    assert operand(torch.randn(4, 1).expand(4, 8)) is None
+
+
+def test_small_products_and_those_of_a_cpu_are_torchs():
+    a, b, add = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS), torch.randn(ROWS, COLUMNS)
+    assert product(a, b).equal(a @ b)
+    assert product(a, b, add).equal(torch.addmm(add, a, b))
+    expected = torch.addmm(add, a, b)
+    assert product(a, b, add, in_place=True) is add
+    assert add.equal(expected)
+
+
+def algorithm(off: float):
+    """What computes a product whose last row is off by a part of all of it, or refuses to if that is infinite."""
+
+    def run(a, b, add, result):
+        if math.isinf(off):
+            raise RuntimeError("cublasLtMatmul: status 15")
+        torch.mm(a, b, out=result)
+        result[-1] += off * result.norm()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "off", "chosen", "order"),
+    [
+        # The first time is of a cold GPU, and would choose another.
+        ([2.0, 1.0, 1.5], [0, 0, 0], 1, [0, 0, 1, 2, *3 * [0, 1]]),
+        ([2.0, 1.98, 2.01], [0, 0, 0], 0, [0, 0, 1, 2, *3 * [0, 1, 2]]),
+        ([2.0, 1.5, 1.0], [0, 0, 0.1], 1, [0, 0, 1, *3 * [0, 1]]),
+        ([2.0, 1.0, 1.5], [0, math.inf, math.nan], 0, [0, 0, 0, 0, 0]),
+        ([2.0], [0.1], None, []),
+        ([], [], None, []),
+    ],
+    ids=["fastest", "its own choice within 1.5 %", "not what is wrong", "nor refuses", "none is right", "none"],
+)
+def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_ms, off, chosen, order, monkeypatch):
+    runs = [algorithm(one) for one in off]
+    seen: list[int] = []
+
+    def time_ms(run, round_ms):
+        seen.append(runs.index(run.func))
+        return times_ms[seen[-1]] if len(seen) > 1 else 0.1
+
+    monkeypatch.setattr(measured_products, "_library", lambda device: SimpleNamespace(algorithms=lambda problem: runs))
+    monkeypatch.setattr(measured_products, "_time_ms", time_ms)
+    a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
+    read_a, read_b = operand(a), operand(b)
+    assert read_a is not None
+    assert read_b is not None
+    found = measured_products._fastest(Problem(read_a, read_b, a.dtype, False, 0), a, b, None)
+    assert found is (None if chosen is None else runs[chosen])
+    assert seen == order
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
+    monkeypatch.setattr(measured_products, "LEAST_WORK", 1)
+    monkeypatch.setattr(measured_products, "_FIRST_ROUND_MS", 0.5)
+    monkeypatch.setattr(measured_products, "_ROUND_MS", 0.5)
+    for of_a, of_b, adds in itertools.product(["rows", "columns"], ["rows", "columns"], [False, True]):
+        a, b, add = (
+            laid_out(*shape).to("cuda", dtype) for shape in ((512, 384, of_a), (384, 256, of_b), (512, 256, "rows"))
+        )
+        if of_a == "columns":
+            a = a.mT.contiguous().mT
+        if of_b == "columns":
+            b = b.mT.contiguous().mT
+        expected = a.double() @ b.double() + (add.double() if adds else 0)
+        library = measured_products._library(a.device.index)
+        assert library is not None
+        read_a, read_b = operand(a), operand(b)
+        assert read_a is not None
+        assert read_b is not None
+        runs = library.algorithms(Problem(read_a, read_b, dtype, adds, a.device.index))
+        assert runs
+        for run in runs:
+            result = torch.full((512, 256), torch.nan, device="cuda", dtype=dtype)
+            run(a, b, add if adds else None, result)
+            assert (result.double() - expected).abs().max() < 0.01 * expected.abs().max()
+        into = add.clone()
+        found = product(a, b, into, in_place=True) if adds else product(a, b)
+        assert not adds or found is into
+        assert (found.double() - expected).abs().max() < 0.01 * expected.abs().max()
+        assert any(problem.adds == adds and run is not None for problem, run in measured_products._runs.items())
+        # What must be the same in every process is left to torch.
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert measured_products._chosen(a, b, None) is None
+        finally:
+            torch.use_deterministic_algorithms(False)
