@@ -80,7 +80,9 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
 
     def time_ms(run, round_ms):
         seen.append(runs.index(run.func))
-        return times_ms[seen[-1]] if len(seen) > 1 else 0.1
+        # Something else has lengthened the first time of the algorithm that is chosen in its last rounds.
+        lengthened = 2 if len(seen) == order.index(chosen, 1 + len(runs)) + 1 else 1
+        return lengthened * times_ms[seen[-1]] if len(seen) > 1 else 0.1
 
     monkeypatch.setattr(measured_products, "_library", lambda device: SimpleNamespace(algorithms=lambda problem: runs))
     monkeypatch.setattr(measured_products, "_time_ms", time_ms)
