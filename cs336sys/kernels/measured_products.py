@@ -2,8 +2,8 @@
 
 cuBLAS chooses an algorithm by a model of the GPU. Under a long load, in which power limits the clock, others that it
 offers are faster: of products of 32,768 tokens with d_model 4096 and d_ff 11008 (bf16, H200 at 690 W and 1500 MHz) the
-best of its first eight took 2 to 6 % less time, and a step of 34 such blocks 4089 ms in place of 4161. Here each product
-is timed with all of them when it first comes up, once for each GPU and shape in a process.
+best of its first eight took 2 to 6 % less time, and a step of 34 such blocks 4089 ms in place of 4161. Here each
+product is timed with all of them when it first comes up, once for each GPU and shape in a process.
 
 cuBLASLt: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api; numbers of its enumerations are cublasLt.h's.
 """
