@@ -116,11 +116,7 @@ def shard(
     if board:
         if model.model is not None:
             raise UsageError(f"--model {model.model}: --board measures the leaderboard's model; leave one of them out")
-        implementation, steps = chosen_for_board(ctx, implementation, steps)
-        strategy = strategy if is_given(ctx, "strategy") else ["fsdp"]
-        checkpoint = checkpoint if is_given(ctx, "checkpoint") else ["auto"]
-        if strategy != ["fsdp"]:
-            raise UsageError(f"--board measures the strategy fsdp: --strategy {','.join(strategy)} cannot be chosen")
+        strategy, checkpoint, implementation, steps = chosen_for_board(ctx, strategy, checkpoint, implementation, steps)
     limit_bytes = read_memory_limit(memory_limit)
     if mesh is not None:
         strategy = strategy if is_given(ctx, "strategy") else [strategy_of_mesh(mesh)]

@@ -40,6 +40,7 @@ _UNNAMED = {
     "update": ("step",),
     "mesh": (None,),
     "keep_gathered": (0,),
+    "prefetch": (None,),
     "high_priority": (False,),
 }
 

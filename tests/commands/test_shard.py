@@ -103,6 +103,11 @@ def test_the_board_says_what_it_has_chosen():
         "--checkpoint auto, 2 ranks: gate and up are kept in 34 of 34 blocks, and weights of 14 stay gathered; "
         "predicted peak 129.8 GiB (feed-forward backward, block 34 of 34) of 130 GiB\n"
     )
+    result = invoke("--size", "8b", "--board", "--strategy", "torch-fsdp", "--dry-run", "--format", "json")
+    (plain,) = tables(result)["plan"]["rows"]
+    chosen = {"strategy": "torch-fsdp", "kernels": "reference", "optimizer": "fused", "state_dtype": "fp32"}
+    chosen |= {"attention": "sdpa", "compile": "block", "checkpointing": "keep=0"}
+    assert {name: plain[name] for name in chosen} == chosen
     result = invoke("--size", "8b", "--board", "--keep-gathered", "0", "--dry-run", "--format", "json")
     (row,) = tables(result)["plan"]["rows"]
     assert row["peak_gib"] == pytest.approx(125.2, abs=0.1)
@@ -115,7 +120,7 @@ def test_the_board_says_what_it_has_chosen():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--board", "--strategy", "none"], "--board measures the strategy fsdp: --strategy none cannot be chosen"),
+        (["--board", "--strategy", "none"], "--board --strategy none: a board has one strategy, fsdp or torch-fsdp"),
         (["--board", "--checkpoint", "auto", "--memory-limit", "130"], "--memory-limit '130': give a size such as"),
         (
             ["--strategy", "fsdp", "--checkpoint", "auto", "--attention", "sdpa"],

@@ -11,13 +11,12 @@ from cs336sys.commands.options.training import ImplementationOptions, StepsOptio
 from cs336sys.errors import UsageError
 from cs336sys.workload import ParallelWorkload
 
-# The fastest that this project has for a step that fills its GPUs, by option.
+# What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
 _IMPLEMENTATION = {
-    "attention": ["flash"],
-    "kernels": ["fused"],
-    "optimizer": ["adamw"],
-    "state_dtype": ["bf16"],
+    "fsdp": {"attention": ["flash"], "kernels": ["fused"], "optimizer": ["adamw"], "state_dtype": ["bf16"]},
+    "torch-fsdp": {"attention": ["sdpa"], "compile": ["block"], "optimizer": ["fused"]},
 }
+_CHECKPOINTING = {"fsdp": "auto", "torch-fsdp": "keep=0"}
 
 # The handout's benchmark repeats steps for 10 s of warm-up and then for 30 s: at 4.2 s a step 2 and 7.
 _WARMUP, _STEPS = ["2"], 7
@@ -26,13 +25,27 @@ _UNITS = {"gib": GIB, "gb": 10**9}
 
 
 def chosen_for_board(
-    context: typer.Context, implementation: ImplementationOptions, steps: StepsOptions
-) -> tuple[ImplementationOptions, StepsOptions]:
-    """The options of a board's cell: what was not asked for is what is fastest."""
+    context: typer.Context,
+    strategy: list[str],
+    checkpoint: list[str],
+    implementation: ImplementationOptions,
+    steps: StepsOptions,
+) -> tuple[list[str], list[str], ImplementationOptions, StepsOptions]:
+    """The options of a board's cell: what was not asked for is what is fastest.
+
+    Raises:
+        UsageError: its strategy has no board.
+    """
+    strategy = strategy if is_given(context, "strategy") else ["fsdp"]
+    if len(strategy) != 1 or strategy[0] not in _IMPLEMENTATION:
+        raise UsageError(
+            f"--board --strategy {','.join(strategy)}: a board has one strategy, {' or '.join(_IMPLEMENTATION)}"
+        )
+    fastest = _IMPLEMENTATION[strategy[0]]
     return (
-        replace(
-            implementation, **{name: value for name, value in _IMPLEMENTATION.items() if not is_given(context, name)}
-        ),
+        strategy,
+        checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]],
+        replace(implementation, **{name: value for name, value in fastest.items() if not is_given(context, name)}),
         StepsOptions(
             steps.warmup if is_given(context, "warmup") else _WARMUP,
             steps.steps if is_given(context, "steps") else _STEPS,

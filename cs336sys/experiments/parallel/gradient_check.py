@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
@@ -102,29 +102,40 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     """One forward and backward pass of the workload, and the same alone. All ranks call it together.
 
     Args:
-        workload: of strategy ``fsdp``, :func:`with_few_blocks`.
+        workload: of strategy ``fsdp`` or ``torch-fsdp``, :func:`with_few_blocks`.
     """
-    # It brings torch's compiler, which only ranks need.
-    from cs336sys.parallel.fsdp import FSDP
-
     device = rank_device(workload)
     step = ParallelStep(workload, device)
     for name, run in step.phases.items():
         if name != "optimizer":
             run()
-    assert isinstance(step.model, FSDP)
     assert step.loss is not None
     loss = gather_numbers(step.loss.detach().float()).mean().item()
-    weights = step.model.gather_full_params()
-    sharded, replicated = step.model.sharded_parameters, step.model.replicated_parameters
-    found = {name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()}
-    found |= {name: (parameter.grad, range(len(parameter))) for name, parameter in replicated.items()}
-    del step, sharded, replicated
+    weights, found = dict(step.replica.whole_parameters()), _gradients(step.model)
+    del step
     gc.collect()
     expected_loss, expected = _alone(workload, weights, device)
     relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in found.items()}
     worst = max(relative, key=relative.__getitem__)
     return GradientDifference(loss, expected_loss, worst, relative[worst], workload.training.size.num_layers)
+
+
+def _gradients(model: nn.Module) -> dict[str, tuple[Tensor | None, range]]:
+    """Each parameter's mean gradient on this rank, and the rows of the parameter that it is of."""
+    # Both bring torch's compiler, which only ranks need.
+    from torch.distributed.tensor import DTensor
+
+    from cs336sys.parallel.fsdp import FSDP
+
+    if not isinstance(model, FSDP):
+        gradients = {name: (parameter.grad, range(len(parameter))) for name, parameter in model.named_parameters()}
+        return {
+            name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, rows)
+            for name, (gradient, rows) in gradients.items()
+        }
+    found = {name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()}
+    of_replicated = model.replicated_parameters.items()
+    return found | {name: (parameter.grad, range(len(parameter))) for name, parameter in of_replicated}
 
 
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:

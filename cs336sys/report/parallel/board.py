@@ -11,6 +11,10 @@ from cs336sys.report.titles import SIZE_COLUMNS, method_notes, shown_settings, t
 from cs336sys.results import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
+_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | {
+    "strategy": Column("strategy", "strategy"),
+    "prefetch": Column("prefetch", "prefetch"),
+}
 _ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")
 
 _BOARD_COLUMNS = (
@@ -48,7 +52,7 @@ def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """The step, its phases, where the time of one went, and its longest kernels."""
-    shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
+    shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
     own = tuple(shown.values())
     rows = [_row(cell) for cell in cells]
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -67,7 +71,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     tables = [
         Table(
             "board",
-            title("shard --board", cells, run, SHARDING_SETTING_COLUMNS, shown),
+            title("shard --board", cells, run, _SETTING_COLUMNS, shown),
             (*SIZE_COLUMNS, *own, *_BOARD_COLUMNS, Column("status", "status")),
             rows,
             notes=(*notes, *method_notes(cells)),
@@ -86,7 +90,9 @@ def _row(cell: Cell) -> dict[str, Any]:
     row = cell.configuration | cell.derived | {"status": cell.status}
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     if cell.status == "ok":
-        row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": kept_peak(workload.kept_step).total_gib}
+        # How much torch's selective checkpoints hold at once is torch's own affair.
+        predicted_gib = kept_peak(workload.kept_step).total_gib if workload.writes_out_blocks else None
+        row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
         row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
     return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib")}
 

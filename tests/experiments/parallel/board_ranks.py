@@ -3,6 +3,7 @@
 import pytest
 
 from cs336sys.experiments.parallel.gradient_check import check_gradients
+from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.kernels import transformer_block
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 
@@ -19,6 +20,20 @@ def check_with_faults(workload):
             plant(monkeypatch)
             found[plant.__name__] = check_gradients(workload)
     return found
+
+
+def check_with_wrong_gradient(workload):
+    """What the check finds where one weight's gradient is a tenth too large."""
+    backward = ParallelStep.backward
+
+    def wrong(step):
+        backward(step)
+        gradient = step.model.layers[0].ffn.w1.weight.grad.to_local()
+        gradient *= 1.1
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ParallelStep, "backward", wrong)
+        return check_gradients(workload)
 
 
 def wrong_recomputation(monkeypatch):

@@ -33,6 +33,16 @@ def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
             assert not difference.is_rounding("bf16"), fault
 
 
+def test_gradients_of_torchs_strategy_are_checked_too(ranks):
+    plain = workload("keep=0", attention="sdpa", kernels="reference")
+    plain = with_few_blocks(replace(plain, strategy="torch-fsdp", prefetch=None))
+    for difference in ranks().run(board_ranks.check, plain):
+        assert 0 < difference.relative < 1e-5
+    for difference in ranks().run(board_ranks.check_with_wrong_gradient, plain):
+        assert not difference.is_rounding("bf16")
+        assert difference.parameter == "layers.0.ffn.w1.weight"
+
+
 def test_what_is_computed_again_counts_beside_the_model():
     size = choose_size("8b")
     cells = [
