@@ -82,7 +82,7 @@ def operand(matrix: Tensor) -> Operand | None:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProductShape:
     """What an algorithm is chosen for: ``result' = b' a'`` (+ what is added), column-major; ``'`` transposes."""
 
     a: Operand
@@ -124,7 +124,7 @@ def _with_torch(a: Tensor, b: Tensor, add: Tensor | None) -> Tensor:
 # (a, b, add, result) on the current stream.
 _Run = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
-_runs: dict[Problem, _Run | None] = {}
+_runs: dict[ProductShape, _Run | None] = {}
 
 
 def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
@@ -140,22 +140,22 @@ def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
         return None
     if torch.are_deterministic_algorithms_enabled():
         return None
-    problem = Problem(read_a, read_b, a.dtype, add is not None, a.device.index)
-    if problem not in _runs:
+    shape = ProductShape(read_a, read_b, a.dtype, add is not None, a.device.index)
+    if shape not in _runs:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _runs[problem] = _fastest(problem, a, b, add)
-    return _runs[problem]
+        _runs[shape] = _fastest(shape, a, b, add)
+    return _runs[shape]
 
 
-def _fastest(problem: Problem, a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
+def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
     """The fastest of the algorithms whose result is torch's but for rounding; None if there is none."""
-    library = _library(problem.device)
+    library = _library(shape.device)
     if library is None:
         return None
     expected = _with_torch(a, b, add)
     result = torch.empty_like(expected)
-    runs = [run for run in library.algorithms(problem) if _is_right(run, a, b, add, result, expected)]
+    runs = [run for run in library.algorithms(shape) if _is_right(run, a, b, add, result, expected)]
     del expected
     if not runs:
         return None
@@ -226,19 +226,19 @@ class _CublasLt:
         if status:
             raise RuntimeError(f"cublasLt{name}: status {status}")
 
-    def algorithms(self, problem: Problem) -> list[_Run]:
+    def algorithms(self, shape: ProductShape) -> list[_Run]:
         """What the heuristic offers, its own choice first; none if it knows none."""
         description, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
-        for attribute, one in ((_TRANSPOSE_A, problem.b), (_TRANSPOSE_B, problem.a)):
+        for attribute, one in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):
             self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(one.transposed))
         self._call("MatmulPreferenceCreate", ctypes.byref(preference))
         self._set("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
         self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
-        rows = problem.b.columns if problem.b.transposed else problem.b.rows
-        columns = problem.a.rows if problem.a.transposed else problem.a.columns
-        of_b, of_a = (self._layout(problem.dtype, one.rows, one.columns, one.leading) for one in (problem.b, problem.a))
-        of_result = self._layout(problem.dtype, rows, columns, rows)
+        rows = shape.b.columns if shape.b.transposed else shape.b.rows
+        columns = shape.a.rows if shape.a.transposed else shape.a.columns
+        of_b, of_a = (self._layout(shape.dtype, one.rows, one.columns, one.leading) for one in (shape.b, shape.a))
+        of_result = self._layout(shape.dtype, rows, columns, rows)
         found, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
         layouts = (of_b, of_a, of_result, of_result)
         try:
@@ -249,7 +249,7 @@ class _CublasLt:
         except RuntimeError:
             return []
         return [
-            functools.partial(self._run, description, layouts, float(problem.adds), found[index].algorithm)
+            functools.partial(self._run, description, layouts, float(shape.adds), found[index].algorithm)
             for index in range(count.value)
         ]
 

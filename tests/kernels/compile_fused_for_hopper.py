@@ -14,10 +14,12 @@ import torch
 import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
-from cs336sys.kernels import partial_sums, rms_norm, rope, swiglu
+from cs336sys.kernels import partial_sums, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
 from cs336sys.kernels.adamw import kernels as adamw_kernels
 from cs336sys.kernels.linear_cross_entropy import launchers as linear_cross_entropy
+from cs336sys.kernels.rms_norm import launchers as rms_norm
+from cs336sys.kernels.rope import launchers as rope
 
 BF16 = torch.bfloat16
 # Sizes decide nothing but what they are divisible by.
@@ -73,19 +75,19 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def norm(width: int, dtype: torch.dtype = BF16, residual: bool = False) -> None:
     x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=torch.float32)
-    _, total, inverse_rms = rms_norm._forward(x, weight, x if residual else None, 1e-5, dtype)
+    _, total, inverse_rms = rms_norm.forward(x, weight, x if residual else None, 1e-5, dtype)
     saved, residual_dtype = (total, dtype) if residual else (x, None)
-    rms_norm._backward(x, x if residual else None, saved, weight, inverse_rms, dtype, residual_dtype)
+    rms_norm.backward(x, x if residual else None, saved, weight, inverse_rms, dtype, residual_dtype)
 
 
 def rotate(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
     x = empty(1, ROWS, heads, head_dim, dtype=dtype).transpose(1, 2)
-    rope._compute(x, None, 10_000.0, False, None, dtype)
+    rope.compute(x, None, 10_000.0, False, None, dtype)
 
 
 def split_and_rotate(heads: int, head_dim: int) -> None:
-    parts = rope._compute_qkv(empty(1, ROWS, 3 * heads * head_dim), None, heads, heads, 10_000.0, BF16)
-    rope._compute_grad_qkv(*parts, None, 10_000.0, BF16)
+    parts = rope.compute_qkv(empty(1, ROWS, 3 * heads * head_dim), None, heads, heads, 10_000.0, BF16)
+    rope.compute_grad_qkv(*parts, None, 10_000.0, BF16)
 
 
 def gated(width: int, dtype: torch.dtype = BF16, recomputes: bool = False) -> None:

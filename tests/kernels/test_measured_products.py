@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336sys.kernels import measured_products
-from cs336sys.kernels.measured_products import Problem, operand, product
+from cs336sys.kernels.measured_products import ProductShape, operand, product
 
 ROWS, INNER, COLUMNS = 7, 5, 3
 
@@ -84,13 +84,13 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
         lengthened = 2 if len(seen) == order.index(chosen, 1 + len(runs)) + 1 else 1
         return lengthened * times_ms[seen[-1]] if len(seen) > 1 else 0.1
 
-    monkeypatch.setattr(measured_products, "_library", lambda device: SimpleNamespace(algorithms=lambda problem: runs))
+    monkeypatch.setattr(measured_products, "_library", lambda device: SimpleNamespace(algorithms=lambda shape: runs))
     monkeypatch.setattr(measured_products, "_time_ms", time_ms)
     a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
     read_a, read_b = operand(a), operand(b)
     assert read_a is not None
     assert read_b is not None
-    found = measured_products._fastest(Problem(read_a, read_b, a.dtype, False, 0), a, b, None)
+    found = measured_products._fastest(ProductShape(read_a, read_b, a.dtype, False, 0), a, b, None)
     assert found is (None if chosen is None else runs[chosen])
     assert seen == order
 
@@ -115,7 +115,7 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         read_a, read_b = operand(a), operand(b)
         assert read_a is not None
         assert read_b is not None
-        runs = library.algorithms(Problem(read_a, read_b, dtype, adds, a.device.index))
+        runs = library.algorithms(ProductShape(read_a, read_b, dtype, adds, a.device.index))
         assert runs
         for run in runs:
             result = torch.full((512, 256), torch.nan, device="cuda", dtype=dtype)
@@ -125,7 +125,7 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         found = product(a, b, into, in_place=True) if adds else product(a, b)
         assert not adds or found is into
         assert (found.double() - expected).abs().max() < 0.01 * expected.abs().max()
-        assert any(problem.adds == adds and run is not None for problem, run in measured_products._runs.items())
+        assert any(shape.adds == adds and run is not None for shape, run in measured_products._runs.items())
         # What must be the same in every process is left to torch.
         torch.use_deterministic_algorithms(True)
         try:

@@ -220,8 +220,8 @@ KINDS_OF_OURS = {
     "adamw": {"optimizer"},
     "linear_cross_entropy": {"reduction", "elementwise"},
     "partial_sums.py": {"reduction"},
-    "rms_norm.py": {"normalization"},
-    "rope.py": {"elementwise"},
+    "rms_norm": {"normalization"},
+    "rope": {"elementwise"},
     "swiglu.py": {"elementwise"},
     "weighted_sum.py": {"reduction"},
 }
