@@ -9,12 +9,12 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import attention
 from cs336sys.experiments.attention import (
     TOLERANCES,
+    attention_errors,
     implementation,
     measure_attn,
     measure_flash,
     random_inputs,
     reference_results,
-    relative_errors,
 )
 from cs336sys.experiments.attention.installed import FLASH_ATTENTION_4, flash_attention_4
 from cs336sys.kernels.attention import flash_attention
@@ -53,14 +53,21 @@ def test_implementations_agree_with_the_reference(name, causal):
 
 def largest_error(shape):
     with implementation(shape, CPU) as attention:
-        errors = relative_errors(attention, shape, CPU)
+        errors = attention_errors(attention, shape, CPU)
     assert set(errors) == {"out", "dq", "dk", "dv"}
-    return max(errors.values())
+    return max(error.whole for error in errors.values())
 
 
 @pytest.mark.parametrize("name", ["eager", "tiled"])
 def test_groups_and_windows_agree_with_the_reference(name):
     assert largest_error(workload(name, heads=4, kv_heads=2, window=9)) < TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("more", [{"context": 1}, {"window": 1}])
+@pytest.mark.parametrize("name", ["eager", "tiled"])
+def test_gradients_of_scores_that_are_zero_are_right(name, more):
+    """Where a query sees one key, a ratio to the reference would be of rounding errors."""
+    assert largest_error(workload(name, **more)) < TOLERANCES["fp32"]
 
 
 def test_groups_of_sdpa_agree_with_the_reference_and_windows_are_unsupported():
@@ -98,7 +105,7 @@ def test_flash_attention_4_is_given_its_layout(more, expected, monkeypatch):
     fake_flash_attn_4(monkeypatch, **expected)
     shape = workload("fa4", dtype="fp16", **more)
     attention = flash_attention_4(shape, torch.device("cuda"))
-    assert max(relative_errors(attention, shape, CPU).values()) < TOLERANCES["fp16"]
+    assert max(attention_errors(attention, shape, CPU).values()).whole < TOLERANCES["fp16"]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +157,10 @@ def test_gpu_flash_attention_4_agrees_with_the_reference(head_dim, more):
     shape = AttentionWorkload("fa4", 1, **{"heads": 2} | more, context=1000, head_dim=head_dim, dtype="bf16")
     try:
         with implementation(shape, device) as attention:
-            errors = relative_errors(attention, shape, device)
+            errors = attention_errors(attention, shape, device)
     except CapabilityError as reason:
         pytest.skip(str(reason))
-    assert max(errors.values()) < TOLERANCES["bf16"]
+    assert max(error.whole for error in errors.values()) < TOLERANCES["bf16"]
 
 
 @pytest.mark.parametrize("broken", ["out", "dq", "dk", "dv"])
@@ -173,8 +180,8 @@ def test_an_error_shows_up_under_its_own_name(broken):
             out = eager(*Broken.apply(query, key, value, broken))
         return out + (out.detach() * 0.5 if broken == "out" else 0)
 
-    errors = relative_errors(attention, workload(), CPU)
-    assert {name for name, error in errors.items() if error > 0.4} == {broken}
+    errors = attention_errors(attention, workload(), CPU)
+    assert {name for name, error in errors.items() if error.whole > 0.4} == {broken}
 
 
 @pytest.mark.parametrize("name", ["eager", "compiled"])
@@ -204,6 +211,18 @@ def test_wrong_implementation_gets_no_time(monkeypatch):
     assert (outcome.status, outcome.samples) == ("wrong", {})
     assert outcome.reason.startswith("relative error over 0.0001: out by ")
     assert outcome.derived["out_error"] > 0.1
+
+
+def test_a_row_that_nobody_wrote_gets_no_time(monkeypatch):
+    def without_last_row(query, key, value, is_causal):
+        out = reference_attention(query, key, value, is_causal)[0]
+        return torch.cat((out[..., :-1, :], out[..., -1:, :] * 0), -2)
+
+    monkeypatch.setattr("cs336sys.experiments.attention.plain_attention", without_last_row)
+    outcome = measure_flash(workload(context=1024, dtype="bf16").configuration(), lambda stage: None)
+    assert outcome.status == "wrong"
+    assert outcome.reason.startswith("relative error of a row over 0.2: out by ")
+    assert outcome.derived["out_error"] < TOLERANCES["bf16"] < outcome.derived["error_of_a_row"]
 
 
 def test_nan_is_wrong(monkeypatch):

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from cs336sys.measure.timing import covered, time_phases
+from cs336sys.measure.timing import covered, time_calls, time_phases
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,21 @@ def test_phases_run_in_order_and_are_charged_with_their_own_time():
     assert all(20 <= duration < 60 for duration in samples["long"].measured)
     assert (samples["step"].unit, samples["step"].method) == ("ms", "cpu clock")
     assert [len(samples["step"].warmup), len(samples["step"].measured)] == [1, 2]
+
+
+def test_calls_on_a_cpu_are_warmed_up_for_as_long_as_asked_for():
+    called_at = []
+
+    def call():
+        called_at.append(time.perf_counter())
+        time.sleep(0.002)
+
+    samples = time_calls(call, CPU, warmup_ms=40, repetition_ms=1)
+    assert samples.median >= 2
+    warm = len(called_at)
+    called_at.clear()
+    time_calls(call, CPU, warmup_ms=0, repetition_ms=1)
+    assert warm - len(called_at) >= 5
 
 
 def test_without_synchronisation_wall_spans_from_start_to_start():

@@ -22,15 +22,16 @@ from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.relative_error import RelativeError, error_columns, relative_errors, why_wrong
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import AttentionWorkload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Largest relative error ||x - reference|| / ||reference|| of an output or a gradient that counts as right. bf16 rounds
-# to 8 bits, fp16 to 11: rounding P and dS once each gives a few times 2^-9 and 2^-12. fp32 leaves room for the order of
-# sums, and none for TF32, whose error is near 1e-3.
+# Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
+# 11: rounding P and dS once each gives a few times 2^-9 and 2^-12. fp32 leaves room for the order of sums, and none for
+# TF32, whose error is near 1e-3.
 TOLERANCES = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
 
 # Rows of the score matrix that the float64 reference holds at a time: 0.5 GiB at context 65,536.
@@ -184,8 +185,10 @@ def reference_results(workload: AttentionWorkload, device: torch.device) -> dict
     return {"out": out, "dq": grad_query, "dk": grad_key, "dv": grad_value}
 
 
-def relative_errors(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
-    """``||x - reference|| / ||reference||`` of the output and of each gradient of a second call.
+def attention_errors(
+    attention: Attention, workload: AttentionWorkload, device: torch.device
+) -> dict[str, RelativeError]:
+    """The errors of the output and of each gradient of a second call.
 
     The first call compiles, and later ones may reach the kernels another way: a second call is what is timed.
     """
@@ -196,30 +199,25 @@ def relative_errors(attention: Attention, workload: AttentionWorkload, device: t
     out = attention(*inputs.differentiable)
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
     results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
-    norm = torch.linalg.vector_norm
-    return {
-        name: (norm(results[name].double() - expected) / norm(expected)).item()
-        for name, expected in reference_results(workload, device).items()
-    }
+    return relative_errors(results, reference_results(workload, device))
 
 
 def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation on one shape: a cell of ``flash``, run in the worker process.
 
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. An implementation
-    whose output or gradient is off by more than :data:`TOLERANCES` is ``wrong`` and is not timed.
+    whose output or gradient is off by more than :data:`TOLERANCES`, as a whole or in a row (:func:`why_wrong`), is
+    ``wrong`` and is not timed.
     """
     workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _checked(attention, workload, device)
-        derived: dict[str, Any] = {f"{name}_error": error for name, error in errors.items()}
-        tolerance = TOLERANCES[workload.dtype]
-        # Written so that NaN counts as wrong.
-        wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
-        if wrong:
-            return Outcome("wrong", {}, derived, f"relative error over {tolerance:g}: {', '.join(wrong)}")
+        derived = error_columns(errors)
+        reason = why_wrong(errors, TOLERANCES[workload.dtype])
+        if reason is not None:
+            return Outcome("wrong", {}, derived, reason)
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
@@ -227,9 +225,9 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
 
-def _checked(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, float]:
+def _checked(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, RelativeError]:
     try:
-        return relative_errors(attention, workload, device)
+        return attention_errors(attention, workload, device)
     except (NotImplementedError, AssertionError) as error:
         if workload.implementation != "fa4":
             raise

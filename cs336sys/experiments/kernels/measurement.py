@@ -11,28 +11,27 @@ import torch._functorch.config
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.relative_error import RelativeError, error_columns, relative_errors, why_wrong
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.workload import KernelWorkload
 
 if TYPE_CHECKING:
     from cs336sys.experiments.kernels.operation import Function, Operation
 
-# Largest relative error ||x - reference|| / ||reference|| of an output or a gradient that counts as right. bf16 rounds
-# to 8 bits, fp16 to 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused
-# AdamW, whose second moment is off by 1.3e-5 because it rounds 1 - beta2.
+# Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
+# 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose
+# second moment is off by 1.3e-5 because it rounds 1 - beta2.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
 
 # What the copy rate is measured with: large beside a GPU's cache; on a CPU as large as what the interpreter can chew.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
-def relative_errors(
+def kernel_errors(
     function: "Function", operation: "Operation", workload: KernelWorkload, device: torch.device
-) -> dict[str, float]:
-    """``||x - reference|| / ||reference||`` of each output and each gradient, by name."""
-    actual, expected = operation.results(function, workload, device), operation.expected(workload, device)
-    norm = torch.linalg.vector_norm
-    return {name: (norm(actual[name].double() - tensor) / norm(tensor)).item() for name, tensor in expected.items()}
+) -> dict[str, RelativeError]:
+    """The errors of each output and each gradient, by name."""
+    return relative_errors(operation.results(function, workload, device), operation.expected(workload, device))
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. Derived: the
     relative error of each output and gradient; GB/s of each part, by the least that it must move, and what share that
     is of the rate of a copy on this device; GiB beyond the inputs. An implementation whose output or gradient is off by
-    more than :data:`TOLERANCES` is ``wrong`` and is not timed.
+    more than :data:`TOLERANCES`, as a whole or in a row (:func:`why_wrong`), is ``wrong`` and is not timed.
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
@@ -64,13 +63,11 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
         progress("checking")
-        errors = relative_errors(function, operation, workload, device)
-        derived: dict[str, Any] = {f"{name}_error": error for name, error in errors.items()}
-        tolerance = TOLERANCES[workload.dtype]
-        # Written so that NaN counts as wrong.
-        wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
-        if wrong:
-            return Outcome("wrong", {}, derived, f"relative error over {tolerance:g}: {', '.join(wrong)}")
+        errors = kernel_errors(function, operation, workload, device)
+        derived = error_columns(errors)
+        reason = why_wrong(errors, TOLERANCES[workload.dtype])
+        if reason is not None:
+            return Outcome("wrong", {}, derived, reason)
         progress("timing")
         calls = operation.calls(function, workload, device)
         derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)

@@ -1,0 +1,66 @@
+"""How far results are from what is right: as a whole, and in the row that is farthest off."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# One row of many does not show in the norm of all: of 8,192, a row of zeros is an error of 1.1 %. So a row has a
+# tolerance of its own, so many times as large. Rows of plain and tiled attention were off by up to 1.5 times the
+# tolerance of the whole (dQ of the first queries in fp16, up to 4096 x 128); one that is left out by 15 times and more.
+ROW_TOLERANCE = 10.0
+
+# Below it a tensor is zero but for rounding: the gradient of scores where every query sees a single key.
+_NOTHING = 1e-9
+
+
+class RelativeError(NamedTuple):
+    """How far a tensor is from its reference.
+
+    Attributes:
+        whole: ``||x - reference|| / ||reference||``.
+        row: the same of the row (along the last dimension) that is farthest off, over the size of that row or of a
+            usual one, whichever is larger. In one dimension a row is an element.
+    """
+
+    whole: float
+    row: float
+
+
+def relative_error(found: Tensor, expected: Tensor) -> RelativeError:
+    """Compare a tensor with its reference in float64.
+
+    Where the reference is zero, errors are over 1, the size of random inputs.
+    """
+    if expected.dim() < 2:
+        found, expected = found.reshape(-1, 1), expected.reshape(-1, 1)
+    off = torch.linalg.vector_norm(found.double() - expected, dim=-1)
+    size = torch.linalg.vector_norm(expected, dim=-1)
+    usual = size.square().mean().sqrt()
+    usual = torch.where(usual > _NOTHING, usual, expected.shape[-1] ** 0.5)
+    return RelativeError((off.square().mean().sqrt() / usual).item(), (off / size.clamp_min(usual)).max().item())
+
+
+def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, RelativeError]:
+    """The errors of all that is expected, by name."""
+    return {name: relative_error(found[name], tensor) for name, tensor in expected.items()}
+
+
+def error_columns(errors: Mapping[str, RelativeError]) -> dict[str, Any]:
+    """What a cell keeps of them: ``NAME_error`` of each as a whole, and the largest ``error_of_a_row``."""
+    # NaN is what max neither finds nor passes over.
+    largest = max((error.row for error in errors.values()), key=lambda row: (math.isnan(row), row))
+    return {f"{name}_error": error.whole for name, error in errors.items()} | {"error_of_a_row": largest}
+
+
+def why_wrong(errors: Mapping[str, RelativeError], tolerance: float) -> str | None:
+    """Which errors are over the tolerance, or over :data:`ROW_TOLERANCE` times it in a row; None if none is."""
+    # Written so that NaN counts as wrong.
+    wholes = [f"{name} by {error.whole:.1e}" for name, error in errors.items() if not error.whole <= tolerance]
+    if wholes:
+        return f"relative error over {tolerance:g}: {', '.join(wholes)}"
+    of_rows = ROW_TOLERANCE * tolerance
+    rows = [f"{name} by {error.row:.1e}" for name, error in errors.items() if not error.row <= of_rows]
+    return f"relative error of a row over {of_rows:g}: {', '.join(rows)}" if rows else None
