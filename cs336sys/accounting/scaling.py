@@ -13,6 +13,8 @@ What is counted, for ``c`` seconds that one device computes on a sequence:
 - tp: sums over ranks in every block, beside nothing.
 - optimizer: one device's time over fsdp x tp.
 
+While a device computes and communicates at the same time, both may be slower than alone (:class:`.cluster.Beside`).
+
 A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
 for the last.
 
@@ -23,12 +25,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from cs336sys.accounting.cluster import Cluster
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
 from cs336sys.accounting.sharding.mesh import mesh_text
-from cs336sys.accounting.sharding.step import ShardedStep, rank_peak
+from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep, heads_refusal
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
@@ -38,38 +41,23 @@ _FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Devices and their links.
+class Dtypes:
+    """What numbers are kept and sent in.
 
     Attributes:
-        node_devices: how many devices share the fast links of a node.
-        bytes_per_s: that a device sends to others of its node.
-        node_bytes_per_s: that a device sends to other nodes.
-        call_s: what a collective takes besides its bytes.
-        memory_bytes: of a device.
-
-    Raises:
-        UsageError: one of them is not positive.
+        computed: what a step computes in: ``fp32``, ``bf16`` or ``fp16``.
+        gradients: what ddp sends, and keeps between backward pass and optimizer.
+        state: AdamW's moments, and with fsdp all that a rank keeps: a name of :data:`.sharding.fsdp.STATE_BYTES`.
     """
 
-    node_devices: int
-    bytes_per_s: float
-    node_bytes_per_s: float
-    call_s: float
-    memory_bytes: float
+    computed: str
+    gradients: str = "fp32"
+    state: str = "fp32"
 
-    def __post_init__(self) -> None:
-        for name in ("node_devices", "bytes_per_s", "node_bytes_per_s", "memory_bytes"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} {getattr(self, name)}: must be positive")
-        if self.call_s < 0:
-            raise UsageError(f"call_s {self.call_s}: must not be negative")
-
-    def ring_bytes_per_s(self, ranks: int, distance: int) -> float:
-        """Of a ring of ``ranks`` that are ``distance`` devices apart."""
-        if ranks * distance <= self.node_devices:
-            return self.bytes_per_s
-        return min(self.bytes_per_s, self.node_bytes_per_s)
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"{self.computed}, ddp's gradients in {self.gradients}, state in {self.state}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ class SimulatedStep:
 
 def simulate(
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     mesh: MeshShape,
     cluster: Cluster,
     device: DeviceTime,
@@ -172,24 +160,26 @@ def simulate(
     forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD
     backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
 
-    gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), precision, mesh, cluster)
-    exposed_fsdp_s = max(0.0, gather_s - forward_s) + max(0.0, gather_s + scatter_s - backward_s) + edges_s
-    left_s = max(0.0, backward_s - gather_s - scatter_s)
+    gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
+    beside = cluster.beside.seconds
+    sharded_s = beside(backward_s, gather_s + scatter_s)
+    replicated_s = beside(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
+    exposed_fsdp_s = beside(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
     return SimulatedStep(
         mesh,
         size.batch_size,
         accumulation,
         accumulation * (forward_s + backward_s),
         accumulation * exposed_fsdp_s,
-        max(0.0, _ddp_s(size, mesh, cluster) - left_s),
-        accumulation * _tensor_s(part, precision, mesh, cluster, checkpointing),
+        replicated_s - sharded_s,
+        accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, checkpointing),
         device.optimizer_s / (mesh.fsdp * mesh.tp),
-        _memory(part, precision, mesh, checkpointing),
+        _memory(part, dtypes, mesh, checkpointing),
     )
 
 
 def in_fewest_parts(
-    size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
+    size: ModelSize, dtypes: Dtypes, mesh: MeshShape, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
 ) -> SimulatedStep:
     """The step with the least gradient accumulation that fits; that of single sequences if none does.
 
@@ -198,7 +188,7 @@ def in_fewest_parts(
     """
     sequences = size.batch_size // (mesh.ddp * mesh.fsdp)
     for accumulation in _divisors(max(1, sequences)):
-        step = simulate(size, precision, mesh, cluster, device, checkpointing, accumulation)
+        step = simulate(size, dtypes, mesh, cluster, device, checkpointing, accumulation)
         if step.memory <= cluster.memory_bytes:
             break
     return step
@@ -219,7 +209,7 @@ def meshes_of(devices: int, size: ModelSize, cluster: Cluster, dimension: str | 
 def fastest(
     devices: int,
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     cluster: Cluster,
     device: DeviceTime,
     checkpointing: str = "none",
@@ -233,13 +223,13 @@ def fastest(
         dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
     """
     steps = [
-        in_fewest_parts(size, precision, mesh, cluster, device, checkpointing)
+        in_fewest_parts(size, dtypes, mesh, cluster, device, checkpointing)
         for mesh in meshes_of(devices, size, cluster, dimension)
     ]
     if not steps:
         return None
     fitting = [step for step in steps if step.memory <= cluster.memory_bytes]
-    at_once = (simulate(size, precision, step.mesh, cluster, device, checkpointing) for step in steps)
+    at_once = (simulate(size, dtypes, step.mesh, cluster, device, checkpointing) for step in steps)
     anyway = min(at_once, key=lambda step: step.step_s)
     if not fitting:
         return min(steps, key=lambda step: step.memory), anyway
@@ -267,12 +257,12 @@ def _fsdp_times(size: ModelSize, precision: str, mesh: MeshShape, cluster: Clust
     return gather_s, scatter_s, (gather_s + scatter_s) / units
 
 
-def _ddp_s(size: ModelSize, mesh: MeshShape, cluster: Cluster) -> float:
-    """Seconds of the all-reduce of fp32 gradients, in buckets of blocks."""
+def _ddp_s(size: ModelSize, gradients: str, mesh: MeshShape, cluster: Cluster) -> float:
+    """Seconds of the all-reduce of gradients in this dtype, in buckets of blocks."""
     if mesh.ddp == 1:
         return 0.0
     own = mesh.fsdp * mesh.tp
-    gradient_bytes = 4 * count_parameters(size) / own
+    gradient_bytes = ELEMENT_BYTES[gradients] * count_parameters(size) / own
     ring = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, own)
     return gradient_bytes * ring + size.num_layers * cluster.call_s
 
@@ -288,12 +278,19 @@ def _tensor_s(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster
 
 
 @cache
-def _memory(size: ModelSize, precision: str, mesh: MeshShape, checkpointing: str) -> float:
+def _memory(size: ModelSize, dtypes: Dtypes, mesh: MeshShape, checkpointing: str) -> float:
     """Bytes at the peak: the state, and activations and buffers of the batch of a group, which tp ranks share."""
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"
-    peak = rank_peak(ShardedStep(strategy, of_group, mesh.fsdp, precision, "flash", checkpointing))
-    return peak.total / mesh.tp
+    step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)
+    if strategy == "fsdp":
+        return rank_peak(step).total / mesh.tp
+    gradients, moments = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
+    of_moments = (
+        held.total - (1 - gradients) * held.gradients - (1 - moments) * held.optimizer_state
+        for held in rank_moments(step)
+    )
+    return max(of_moments) / mesh.tp
 
 
 def _divisors(number: int) -> list[int]:

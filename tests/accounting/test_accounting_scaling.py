@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.accounting.cluster import Beside, Cluster
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import (
-    Cluster,
     DeviceTime,
+    Dtypes,
     MeshShape,
     fastest,
     in_fewest_parts,
@@ -20,15 +21,16 @@ from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES
 
 SIZE = replace(SIZES["small"], batch_size=64)
+BF16 = Dtypes("bf16")
 DEVICE = DeviceTime(sequence_s=10e-3, optimizer_s=8e-3)
 CLUSTER = Cluster(8, 400e9, 50e9, 0.0, 140e9)
 
 
 def test_one_device_takes_its_own_time():
-    step = simulate(replace(SIZE, batch_size=4), "bf16", MeshShape(1, 1, 1), CLUSTER, DEVICE)
+    step = simulate(replace(SIZE, batch_size=4), BF16, MeshShape(1, 1, 1), CLUSTER, DEVICE)
     assert step.step_s == pytest.approx(4 * 10e-3 + 8e-3)
     assert step.memory == rank_peak(ShardedStep("none", replace(SIZE, batch_size=4), 1, "bf16", "flash")).total
-    again = simulate(replace(SIZE, batch_size=4), "bf16", MeshShape(1, 1, 1), CLUSTER, DEVICE, "block")
+    again = simulate(replace(SIZE, batch_size=4), BF16, MeshShape(1, 1, 1), CLUSTER, DEVICE, "block")
     assert again.computing_s == pytest.approx(4 / 3 * step.computing_s)
     assert again.memory < step.memory
 
@@ -37,15 +39,15 @@ def test_slow_links_expose_all_that_is_sent():
     """With links so slow that nothing computes beside them, each part takes its bytes over the bandwidth."""
     slow = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6)
     sequences = SIZE.batch_size * 10e-3
-    fsdp = simulate(SIZE, "bf16", MeshShape(1, 4, 1), slow, DEVICE)
+    fsdp = simulate(SIZE, BF16, MeshShape(1, 4, 1), slow, DEVICE)
     norms = ShardedStep("fsdp", SIZE, 4, "bf16", "flash")
     sent = predicted_sent_bytes(norms)
     # Of the passes, computing is exposed in neither; norms are small.
     assert fsdp.exposed_fsdp_s + fsdp.computing_s == pytest.approx(sent / 1e6, rel=0.08)
-    ddp = simulate(SIZE, "bf16", MeshShape(4, 1, 1), slow, DEVICE)
+    ddp = simulate(SIZE, BF16, MeshShape(4, 1, 1), slow, DEVICE)
     gradients_s = 4 * count_parameters(SIZE) * 2 * 3 / 4 / 1e6
     assert ddp.exposed_ddp_s == pytest.approx(gradients_s - sequences / 4 * 2 / 3)
-    tensor = simulate(SIZE, "bf16", MeshShape(1, 1, 4), slow, DEVICE)
+    tensor = simulate(SIZE, BF16, MeshShape(1, 1, 4), slow, DEVICE)
     step = TensorStep("fsdp+tensor-sequence", SIZE, 4, 1, "bf16")
     assert tensor.tensor_s == pytest.approx(step.sent_for_layers / 1e6)
     assert tensor.computing_s == pytest.approx(sequences / 4)
@@ -58,31 +60,33 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert CLUSTER.ring_bytes_per_s(8, 2) == CLUSTER.ring_bytes_per_s(2, 8) == 50e9
     fast = replace(CLUSTER, node_bytes_per_s=800e9)
     assert fast.ring_bytes_per_s(16, 1) == 400e9
+    measured = replace(CLUSTER, ranks_bytes_per_s=((2, 300e9), (16, 1e12)))
+    assert [measured.ring_bytes_per_s(ranks, 1) for ranks in (2, 4, 16)] == [300e9, 400e9, 50e9]
 
 
 def test_fast_links_leave_computing_and_the_optimizer():
     fast = replace(CLUSTER, bytes_per_s=1e18, node_bytes_per_s=1e18)
     for mesh in (MeshShape(16, 1, 1), MeshShape(1, 16, 1), MeshShape(2, 4, 2)):
-        step = simulate(SIZE, "bf16", mesh, fast, DEVICE)
+        step = simulate(SIZE, BF16, mesh, fast, DEVICE)
         assert step.step_s == pytest.approx(64 * 10e-3 / 16 + 8e-3 / (mesh.fsdp * mesh.tp), rel=1e-6)
 
 
 def test_what_does_not_fit_passes_in_parts():
     size = replace(SIZE, batch_size=512)
     mesh = MeshShape(1, 8, 1)
-    whole = simulate(size, "bf16", mesh, CLUSTER, DEVICE)
+    whole = simulate(size, BF16, mesh, CLUSTER, DEVICE)
     tight = replace(CLUSTER, memory_bytes=whole.memory * 0.6)
-    parts = in_fewest_parts(size, "bf16", mesh, tight, DEVICE)
+    parts = in_fewest_parts(size, BF16, mesh, tight, DEVICE)
     assert whole.accumulation == 1
     assert parts.accumulation == 2
     assert parts.memory <= tight.memory_bytes < whole.memory
     assert parts.computing_s == pytest.approx(whole.computing_s)
     assert parts.exposed_fsdp_s == pytest.approx(2 * whole.exposed_fsdp_s)
-    found = fastest(8, size, "bf16", tight, DEVICE)
+    found = fastest(8, size, BF16, tight, DEVICE)
     assert found is not None
     assert found[0].memory <= tight.memory_bytes
     assert found[0].step_s <= parts.step_s
-    nothing = fastest(8, size, "bf16", replace(CLUSTER, memory_bytes=1e6), DEVICE)
+    nothing = fastest(8, size, BF16, replace(CLUSTER, memory_bytes=1e6), DEVICE)
     assert nothing is not None
     assert nothing[0].memory > 1e6
 
@@ -93,16 +97,66 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
     assert {mesh.tp for mesh in meshes} == {1, 2, 4}
     for dimension, mesh in (("ddp", MeshShape(4, 1, 1)), ("fsdp", MeshShape(1, 4, 1)), ("tp", MeshShape(1, 1, 4))):
         assert list(meshes_of(4, SIZE, CLUSTER, dimension)) == [mesh]
-        found = fastest(4, SIZE, "bf16", CLUSTER, DEVICE, dimension=dimension)
+        found = fastest(4, SIZE, BF16, CLUSTER, DEVICE, dimension=dimension)
         assert found is not None
         assert found[0].mesh == mesh
     assert not list(meshes_of(7, replace(SIZE, batch_size=64), CLUSTER))
-    assert fastest(7, SIZE, "bf16", CLUSTER, DEVICE) is None
+    assert fastest(7, SIZE, BF16, CLUSTER, DEVICE) is None
     for mesh, words in ((MeshShape(3, 1, 1), "divide the batch"), (MeshShape(1, 1, 5), "heads")):
         with pytest.raises(UsageError, match=words):
-            simulate(SIZE, "bf16", mesh, CLUSTER, DEVICE)
+            simulate(SIZE, BF16, mesh, CLUSTER, DEVICE)
     with pytest.raises(UsageError, match="inside a node"):
-        simulate(replace(SIZE, num_heads=16), "bf16", MeshShape(1, 1, 16), CLUSTER, DEVICE)
+        simulate(replace(SIZE, num_heads=16), BF16, MeshShape(1, 1, 16), CLUSTER, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("beside", "computing_s", "communication_s", "seconds"),
+    [
+        (Beside(), 3.0, 2.0, 3.0),
+        (Beside(), 2.0, 3.0, 3.0),
+        # 4 s of communication at half speed; a quarter of 12 s of computing is left to do meanwhile.
+        (Beside(0.75, 0.5), 12.0, 2.0, 4.0 + 12.0 - 3.0),
+        # 4 s of computing at 0.75; communication has done half of that.
+        (Beside(0.75, 0.5), 3.0, 6.0, 4.0 + 6.0 - 2.0),
+        (Beside(0.5, 0.5), 0.0, 6.0, 6.0),
+    ],
+)
+def test_what_goes_on_at_once_is_slower(beside, computing_s, communication_s, seconds):
+    assert beside.seconds(computing_s, communication_s) == pytest.approx(seconds)
+
+
+def test_communication_slows_computing_even_where_it_is_hidden():
+    mesh, size = MeshShape(2, 2, 1), replace(SIZE, batch_size=256)
+    alone = simulate(size, BF16, mesh, CLUSTER, DEVICE)
+    beside = simulate(size, BF16, mesh, replace(CLUSTER, beside=Beside(0.6, 0.9)), DEVICE)
+    assert alone.exposed_ddp_s == 0
+    sent_s = 4 * count_parameters(SIZE) / 2 / 400e9
+    assert beside.exposed_ddp_s == pytest.approx(0.4 / 0.9 * sent_s)
+    assert beside.exposed_fsdp_s > alone.exposed_fsdp_s
+    for speeds in ((0.0, 1.0), (1.0, 1.1)):
+        with pytest.raises(UsageError, match="above 0 and at most 1"):
+            Beside(*speeds)
+
+
+def test_gradients_and_state_have_dtypes():
+    slow, mesh = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6), MeshShape(4, 1, 1)
+    in_fp32, in_bf16 = (simulate(SIZE, Dtypes("bf16", dtype), mesh, slow, DEVICE) for dtype in ("fp32", "bf16"))
+    count = count_parameters(SIZE)
+    assert in_fp32.exposed_ddp_s - in_bf16.exposed_ddp_s == pytest.approx(2 * count * 2 * 3 / 4 / 1e6)
+    # Of a short batch the peak is the optimizer step's, where there are weights, gradients and moments.
+    short = replace(SIZE, batch_size=4, context=16)
+    held = {
+        dtypes: simulate(short, Dtypes("bf16", *dtypes), mesh, CLUSTER, DEVICE).memory
+        for dtypes in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "split"))
+    }
+    assert held["fp32", "fp32"] - held["bf16", "fp32"] == pytest.approx(2 * count, rel=1e-3)
+    assert held["fp32", "fp32"] - held["fp32", "bf16"] == pytest.approx(4 * count, rel=1e-3)
+    assert held["fp32", "split"] == held["fp32", "fp32"]
+    sharded = [
+        simulate(short, Dtypes("bf16", "fp32", state), MeshShape(1, 4, 1), CLUSTER, DEVICE)
+        for state in ("fp32", "bf16")
+    ]
+    assert sharded[1].memory < 0.7 * sharded[0].memory
 
 
 def test_a_cluster_has_devices_and_links():

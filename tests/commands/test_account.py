@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.results import read_results
 
 PAGE = Path(__file__).parents[2] / "docs" / "account.md"
 
@@ -392,6 +393,40 @@ def test_bad_input_is_one_sentence(arguments, sentence):
 def test_a_simulation_of_one_kind_of_mesh(tmp_path):
     found = tables("scaling", "--size", "xl", "--devices", "2,4", "--scaling", "weak", "--mesh", "ddp,fsdp")
     assert [row["mesh"] for row in found[0]["rows"]] == ["ddp=2", "ddp=4", "fsdp=2", "fsdp=4"]
+    assert "bf16, ddp's gradients in fp32, state in fp32" in found[0]["title"]
     refused = account("scaling", "--mesh", "ddp", "--plot", str(tmp_path / "scaling.png"))
     assert refused.exit_code == 2
     assert "give --mesh any, too" in refused.stderr
+
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gradients", "file"),
+    [(2, "fp32", "ddp-graph-fused"), (2, "bf16", "ddp-graph-fused"), (4, "bf16", "ddp-x4")],
+)
+def test_a_simulated_step_is_within_10_percent_of_the_measured_one(ranks, gradients, file):
+    """xl in CUDA graphs on H200s, two sequences a rank: with the dtypes of what was measured."""
+    (measured,) = [
+        cell.samples["step"].median
+        for cell in read_results(RESULTS / f"{file}-h200.jsonl.gz").cells
+        if (cell.configuration["size"], cell.configuration["gradient_dtype"]) == ("xl", gradients)
+        and cell.configuration["strategy"] == "bucketed"
+    ]
+    rates = [RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench-fused", "allreduce-x4", "ddp-graph-fused")]
+    arguments = [
+        "--size",
+        "xl",
+        "--devices",
+        f"{ranks}",
+        "--scaling",
+        "weak",
+        "--device-batch-size",
+        "2",
+        "--mesh",
+        "ddp",
+    ]
+    arguments += ["--gradient-dtype", gradients, *(word for path in rates for word in ("--measured", f"{path}"))]
+    (row,) = tables("scaling", *arguments)[0]["rows"]
+    assert row["step_ms"] == pytest.approx(measured, rel=0.1)

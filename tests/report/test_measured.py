@@ -1,6 +1,7 @@
 """Rates of a machine and its steps beside the model, from saved results."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ import pytest
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
-from cs336sys.report.account.measured import (
-    compare_with_measured,
+from cs336sys.report.account.measured import compare_with_measured, read_measured
+from cs336sys.report.account.rates import (
     measured_bandwidth,
+    measured_beside,
     measured_call,
     measured_device_time,
     measured_flops,
-    read_measured,
+    measured_ranks,
 )
 from cs336sys.results import Cell, Samples
 from cs336sys.sizes import SIZES
@@ -27,9 +29,9 @@ def ms(*values):
     return Samples("ms", "cuda events", values)
 
 
-def bench_cell(tflops=200.0, forward_ms=10.0):
-    samples = {"forward": ms(forward_ms), "backward": ms(20.0), "optimizer": ms(5.0)}
-    return Cell("bench", TRAINING.configuration(), "ok", samples, {"tflops": tflops})
+def bench_cell(tflops=200.0, forward_ms=10.0, optimizer_ms=5.0, **settings):
+    samples = {"forward": ms(forward_ms), "backward": ms(20.0), "optimizer": ms(optimizer_ms)}
+    return Cell("bench", replace(TRAINING, **settings).configuration(), "ok", samples, {"tflops": tflops})
 
 
 def collective(message_bytes, us, busbw, backend="nccl", ranks=2):
@@ -71,6 +73,45 @@ def test_the_time_of_a_device_is_its_own_or_by_flops_and_parameters():
     parameters = count_parameters(SIZES["medium"]) / count_parameters(SIZES["small"])
     assert other.optimizer_s == pytest.approx(5e-3 * parameters)
     assert "by FLOPs and parameters" in source
+
+
+def test_the_state_asked_for_is_that_of_the_optimizers_time():
+    half = {"kernels": "fused", "optimizer": "adamw", "state_dtype": "bf16"}
+    # The fastest step of all says nothing of fp32 state, nor one whose backward pass updates.
+    cells = [
+        bench_cell(),
+        bench_cell(forward_ms=8.0, optimizer_ms=3.0, **half),
+        bench_cell(forward_ms=5.0, optimizer_ms=0.1, kernels="fused", optimizer="adamw", update="backward"),
+    ]
+    for state, optimizer_ms in (("fp32", 5.0), ("bf16", 3.0)):
+        time, source = measured_device_time(cells, SIZES["small"], "bf16", state)
+        assert time.optimizer_s == pytest.approx(optimizer_ms / 1e3)
+        assert ("state in bf16" in source) == (state == "bf16")
+    with pytest.raises(UsageError, match=r"state in split has .* --optimizer adamw --state-dtype split --save"):
+        measured_device_time(cells, SIZES["small"], "bf16", "split")
+
+
+def test_each_number_of_ranks_has_its_own_bandwidth():
+    cells = [*RATES, collective(10**9, 5e3, 250.0, ranks=4), collective(10**9, 9e5, 1.0, backend="gloo", ranks=8)]
+    assert measured_ranks(cells) == {2: 200e9, 4: 250e9}
+    assert measured_ranks([bench_cell(), ddp_cell(50.0)]) == {}
+
+
+def test_what_computing_and_communication_cost_each_other():
+    """Kernels ran for 48 ms in place of 40, 8 of them lost in 20 ms beside communication, which took 25 and not 20."""
+    timeline = {"compute_ms": 48.0, "communication_ms": 25.0, "overlap_ms": 20.0}
+    cell = ddp_cell(55.0, 40.0, 20.0)
+    replayed = replace(
+        cell, configuration=cell.configuration | {"cuda_graph": "on"}, derived=cell.derived | {"timeline": timeline}
+    )
+    beside, source = measured_beside([*RATES, cell, replayed])
+    assert (beside.computing, beside.communication) == pytest.approx((0.6, 0.8))
+    assert source == "ddp, 1 steps in CUDA graphs"
+    after = replace(replayed, derived={"timeline": timeline | {"overlap_ms": 1.0}})
+    launched = replace(cell, derived={"timeline": timeline})
+    nothing, source = measured_beside([cell, launched, after])
+    assert (nothing.computing, nothing.communication) == (1, 1)
+    assert source.startswith("assumed")
 
 
 @pytest.mark.parametrize(

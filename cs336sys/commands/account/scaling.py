@@ -12,9 +12,10 @@ from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
+from cs336sys.workload import STATE_DTYPES
 
 if TYPE_CHECKING:
-    from cs336sys.accounting.scaling import DeviceTime
+    from cs336sys.accounting.scaling import DeviceTime, Dtypes
     from cs336sys.results import Cell
     from cs336sys.sizes import ModelSize
 
@@ -29,6 +30,12 @@ def scaling(
     size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.", autocompletion=among(SIZES))] = "10b",
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the size's own.")] = None,
     precision: Annotated[str, typer.Option(help="What is computed in.", autocompletion=among(PRECISIONS))] = "bf16",
+    gradient_dtype: Annotated[
+        str, typer.Option(help="What ddp sends gradients in.", autocompletion=among(PRECISIONS))
+    ] = "fp32",
+    state_dtype: Annotated[
+        str, typer.Option(help=f"AdamW's state: {', '.join(STATE_DTYPES)}.", autocompletion=among(STATE_DTYPES))
+    ] = "fp32",
     devices: Annotated[list[str], typer.Option(help="Numbers of devices.")] = ["8,16,32,64,128,256,512,1024,2048,4096"],
     scaling: Annotated[
         list[str],
@@ -44,7 +51,8 @@ def scaling(
     measured: Annotated[
         list[Path],
         typer.Option(
-            help="Results of bench (one device's time) and allreduce (bandwidth in a node, calls).",
+            help="Results of bench (one device's time), allreduce (bandwidth in a node, calls) and ddp (what "
+            "communication costs computing).",
             show_default=False,
         ),
     ] = [],
@@ -70,13 +78,17 @@ def scaling(
 
     cs336sys account scaling --size 2.7b --flops 4e14 --node-bandwidth 2.5e10 --devices 64,512
     """
-    from cs336sys.accounting.scaling import CHECKPOINTING, Cluster
+    from cs336sys.accounting.cluster import Cluster
+    from cs336sys.accounting.scaling import CHECKPOINTING, Dtypes
     from cs336sys.report.account.measured import read_measured
+    from cs336sys.report.account.rates import measured_beside, measured_ranks
     from cs336sys.report.account.scaling import plot_scaling, scaling_table, simulate_scaling
     from cs336sys.report.outputs import check_plot
 
     chosen = choose_size(size, context=context)
     check_choice(precision, "--precision", PRECISIONS)
+    check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
+    check_choice(state_dtype, "--state-dtype", STATE_DTYPES)
     check_choice(checkpoint, "--checkpoint", CHECKPOINTING)
     counts = split_list(devices, "--devices", at_least(1))
     batches = {"strong": batch_size, "weak": device_batch_size}
@@ -90,42 +102,46 @@ def scaling(
     output.check()
     check_plot(plot)
     cells = read_measured(measured)
-    time, notes = _device_time(cells, chosen, precision, flops)
+    dtypes = Dtypes(precision, gradient_dtype, state_dtype)
+    time, notes = _device_time(cells, chosen, dtypes, flops)
     in_node, call_s, of_links = _links(cells, bandwidth)
-    cluster = Cluster(node_size, in_node, node_bandwidth, call_s, read_memory_limit(memory_limit))
+    of_ranks = tuple(measured_ranks(cells).items()) if bandwidth is None else ()
+    beside, of_beside = measured_beside(cells)
+    memory = read_memory_limit(memory_limit)
+    cluster = Cluster(node_size, in_node, node_bandwidth, call_s, memory, of_ranks, beside)
     simulated = [
-        simulate_scaling(
-            chosen, precision, scalings, counts, cluster, time, checkpoint, None if kind == "any" else kind
-        )
+        simulate_scaling(chosen, dtypes, scalings, counts, cluster, time, checkpoint, None if kind == "any" else kind)
         for kind in meshes
     ]
     notes += [
         *of_links,
         f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_size} (--node-bandwidth, --node-size): "
         "assumed; tp ranks share a node, and a ring over several nodes is as fast as that.",
-        "Assumed: fsdp and ddp communicate beside the computing of their pass at full speed, tp beside nothing; tp "
-        "divides computing, activations and state without a rest.",
+        f"Beside each other computing has {beside.computing:.3g} of its speed, and communication "
+        f"{beside.communication:.3g} ({of_beside}).",
+        "Assumed: fsdp and ddp communicate beside the computing of their pass, tp beside nothing; tp divides "
+        "computing, activations and state without a rest.",
         "passes: parts of a rank's batch, one after the other.",
     ]
-    output.emit([scaling_table(simulated, chosen, precision, cluster, time, notes)])
+    output.emit([scaling_table(simulated, chosen, dtypes, cluster, time, notes)])
     if plot is not None:
-        plot_scaling(simulated[meshes.index("any")], chosen, precision, cluster, time, checkpoint, plot)
+        plot_scaling(simulated[meshes.index("any")], chosen, dtypes, cluster, time, checkpoint, plot)
 
 
 def _device_time(
-    cells: "Sequence[Cell]", size: "ModelSize", precision: str, flops: float | None
+    cells: "Sequence[Cell]", size: "ModelSize", dtypes: "Dtypes", flops: float | None
 ) -> "tuple[DeviceTime, list[str]]":
     """One device's time, measured or from FLOP/s, and a note that says which."""
     from dataclasses import replace
 
     from cs336sys.accounting.flops import model_flops
     from cs336sys.accounting.scaling import DeviceTime
-    from cs336sys.report.account.measured import measured_device_time
+    from cs336sys.report.account.rates import measured_device_time
 
     if flops is not None and cells:
         raise UsageError("--flops and --measured: both say how fast a device is; give one of them")
     if cells:
-        time, source = measured_device_time(cells, size, precision)
+        time, source = measured_device_time(cells, size, dtypes.computed, dtypes.state)
     else:
         rate = _FLOPS if flops is None else flops
         if rate <= 0:
@@ -141,7 +157,7 @@ def _device_time(
 def _links(cells: "Sequence[Cell]", bandwidth: float | None) -> tuple[float, float, list[str]]:
     """Bandwidth in a node, the time of a call, and notes that say where they come from."""
     from cs336sys.commands.account.communication import NVLINK_BYTES_PER_S
-    from cs336sys.report.account.measured import measured_bandwidth, measured_call
+    from cs336sys.report.account.rates import measured_bandwidth, measured_call, measured_ranks
 
     has_collectives = any(cell.command == "allreduce" for cell in cells)
     call = measured_call(cells)
@@ -150,5 +166,6 @@ def _links(cells: "Sequence[Cell]", bandwidth: float | None) -> tuple[float, flo
         return bandwidth, call.value, [f"{bandwidth / 1e9:.4g} GB/s in a node (--bandwidth).", note]
     if not has_collectives:
         return NVLINK_BYTES_PER_S, call.value, ["450 GB/s in a node: NVLink 4, assumed (--bandwidth).", note]
-    rate = measured_bandwidth(cells)
-    return rate.value, call.value, [f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}).", note]
+    rate, of_ranks = measured_bandwidth(cells), measured_ranks(cells)
+    fewer = [f", {of_ranks[ranks] / 1e9:.4g} among {ranks} ranks" for ranks in sorted(of_ranks)[:-1]]
+    return rate.value, call.value, [f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}){''.join(fewer)}.", note]

@@ -1,31 +1,20 @@
-"""The rates of a machine in saved results, and its training steps beside what those rates say."""
+"""Training steps in saved results, beside what the rates of their machine say."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.collectives import bus_factor
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.parameters import count_parameters
-from cs336sys.accounting.scaling import DeviceTime
 from cs336sys.errors import UsageError
+from cs336sys.report.account.rates import MeasuredRate, measured_bandwidth, measured_flops
 from cs336sys.report.parallel.shard import sharding_sent_bytes
 from cs336sys.report.tables import Column, Table, Value
 from cs336sys.results import Cell, Results, Samples, read_results
-from cs336sys.sizes import SIZES, ModelSize
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 # A measured step may differ by so much from a predicted one before the table says that the model is wrong.
 _TOLERANCE = 0.10
-
-
-@dataclass(frozen=True)
-class MeasuredRate:
-    """A rate, and where it was measured, in words."""
-
-    value: float
-    source: str
 
 
 def read_measured(paths: Sequence[Path]) -> list[Cell]:
@@ -56,109 +45,6 @@ def compare_with_measured(
     w = measured_bandwidth(cells) if bandwidth is None else MeasuredRate(bandwidth, "--bandwidth")
     has_steps = any(cell.command in ("ddp", "shard") for cell in cells)
     return (c.value, w.value), [measured_steps_table(cells, c, w)] if has_steps else []
-
-
-def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
-    """The most model FLOP/s that a whole training step of ``bench`` reached on one device.
-
-    Raises:
-        UsageError: no cell of ``bench`` computes in this precision.
-    """
-    steps = [
-        (cell.derived["tflops"], cell)
-        for cell in cells
-        if cell.command == "bench"
-        and cell.configuration.get("precision") == precision
-        and cell.configuration.get("mode") == "train"
-        and cell.derived.get("tflops")
-    ]
-    if not steps:
-        raise UsageError(
-            f"--measured: no step in {precision} to take FLOP/s from; "
-            f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
-        )
-    tflops, cell = max(steps, key=lambda step: step[0])
-    return MeasuredRate(tflops * 1e12, f"bench, {_of(cell)}: model FLOPs of the whole step")
-
-
-def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """What a rank sent a second in the largest all-reduces, the busbw of ``allreduce``; NCCL's before Gloo's.
-
-    Raises:
-        UsageError: no cell of ``allreduce`` is there.
-    """
-    found = [
-        cell
-        for cell in cells
-        if cell.command == "allreduce"
-        and cell.configuration.get("collective") == "all_reduce"
-        and cell.derived.get("back_to_back_busbw_gbps")
-    ]
-    if not found:
-        raise UsageError(
-            "--measured: no all-reduce to take a bandwidth from; measure some with "
-            "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
-        )
-    of_backend = [cell for cell in found if cell.configuration["backend"] == "nccl"] or found
-    cell = max(of_backend, key=lambda one: (one.configuration["message_bytes"], one.configuration["world_size"]))
-    settings = cell.configuration
-    source = (
-        f"allreduce, {settings['backend']}, {settings['world_size']} ranks, "
-        f"{settings['message_bytes'] / 1e6:g} MB: busbw"
-    )
-    return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, source)
-
-
-def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
-    """Seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
-    found = [
-        cell
-        for cell in cells
-        if cell.command == "allreduce"
-        and cell.configuration.get("collective") == "all_reduce"
-        and "back_to_back" in cell.samples
-    ]
-    if not found:
-        return MeasuredRate(0.0, "left out")
-    of_backend = [cell for cell in found if cell.configuration["backend"] == "nccl"] or found
-    cell = min(of_backend, key=lambda one: one.configuration["message_bytes"])
-    source = f"allreduce, {cell.configuration['message_bytes']} bytes"
-    return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)
-
-
-def measured_device_time(cells: Sequence[Cell], size: ModelSize, precision: str) -> tuple[DeviceTime, str]:
-    """What one device needs, from the fastest step of this size and context in ``bench``; and which step that was.
-
-    Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters.
-
-    Raises:
-        UsageError: there is none in this precision.
-    """
-    steps = [
-        cell
-        for cell in cells
-        if cell.command == "bench"
-        and cell.configuration.get("precision") == precision
-        and cell.configuration.get("size") in SIZES
-        and {"forward", "backward", "optimizer"} <= cell.samples.keys()
-    ]
-    if not steps:
-        raise UsageError(
-            f"--measured: no step in {precision} has the times of its forward, backward and optimizer; "
-            f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
-        )
-    alike = [cell for cell in steps if _shape(cell) == (size.d_model, size.d_ff, size.num_layers, size.context)]
-    cell = min(alike or steps, key=_seconds_per_flop)
-    workload = Workload.from_configuration(cell.configuration)
-    passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
-    optimizer_s = cell.samples["optimizer"].median / 1e3
-    if alike:
-        time = DeviceTime(passes_s / workload.size.batch_size, optimizer_s)
-        return time, f"bench, {_of(cell)}"
-    of_sequence = replace(size, batch_size=1)
-    passes_s *= model_flops(of_sequence) / model_flops(workload.size)
-    optimizer_s *= count_parameters(size) / count_parameters(workload.size)
-    return DeviceTime(passes_s, optimizer_s), f"bench, {_of(cell)}, by FLOPs and parameters"
 
 
 def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
@@ -250,23 +136,3 @@ def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
 
 def _strategy(workload: ParallelWorkload) -> str:
     return workload.strategy if workload.mesh is None else f"{workload.strategy} {workload.mesh}"
-
-
-def _of(cell: Cell) -> str:
-    settings = cell.configuration
-    words = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
-    words += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
-    if settings.get("cuda_graph", "off") != "off":
-        words.append(f"CUDA graph {settings['cuda_graph']}")
-    if settings.get("kernels", "reference") != "reference":
-        words.append(f"kernels {settings['kernels']}")
-    return " ".join(words)
-
-
-def _shape(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell.configuration.get(name) for name in ("d_model", "d_ff", "num_layers", "context"))
-
-
-def _seconds_per_flop(cell: Cell) -> float:
-    passes_ms = cell.samples["forward"].median + cell.samples["backward"].median
-    return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cs336sys.accounting.cluster import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import (
-    Cluster,
     DeviceTime,
+    Dtypes,
     MeshShape,
     SimulatedStep,
     fastest,
@@ -45,7 +46,7 @@ _COLUMNS = (
 
 def simulate_scaling(
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     scalings: Mapping[str, int],
     devices: Sequence[int],
     cluster: Cluster,
@@ -63,14 +64,14 @@ def simulate_scaling(
     for scaling, batch in scalings.items():
         for count in devices:
             whole = replace(size, batch_size=batch * count if scaling == "weak" else batch)
-            found[scaling, count] = fastest(count, whole, precision, cluster, device, checkpointing, dimension)
+            found[scaling, count] = fastest(count, whole, dtypes, cluster, device, checkpointing, dimension)
     return found
 
 
 def scaling_table(
     simulated: Sequence[Simulated],
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     cluster: Cluster,
     device: DeviceTime,
     notes: Sequence[str],
@@ -82,7 +83,7 @@ def scaling_table(
         for (scaling, count), found in of_meshes.items()
     ]
     billions = count_parameters(size) / 1e9
-    title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}, {precision}"
+    title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}, {dtypes.text}"
     return Table("scaling", title, _COLUMNS, rows, notes)
 
 
@@ -130,7 +131,7 @@ def _limit(step: SimulatedStep, anyway: SimulatedStep, cluster: Cluster) -> str:
 def plot_scaling(
     simulated: Simulated,
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     cluster: Cluster,
     device: DeviceTime,
     checkpointing: str,
@@ -145,7 +146,7 @@ def plot_scaling(
     for column, scaling in enumerate(scalings):
         steps = {count: found[0] for (name, count), found in simulated.items() if name == scaling and found}
         rates, memories = axes[0, column], axes[1, column]
-        for name, curve in _curves(steps, size, precision, cluster, device, checkpointing).items():
+        for name, curve in _curves(steps, size, dtypes, cluster, device, checkpointing).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
             tokens = [step.batch_size * size.context / step.step_s / count for count, step in curve.items()]
             rates.plot(list(curve), tokens, label=name, **style)
@@ -163,14 +164,14 @@ def plot_scaling(
         memories.set_xlabel("devices")
     axes[0, 0].set_ylabel("tokens/s of a device")
     axes[1, 0].set_ylabel("peak of a rank, GiB")
-    figure.suptitle(f"{size.name}, context {size.context}, {precision}: a simulation", fontsize=10)
+    figure.suptitle(f"{size.name}, context {size.context}, {dtypes.text}: a simulation", fontsize=10)
     write_figure(figure, path)
 
 
 def _curves(
     steps: Mapping[int, SimulatedStep],
     size: ModelSize,
-    precision: str,
+    dtypes: Dtypes,
     cluster: Cluster,
     device: DeviceTime,
     checkpointing: str,
@@ -185,7 +186,7 @@ def _curves(
         shapes |= {f"fsdp, tp={tp}": MeshShape(1, count // tp, tp) for tp in (2, tp) if tp > 1 and count % tp == 0}
         for name, shape in shapes.items():
             try:
-                curves[name][count] = in_fewest_parts(whole, precision, shape, cluster, device, checkpointing)
+                curves[name][count] = in_fewest_parts(whole, dtypes, shape, cluster, device, checkpointing)
             except UsageError:
                 # This mesh does not divide the batch or the heads.
                 continue
