@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
@@ -24,6 +25,10 @@ from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import ParallelWorkload
 
+# All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random weights
+# of the 8B model: its loss leaps from 12 up to 14.
+_LEARNING_RATE = 1e-4
+
 
 @dataclass(frozen=True)
 class BoardMeasurement:
@@ -34,7 +39,7 @@ class BoardMeasurement:
         ready_s: from the beginning until the first step was done: building, compiling of kernels, and that step.
         peak_gib: most memory that tensors held, in a second or later step; None on a CPU.
         reserved_gib: most that the allocator held for them.
-        losses: of the first and of the last timed step, of this rank's sequences.
+        losses: of this rank's sequences, of every step from the first to the last timed one.
         shares: where the time of one more step went; None where the profiler saw nothing.
         device: the GPU's name.
     """
@@ -43,7 +48,7 @@ class BoardMeasurement:
     ready_s: float
     peak_gib: float | None
     reserved_gib: float | None
-    losses: tuple[float, float]
+    losses: list[float]
     shares: StepShares | None
     device: str
 
@@ -76,18 +81,18 @@ def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
-    step = ParallelStep(workload, device)
+    step = ParallelStep(workload, device, lr=_LEARNING_RATE)
+    losses = _kept_losses(step)
     step()
     if on_gpu:
         torch.cuda.synchronize(device)
     ready_s = time.perf_counter() - started
-    first = _loss(step)
     reset_peak_memory(device)
     dist.barrier()
     training = workload.training
     samples = time_phases(step.phases, warmup=training.warmup, steps=training.steps, device=device)
     peak_gib = peak_memory_gib(device)
-    losses = first, _loss(step)
+    values = torch.stack(losses).tolist()
     shares = None
     if dist.get_rank() == 0:
         shares = profile_shares(step.phases, device)
@@ -99,7 +104,7 @@ def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
         ready_s,
         peak_gib,
         torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None,
-        losses,
+        values,
         shares,
         torch.cuda.get_device_name(device) if on_gpu else "",
     )
@@ -108,9 +113,18 @@ def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
     return measurement
 
 
-def _loss(step: ParallelStep) -> float:
-    assert step.loss is not None
-    return step.loss.item()
+def _kept_losses(step: ParallelStep) -> list[Tensor]:
+    """The losses of all steps from now on, () each, without waiting for them."""
+    losses: list[Tensor] = []
+    update = step.phases["optimizer"]
+
+    def update_and_keep() -> None:
+        update()
+        assert step.loss is not None
+        losses.append(step.loss.detach())
+
+    step.phases["optimizer"] = update_and_keep
+    return losses
 
 
 def _derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:
@@ -118,6 +132,7 @@ def _derived(workload: ParallelWorkload, measured: list[BoardMeasurement], secon
     assert training.flops is not None, "the board's model is ours"
     peak = peak_tflops(first.device, training.precision)
     of_all = None if peak is None else peak * workload.world_size
+    losses = [sum(of_ranks) / len(measured) for of_ranks in zip(*(rank.losses for rank in measured), strict=True)]
     return {
         "mfu_percent": _percent(model_flops_utilization(training.flops, seconds, of_all)),
         "hfu_percent": _percent(model_flops_utilization(workload.computed_flops, seconds, of_all)),
@@ -125,8 +140,9 @@ def _derived(workload: ParallelWorkload, measured: list[BoardMeasurement], secon
         "ready_s": max(rank.ready_s for rank in measured),
         "peaks_gib": [rank.peak_gib for rank in measured],
         "reserved_gib": [rank.reserved_gib for rank in measured],
-        "first_loss": sum(rank.losses[0] for rank in measured) / len(measured),
-        "last_loss": sum(rank.losses[1] for rank in measured) / len(measured),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "losses": losses,
         "shares": None if first.shares is None else asdict(first.shares),
     }
 

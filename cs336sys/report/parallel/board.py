@@ -1,4 +1,7 @@
-"""The tables of ``shard --board``: the step as on the leaderboard, and where its time went; see ``docs/board.md``."""
+"""The tables of ``shard --board``: the step as on the leaderboard, where its time went, and what it learns.
+
+See ``docs/board.md``.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +54,7 @@ def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """The step, its phases, where the time of one went, and its longest kernels."""
+    """The step, its phases, where the time of one went, its longest kernels, and the losses."""
     shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
     own = tuple(shown.values())
     rows = [_row(cell) for cell in cells]
@@ -82,6 +85,8 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
     if any(cell.derived["shares"] for cell in measured):
         tables += [_shares_table(measured, own), _kernels_table(measured, own)]
+    if any("losses" in cell.derived for cell in measured):
+        tables.append(_losses_table(measured, own))
     return tables
 
 
@@ -94,7 +99,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         predicted_gib = kept_peak(workload.kept_step).total_gib if workload.writes_out_blocks else None
         row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
         row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
-    return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib")}
+    return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}
 
 
 def _shares_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
@@ -129,3 +134,14 @@ def _kernels_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
         Column("launches", "launches", "count"),
     )
     return Table("kernels", "kernels that took most time", columns, rows)
+
+
+def _losses_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows = [
+        cell.configuration | {"number": number, "loss": loss}
+        for cell in cells
+        for number, loss in enumerate(cell.derived.get("losses", ()), 1)
+    ]
+    columns = (*own, Column("number", "step", "count"), Column("loss", "loss", "nats"))
+    notes = ("the mean over ranks, from the first step to the last timed one, all on one batch",)
+    return Table("losses", "loss of every step", columns, rows, notes)

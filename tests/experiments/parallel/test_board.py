@@ -7,6 +7,7 @@ import pytest
 
 from cs336sys.accounting.sharding.kept_parts import flops_again
 from cs336sys.errors import UsageError
+from cs336sys.experiments.parallel import board
 from cs336sys.experiments.parallel.gradient_check import with_few_blocks
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import ParallelWorkload, Workload
@@ -41,6 +42,16 @@ def test_gradients_of_torchs_strategy_are_checked_too(ranks):
     for difference in ranks().run(board_ranks.check_with_wrong_gradient, plain):
         assert not difference.is_rounding("bf16")
         assert difference.parameter == "layers.0.ffn.w1.weight"
+
+
+def test_the_loss_of_every_step_is_kept(ranks):
+    """Of the first step, of the warm-up and of the timed steps, and of no profiled one; they train."""
+    for rank in ranks().run(
+        board.measure_on_rank, workload("keep=0", attention="sdpa", kernels="reference", warmup=1, steps=3)
+    ):
+        assert len(rank.losses) == 5
+        assert rank.losses == sorted(set(rank.losses), reverse=True)
+        assert {len(samples.measured) for samples in rank.samples.values()} == {3}
 
 
 def test_what_is_computed_again_counts_beside_the_model():

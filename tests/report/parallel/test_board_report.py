@@ -30,3 +30,10 @@ def test_what_tells_rows_apart_has_a_column():
     assert predicted[1] == pytest.approx(124.9, abs=0.1)
     assert predicted[2:] == [None, None]
     assert "prefetch" not in {column.key for column in board([first, first]).columns}
+
+
+def test_losses_have_a_row_for_each_step_of_cells_that_kept_them():
+    first = read_results(SAVED).cells[0]
+    table = board_tables([first, replace(first, derived=first.derived | {"losses": [11.5, 11.25]})], None)[-1]
+    assert table.name == "losses"
+    assert [(row["number"], row["loss"]) for row in table.rows] == [(1, 11.5), (2, 11.25)]
