@@ -10,7 +10,7 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.noise import ratio
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, steps_words, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
 
@@ -23,6 +23,7 @@ _SHAPE_COLUMNS = {
     "dtype": Column("dtype", "dtype"),
     "causal": Column("causal", "causal"),
     "window": Column("window", "window"),
+    "seed": SETTING_COLUMNS["seed"],
     "rounds": ROUNDS_COLUMN,
 }
 _PARTS = ("forward", "backward", "end_to_end")
@@ -101,12 +102,7 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Column("status", "status"),
     )
     rows = [_attn_row(cell) for cell in cells]
-    steps = ", ".join(sorted({f"{c.configuration['steps']} steps after {c.configuration['warmup']}" for c in cells}))
-    notes = (
-        [f"mean ± standard deviation of {steps} warm-up; predictions are for eager execution with torch.softmax"]
-        if cells
-        else []
-    )
+    notes = [f"{steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
     heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
     tables = [Table("attn", heading, columns, rows, (*notes, *_reasons(cells)), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]

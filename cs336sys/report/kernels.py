@@ -7,7 +7,7 @@ from typing import Any
 from cs336sys.report.noise import ratio
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 
 _SHAPE_COLUMNS = {
@@ -17,6 +17,7 @@ _SHAPE_COLUMNS = {
     "head_dim": Column("head_dim", "head dim"),
     "vocab_size": Column("vocab_size", "vocabulary"),
     "dtype": Column("dtype", "dtype"),
+    "seed": SETTING_COLUMNS["seed"],
 }
 PARTS = ("forward", "backward", "end_to_end")
 

@@ -9,38 +9,46 @@ from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, reasons, setting_of, shown_settings, title
 from cs336sys.results import Cell, Run
 
-# The loss of one step depends on its batch: means are of so many steps.
+# The loss of one step depends on its batch: means are of so many steps, where there are as many.
 _AVERAGED = 20
 
+_SETTINGS = SETTING_COLUMNS | {
+    "learning_rate": Column("learning_rate", "learning rate"),
+    "weight_decay": Column("weight_decay", "weight decay"),
+}
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 
 
 def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """What was learnt, and how far from what the first way of training learnt on the same batches."""
-    shown = shown_settings(cells, SETTING_COLUMNS, _ALWAYS_SHOWN)
+    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    averaged = min([_AVERAGED, *(len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok")])
     columns = (
         *SIZE_COLUMNS,
         *shown.values(),
         Column("first_loss", "first loss", "nats"),
-        Column("last_loss", f"mean of the last {_AVERAGED}", "nats"),
+        Column("last_loss", f"mean of the last {averaged}", "nats"),
         Column("largest_difference", "off the first row, at most", "nats"),
-        Column("mean_difference", f"off in the last {_AVERAGED}", "nats"),
+        Column("mean_difference", f"off in the last {averaged}", "nats"),
         Column("status", "status"),
     )
     baseline = next((cell for cell in cells if cell.status == "ok"), None)
-    rows = [cell.configuration | cell.derived | _losses(cell, baseline) | {"status": cell.status} for cell in cells]
+    rows = [
+        cell.configuration | cell.derived | _losses(cell, baseline, averaged) | {"status": cell.status}
+        for cell in cells
+    ]
     notes = ("off: the difference from the first row's loss of the same step, on the same batch", *reasons(cells))
-    return [Table("losses", title("losses", cells, run, SETTING_COLUMNS, shown), columns, rows, notes=notes)]
+    return [Table("losses", title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 
-def _losses(cell: Cell, baseline: Cell | None) -> dict[str, float]:
+def _losses(cell: Cell, baseline: Cell | None, averaged: int) -> dict[str, float]:
     if cell.status != "ok" or baseline is None:
         return {}
     losses = cell.samples["loss"].measured
-    found = {"first_loss": losses[0], "last_loss": statistics.fmean(losses[-_AVERAGED:])}
+    found = {"first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
     if cell is not baseline:
         off = [loss - other for loss, other in zip(losses, baseline.samples["loss"].measured, strict=False)]
-        found |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-_AVERAGED:])}
+        found |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
     return found
 
 
@@ -49,7 +57,7 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [cell for cell in cells if cell.status == "ok"]
-    settings = shown_settings(measured, SETTING_COLUMNS)
+    settings = shown_settings(measured, _SETTINGS)
     figure = Figure(figsize=(8, 6), layout="constrained")
     curves, differences = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
     for number, cell in enumerate(measured):

@@ -30,8 +30,13 @@ SETTING_COLUMNS = {
     "update": Column("update", "update"),
     "cuda_graph": Column("cuda_graph", "CUDA graph"),
     "warmup": Column("warmup", "warm-up"),
+    "tf32": Column("tf32", "TF32"),
+    "synchronize": Column("synchronize", "synchronize"),
+    "seed": Column("seed", "seed"),
 }
 
+# Which of them change nothing about the memory that is planned for.
+_OF_NO_MEMORY = ("tf32", "synchronize", "seed")
 
 # Values that a title does not name: what everybody assumes.
 _UNNAMED = {
@@ -42,6 +47,9 @@ _UNNAMED = {
     "keep_gathered": (0,),
     "prefetch": (None,),
     "high_priority": (False,),
+    "tf32": (False,),
+    "synchronize": ("step",),
+    "seed": (0,),
 }
 
 # What a step in CUDA graphs costs.
@@ -65,9 +73,10 @@ _USER_SETTINGS = tuple(field.name for field in fields(UserCode))
 
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
-    """The columns of cells that are planned: all settings, those of the user's code where there is any."""
+    """The columns of cells that are planned: all settings of memory, those of the user's code where there is any."""
     given = {name for workload in workloads for name in workload.user.configuration()}
-    return [column for name, column in settings.items() if name not in _USER_SETTINGS or name in given]
+    left_out = {name for name in (*_USER_SETTINGS, *_OF_NO_MEMORY) if name not in given}
+    return [column for name, column in settings.items() if name not in left_out]
 
 
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
@@ -136,10 +145,15 @@ def wall_columns(steps: Iterable[Samples]) -> tuple[Column, ...]:
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     """How the steps were counted and timed, and the :func:`reasons`."""
     methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
-    counts = {(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells}
-    steps = ", ".join(f"{steps} steps after {warmup} warm-up" for warmup, steps in sorted(counts))
-    method = (f"mean ± standard deviation of {steps}, by {' and '.join(sorted(methods))}",) if methods else ()
+    method = (f"{steps_words(cells)}, by {' and '.join(sorted(methods))}",) if methods else ()
     return (*method, *found_in_models(cells), *reasons(cells))
+
+
+def steps_words(cells: Sequence[Cell]) -> str:
+    """Of how many steps, after how many of warm-up, the numbers are."""
+    counts = sorted({(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells})
+    steps = ", ".join(f"{steps} step{'' if steps == 1 else 's'} after {warmup} warm-up" for warmup, steps in counts)
+    return f"mean ± standard deviation of {steps}"
 
 
 def found_in_models(cells: Sequence[Cell]) -> tuple[str, ...]:

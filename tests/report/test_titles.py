@@ -1,0 +1,106 @@
+"""Whatever decides a measurement is seen in its table: as a column where cells differ in it, else in the title."""
+
+import pytest
+
+from cs336sys.report.attention import attn_tables, flash_tables
+from cs336sys.report.bench import bench_plan, bench_tables
+from cs336sys.report.kernels import kernel_tables
+from cs336sys.report.losses import loss_tables
+from cs336sys.report.titles import steps_words
+from cs336sys.results import Cell, Samples
+from cs336sys.sizes import choose_size
+from cs336sys.workload import AttentionWorkload, KernelWorkload, LossWorkload, Workload
+
+# What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
+# name says; and of losses the text, one for all cells.
+NOT_SHOWN = {
+    *("steps", "warmup_ms", "repetition_ms"),
+    *("size", "d_model", "d_ff", "num_layers", "num_heads"),
+    *("device", "text"),
+}
+# Names that a workload knows.
+OTHER_NAMES = {
+    **{"mode": "forward", "precision": "bf16", "compile": "block", "attention": "sdpa", "kernels": "rope"},
+    **{"optimizer": "fused", "state_dtype": "bf16", "update": "backward", "cuda_graph": "on", "synchronize": "none"},
+    **{"dtype": "fp16", "op": "swiglu", "implementation": "compiled"},
+}
+
+
+def other_than(name, value):
+    if isinstance(value, bool):
+        return not value
+    return 2 * (value or 4) if value is None or isinstance(value, int | float) else OTHER_NAMES[name]
+
+
+def failed(command, configuration):
+    return Cell(command, configuration, "oom", reason="out of memory")
+
+
+TRAINING = Workload(choose_size("tiny"), optimizer="adamw")
+TABLES = {
+    "bench": (TRAINING, lambda cells: bench_tables(cells, None)[0]),
+    "losses": (LossWorkload(TRAINING, "README.md"), lambda cells: loss_tables(cells, None)[0]),
+    "flash": (
+        AttentionWorkload("eager", 1, 2, 16, 8, kv_heads=1, window=2),
+        lambda cells: flash_tables(cells, None, "eager")[0],
+    ),
+    "attn": (AttentionWorkload("eager", 1, 1, 16, 8), lambda cells: attn_tables(cells, None)[0]),
+    "kernels": (KernelWorkload("rope", "ours", 4, 8, head_dim=4), lambda cells: kernel_tables(cells, None, "eager")[0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (command, name)
+        for command, (workload, _) in TABLES.items()
+        for name in workload.configuration()
+        if name not in NOT_SHOWN and (command, name) != ("losses", "mode")
+    ],
+)
+def test_rows_that_differ_in_a_setting_show_it(command, name):
+    workload, table_of = TABLES[command]
+    usual = workload.configuration() | {"steps": 1, "warmup": 1}
+    cells = [failed(command, usual), failed(command, usual | {name: other_than(name, usual[name])})]
+    table = table_of(cells)
+    column = next((column for column in table.columns if column.key == name), None)
+    assert column is not None, [column.key for column in table.columns]
+    assert [row.get(name) for row in table.rows] == [cell.configuration[name] for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tf32": True}, "TF32 True"),
+        ({"synchronize": "none"}, "synchronize none"),
+        ({"seed": 7}, "seed 7"),
+        ({"kernels": "rope"}, "kernels rope"),
+    ],
+)
+def test_a_title_names_what_is_not_as_usual(settings, words):
+    usual, other = (failed("bench", TRAINING.configuration() | more) for more in ({}, settings))
+    assert words in bench_tables([other], None)[0].title
+    assert words not in bench_tables([usual], None)[0].title
+
+
+def test_a_plan_has_no_column_for_what_changes_no_memory():
+    keys = {column.key for column in bench_plan([TRAINING]).columns}
+    assert {"context", "attention", "mode"} <= keys
+    assert not keys & {"tf32", "synchronize", "seed"}
+
+
+def test_one_step_is_one_step():
+    cells = [Cell("bench", {"warmup": warmup, "steps": steps}, "ok") for warmup, steps in ((1, 5), (0, 1), (1, 5))]
+    assert steps_words(cells) == "mean ± standard deviation of 1 step after 0 warm-up, 5 steps after 1 warm-up"
+
+
+@pytest.mark.parametrize(("count", "words"), [(6, "mean of the last 6"), (30, "mean of the last 20")])
+def test_a_mean_is_of_as_many_losses_as_its_header_says(count, words):
+    configuration = LossWorkload(TRAINING, "README.md").configuration()
+    values = tuple(float(number) for number in range(count))
+    cell = Cell("losses", configuration, "ok", {"loss": Samples("nats", "of every step", values)})
+    (table,) = loss_tables([cell], None)
+    column = next(column for column in table.columns if column.key == "last_loss")
+    averaged = int(words.split()[-1])
+    assert column.header == words
+    assert table.rows[0]["last_loss"] == sum(values[-averaged:]) / averaged
