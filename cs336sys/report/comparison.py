@@ -17,8 +17,8 @@ from cs336sys.measure.comparison import (
     shared_metrics,
     significance_level,
 )
-from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value, format_number, format_quantity
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Results, distinguishing_settings
 
 # From here on a table says that samples are worth fewer than their number: two thirds at 0.2.

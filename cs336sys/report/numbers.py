@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from cs336sys.report.noise import Interval, is_noisy
 from cs336sys.results import Samples
 
+# What a table's cell holds.
+Value = str | bool | int | float | Samples | Interval | None
+
 MISSING = "-"
 
 # Columns of less are shown in MiB: GiB with four decimals would leave three digits of a tiny model's memory.
@@ -69,18 +72,31 @@ def unit_label(unit: str | None) -> str:
     return "" if unit is None else _rule(unit).label
 
 
-def shown_unit(
-    values: "Sequence[str | bool | int | float | Samples | Interval | None]", unit: str | None
-) -> str | None:
-    """The unit in which people see a column: its own, but MiB where all of it is less than a tenth of a GiB."""
-    if unit != "gib" or not values:
-        return unit
-    numbers = [value.mean if isinstance(value, Samples) else value for value in values]
-    is_small = all(isinstance(value, int | float) and abs(value) < _LEAST_GIB for value in numbers)
-    return "gib as mib" if is_small and any(numbers) else unit
+def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[str | None]:
+    """The units in which people see the columns of a table, of which it gets each one's unit and values.
+
+    Their own, but MiB where a column's largest number is less than a tenth of a GiB. A column of zeros has no size to
+    go by: it is shown in MiB where all others of its kind are.
+    """
+    sizes = [max((abs(number) for value in values if (number := _number(value))), default=0.0) for _, values in columns]
+    others = [size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib" and size]
+    are_small = bool(others) and max(others) < _LEAST_GIB
+    return [
+        "gib as mib" if unit == "gib" and (0 < size < _LEAST_GIB or (size == 0 and are_small)) else unit
+        for (unit, _), size in zip(columns, sizes, strict=True)
+    ]
 
 
-def format_value(value: "str | bool | int | float | Samples | Interval | None", unit: str | None = None) -> str:
+def _number(value: Value) -> float:
+    """The number of a table's cell; 0 of what is none, of infinity and of NaN."""
+    if isinstance(value, Samples):
+        value = value.mean if value.measured else 0.0
+    elif isinstance(value, Interval):
+        value = value.estimate
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def format_value(value: Value, unit: str | None = None) -> str:
     """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
 
     Samples that vary too much end in ``!``, and a difference that the noise may have made begins with ``~``,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.noise import Interval
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Samples
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cs336sys.errors import OutputError, UsageError, choose_from
 from cs336sys.report.noise import NOISY_PART, Interval, is_noisy
-from cs336sys.report.numbers import format_value, shown_unit, unit_label
+from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
 from cs336sys.results import Samples
 
@@ -21,8 +21,6 @@ TABLES_SCHEMA_VERSION = 1
 
 # What --output calls standard output, as everywhere.
 STDOUT = Path("-")
-
-Value = str | bool | int | float | Samples | Interval | None
 
 
 @dataclass(frozen=True)
@@ -195,12 +193,15 @@ class Grid:
 
 
 def grid_of(table: Table) -> Grid:
-    columns, is_number = [], []
-    for column in table.columns:
-        values = [value for row in table.rows if not _is_empty(value := row.get(column.key))]
-        if values or not table.rows:
-            columns.append(replace(column, unit=shown_unit(values, column.unit)))
-            is_number.append(bool(values) and not any(isinstance(value, str | bool) for value in values))
+    values = {
+        column: [value for row in table.rows if not _is_empty(value := row.get(column.key))] for column in table.columns
+    }
+    shown = [column for column in table.columns if values[column] or not table.rows]
+    is_number = [
+        bool(values[column]) and not any(isinstance(value, str | bool) for value in values[column]) for column in shown
+    ]
+    units = shown_units([(column.unit, values[column]) for column in shown])
+    columns = [replace(column, unit=unit) for column, unit in zip(shown, units, strict=True)]
     rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
     keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)
     return Grid([column.title for column in columns], rows, is_number, sum(1 for _ in keys))

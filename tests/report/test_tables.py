@@ -508,3 +508,16 @@ def test_memory_of_tiny_models_is_shown_in_mib_and_kept_in_gib():
     assert "peak, GiB" in render([memory(0.046875, 1.5)], "markdown")
     assert "peak, GiB" in render([memory(0.0)], "markdown")
     assert render([memory(0.046875)], "csv").splitlines()[1] == "m,0.046875,0.046875,0.0"
+
+
+def test_a_column_of_zeros_takes_the_unit_of_its_neighbours_and_gaps_leave_that_of_the_rest():
+    def header(*rows):
+        columns = (Column("peak_gib", "peak", "gib"), Column("state_gib", "state", "gib"))
+        named = [dict(zip(("peak_gib", "state_gib"), row, strict=True)) for row in rows]
+        return re.findall(r"(\w+), (\w+)", render([Table("m", "m", columns, named)], "markdown").splitlines()[2])
+
+    assert header((0.046875, 0.0), (0.03125, 0)) == [("peak", "MiB"), ("state", "MiB")]
+    assert header((12.5, 0.0)) == [("peak", "GiB"), ("state", "GiB")]
+    # The largest of a column counts, whatever else stands in it.
+    assert header((0.046875, "oom"), (0.0, 0.015625)) == [("peak", "MiB"), ("state", "MiB")]
+    assert header((0.046875, 0.0), (1.5, 0.0)) == [("peak", "GiB"), ("state", "GiB")]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.report.numbers import format_operand, in_shown_unit
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value, format_operand, in_shown_unit
+from cs336sys.report.tables import Column, Table
 
 _COLUMNS = (
     Column("question", "question"),

@@ -15,7 +15,8 @@ from cs336sys.accounting.parallelism import (
 )
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value
+from cs336sys.report.tables import Column, Table
 
 _TITLES = {
     "dp": "Data parallel",

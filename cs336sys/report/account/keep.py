@@ -8,7 +8,8 @@ from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.kept_parts import KeptStep, fitting_blocks, flops_again, kept_peak
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value
+from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import SIZE_COLUMNS
 
 # Rows between none and all.

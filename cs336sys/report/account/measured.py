@@ -8,8 +8,9 @@ from cs336sys.accounting.collectives import bus_factor
 from cs336sys.accounting.flops import model_flops
 from cs336sys.errors import UsageError
 from cs336sys.report.account.rates import MeasuredRate, measured_bandwidth, measured_flops
+from cs336sys.report.numbers import Value
 from cs336sys.report.parallel.shard import sharding_sent_bytes
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Results, Samples, read_results
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 

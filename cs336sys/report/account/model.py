@@ -15,7 +15,8 @@ from cs336sys.accounting.checkpointing import SUBLAYERS, predicted_peak, recompu
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.numbers import Value
+from cs336sys.report.tables import Column, Table
 from cs336sys.sizes import ModelSize
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "flash")

@@ -17,8 +17,9 @@ from cs336sys.accounting.scaling import (
     in_fewest_parts,
 )
 from cs336sys.errors import UsageError
+from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.tables import Column, Table, Value
+from cs336sys.report.tables import Column, Table
 from cs336sys.sizes import ModelSize
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
