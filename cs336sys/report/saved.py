@@ -84,7 +84,9 @@ def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     memory = _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
-    return {**memory, **_scaling_picture(cells)}
+    gathering = [cell for cell in _measured(cells) if cell.derived.get("gathers") and not is_of_board(cell)]
+    timelines = {"timelines": partial(plot_timelines, gathering)} if gathering else {}
+    return {**memory, **timelines, **_scaling_picture(cells)}
 
 
 def _scaling_picture(cells: Sequence[Cell]) -> Pictures:

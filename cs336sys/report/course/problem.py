@@ -36,11 +36,11 @@ def runs_of(groups: Sequence[Found]) -> list[Run]:
     return list(runs.values())
 
 
-def pictures_of(groups: Sequence[Found]) -> Pictures:
-    """The pictures of all of them, numbered where several have one of a name."""
+def pictures_of(groups: Sequence[Found], *names: str) -> Pictures:
+    """The pictures of all of them (of these names, if any is given), numbered where several have one of a name."""
     found: dict[str, Callable[[Path], None]] = {}
     for group in groups:
-        for name, draw in group.pictures().items():
+        for name, draw in group.pictures(*names).items():
             number = 1 + sum(known.split(",")[0] == name for known in found)
             found[name if number == 1 else f"{name}, {number}"] = draw
     return found

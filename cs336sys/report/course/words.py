@@ -51,9 +51,14 @@ def change(before: float, after: float, *, up: str = "grows", down: str = "falls
     return f"{up} {times(ratio)}" if ratio > 1 else f"{down} to {times(ratio)}"
 
 
-def speed(ratio: float) -> str:
-    """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast`` within :data:`ALIKE`, ``1.3x slower``."""
-    if abs(ratio - 1) <= ALIKE:
+def as_long(ratio: float) -> str:
+    """``as long as``, where both are shown alike, or ``2.1x as long as``."""
+    return "as long as" if times(ratio) == "1x" else f"{times(ratio)} as long as"
+
+
+def speed(ratio: float, alike: float = ALIKE) -> str:
+    """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast`` within ``alike``, ``1.3x slower``."""
+    if abs(ratio - 1) <= alike:
         return "as fast"
     return f"{times(ratio)} as fast" if ratio > 1 else f"{times(1 / ratio)} slower"
 
@@ -63,7 +68,8 @@ def faster(before: Samples, after: Samples) -> str:
     found = ratio(before, after)
     if found.is_noise:
         return f"no different within the noise ({times(found.low)} to {times(found.high)} the speed)"
-    return speed(found.estimate)
+    # Beyond the noise, a difference is one however small; three digits show half a percent.
+    return speed(found.estimate, alike=0.005)
 
 
 def trend(values: Sequence[float]) -> str:
@@ -90,9 +96,17 @@ def failures(cells: Sequence[Cell], what) -> list[str]:
         failed = [cell for cell in cells if cell.status == status]
         if failed:
             names = joined(dict.fromkeys(what(cell) for cell in failed))
-            reasons = "; ".join(dict.fromkeys(cell.reason.rstrip(".") for cell in failed if cell.reason))
+            reasons = "; ".join(dict.fromkeys(_why(cell.reason) for cell in failed if cell.reason))
+            # "a training step" begins the sentence, the name of a size stays as it is.
+            names = f"A{names[1:]}" if names.startswith("a ") else names
             sentences.append(f"{names} {verb}{f' ({reasons})' if reasons else ''}.")
     return sentences
+
+
+def _why(reason: str) -> str:
+    """A cell's reason, without what the verb before it says: ``at warm-up 1/5: tried to allocate 82.00 MiB``."""
+    said = reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried")
+    return said.rstrip(".")
 
 
 def derived_sentence(answer: Derived) -> str:

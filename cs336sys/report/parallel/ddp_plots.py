@@ -62,8 +62,11 @@ def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     configuration, timeline = cell.configuration, cell.derived["timeline"]
     words = [configuration["strategy"]]
-    if configuration["bucket_mb"] is not None:
+    # Of `ddp` and of FSDP.
+    if configuration.get("bucket_mb") is not None:
         words.append(bucket_name(configuration["bucket_mb"]))
+    if configuration.get("prefetch") is not None:
+        words.append(f"prefetch {configuration['prefetch']}")
     words += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
     exposed = exposure(cell).get("exposed_ms")
     return (

@@ -5,7 +5,7 @@ from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
 from cs336sys.report.course.target import Command, Handout, Sweep, Target, arithmetic
-from cs336sys.report.course.words import change, failures, gib, joined, ms, percent, spread, times
+from cs336sys.report.course.words import as_long, change, failures, gib, joined, ms, percent, spread, times
 from cs336sys.results import Cell
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
@@ -155,7 +155,7 @@ def warmup(evidence: Evidence, handout: Handout) -> Answer | None:
             f"With {count} warm-up step{'s' * (count != 1)} the mean of {len(step.measured)} steps {changed} "
             f"({ms(step.mean)} against {ms(warm.samples['step'].mean)} after {warm.configuration['warmup']}), its "
             f"standard deviation is {ms(step.std)} against {ms(warm.samples['step'].std)}, and the first measured "
-            f"step takes {times(first)} the median."
+            f"step takes {as_long(first)} the median."
         )
     slow = [
         cell.configuration["warmup"]
@@ -172,7 +172,9 @@ def warmup(evidence: Evidence, handout: Handout) -> Answer | None:
             f"After {joined(map(str, later), 'or')} warm-up steps some of that is still to be done, so the result is "
             "still another."
             if later
-            else "One warm-up step already does all of that here: the first measured step after it is like the others."
+            else "One warm-up step already does all of that here: the first measured step after it is like the others. "
+            "Where one or two are not enough, the clock, the allocator's blocks and what tunes itself settle over "
+            "several steps."
         )
     columns = ("size", "warmup", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "first_measured_ms")
     return Answer(sentences, group.table("bench", *columns), {}, runs_of([group]))

@@ -9,8 +9,8 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
 from cs336sys.report.course.target import Command, Handout, Sweep, Target, arithmetic, state_gib
-from cs336sys.report.course.words import derived_sentence, failures, faster, joined, ms, percent, times
-from cs336sys.report.noise import Interval
+from cs336sys.report.course.words import ALIKE, derived_sentence, failures, faster, joined, ms, percent, times
+from cs336sys.report.noise import Interval, ratio
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.parallel.ddp import bucket_sweeps, link_of
 from cs336sys.results import Cell, Samples
@@ -20,6 +20,9 @@ _KEYS = (
     *("size", "precision", "compile", "strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms"),
     *("communication_ms", "hidden_percent", "speedup", "calls", "relative_difference_percent", "status"),
 )
+# A smaller share of a profiled step is a matter of its clock.
+_LEAST_PERCENT = 0.1
+
 _NAMES = {
     "naive": "one all-reduce for each parameter after the backward pass",
     "flat": "one all-reduce of all gradients",
@@ -110,7 +113,7 @@ def _communication_words(row: Mapping[str, Any]) -> str:
         waiting = row["synchronize_ms"].median
         sentence += (
             f", of which {ms(waiting)}, {percent(100 * waiting / step.median)}, pass between the end of the backward "
-            f"pass and the average gradients ({row['calls']} calls)"
+            f"pass and the last averaged gradient ({row['calls']} calls)"
         )
     if isinstance(row.get("exposed_ms"), Interval):
         sentence += f"; against the same step without communication it is {exposed_words(row['exposed_ms'])} more"
@@ -134,7 +137,10 @@ def flat(evidence: Evidence, handout: Handout) -> Answer | None:
 
 def _compared(name: str, row: Mapping[str, Any], other: str, theirs: Mapping[str, Any]) -> str:
     found = faster(theirs["step_ms"], row["step_ms"])
-    return f"Against {other} ({_median(theirs['step_ms'])} a step), {name} is {found} ({_median(row['step_ms'])})."
+    return (
+        f"Against {other} (median {_median(theirs['step_ms'])} a step), {name} (median {_median(row['step_ms'])}) is "
+        f"{found}."
+    )
 
 
 def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
@@ -144,7 +150,9 @@ def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
         return None
     rows = {row["strategy"]: row for row in rows_of(group)}
     sentences = [
-        f"{_NAMES[name][:1].upper()}{_NAMES[name][1:]}: {_median(row['step_ms'])} a step." for name, row in rows.items()
+        f"{_NAMES[name][:1].upper()}{_NAMES[name][1:]}: {ms(row['step_ms'].mean)} a step (standard deviation "
+        f"{ms(row['step_ms'].std)})."
+        for name, row in rows.items()
     ]
     mine = rows["overlap"]
     for name in ("naive", "flat"):
@@ -158,7 +166,24 @@ def overlapped(evidence: Evidence, handout: Handout) -> Answer | None:
             f"It hides {share} of the communication; what stays exposed is "
             f"{exposed_words(mine['exposed_ms']).rstrip(',')}."
         )
+    sentences += _beside_computing(rows["naive"], mine)
     return Answer(sentences, group.table("ddp", *_KEYS), {}, runs_of([group]), other_size(group, handout))
+
+
+def _beside_computing(naive: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Why communication beside computing does not save all of its time."""
+    after, beside = naive.get("timeline"), mine.get("timeline")
+    if not after or not beside:
+        return []
+    longer = beside["communication_ms"] / after["communication_ms"]
+    share = percent(100 * beside["overlap_ms"] / beside["communication_ms"])
+    sentence = (
+        f"In one profiled step {share} of its communication runs beside computing, and it runs for "
+        f"{ms(beside['communication_ms'])} instead of {ms(after['communication_ms'])}"
+    )
+    if longer > 1 + ALIKE:
+        sentence += ": both share the GPU, and a call waits until the other rank has its gradient, too"
+    return [sentence + "."]
 
 
 def traces(evidence: Evidence, handout: Handout) -> Answer | None:
@@ -169,9 +194,10 @@ def traces(evidence: Evidence, handout: Handout) -> Answer | None:
     for name in ("naive", "overlap"):
         timeline = _row(group, name)["timeline"]
         overlap = 100 * timeline["overlap_ms"] / timeline["communication_ms"]
+        share = percent(overlap) if overlap >= _LEAST_PERCENT else f"less than {percent(_LEAST_PERCENT)}"
         sentences.append(
             f"{name}: of {ms(timeline['communication_ms'])} in which communication ran, computing ran beside it for "
-            f"{percent(overlap)}; the backward pass ends at {ms(timeline['phases']['backward'])} and the gradients are "
+            f"{share}; the backward pass ends at {ms(timeline['phases']['backward'])} and the gradients are "
             f"averaged at {ms(timeline['phases']['synchronize'])}."
         )
     shares = [_row(group, name)["timeline"] for name in ("naive", "overlap")]
@@ -238,9 +264,16 @@ def _expectation(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> 
         "Expected is a size in between: small buckets pay for many calls, and the last of the large ones starts when "
         "the backward pass is nearly done. "
     )
-    spread = max(row["step_ms"].median for row in rows) / min(row["step_ms"].median for row in rows)
+    slowest = max(rows, key=lambda row: row["step_ms"].median)
+    found = ratio(slowest["step_ms"], best["step_ms"])
+    spread = found.estimate
+    if found.is_noise:
+        return [
+            f"{sentence}Here all sizes are alike within the noise: the slowest takes {times(found.low)} to "
+            f"{times(found.high)} as long as the fastest."
+        ]
     if expected:
-        return [sentence + f"So it is here; the slowest size takes {times(spread)} the fastest."]
+        return [sentence + f"So it is here; the slowest size takes {times(spread)} as long as the fastest."]
     if best is largest:
         why = "calls cost more here, launched one by one, than the transfer that the last bucket exposes"
     else:

@@ -54,7 +54,22 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
                 else "."
             )
         )
+        if "block" in measured and _needs_as_much(measured["block"], cell):
+            sentences += _why_not_less(measured["block"])
     return Answer(sentences, [answers_table("rules", "what strategies hold", answers)], {}, runs_of(found))
+
+
+def _why_not_less(block: Cell) -> list[str]:
+    """Where the whole step's peak is, if nested halves do not lower it."""
+    size = MemoryWorkload.from_configuration(block.configuration).training.size
+    peak = predicted_peak(size, block.configuration["precision"], "train", "reference", "block")
+    if not peak.moment.endswith(f"block 1 of {size.num_layers}"):
+        return []
+    return [
+        f"The halves lower no peak of the whole step, because that comes at the end of the backward pass "
+        f"({peak.moment}, as predicted): then no later block's input is kept with either, while all gradients and the "
+        "optimizer state are there."
+    ]
 
 
 def _checkpointed(evidence: Evidence) -> list[Found]:
@@ -98,10 +113,15 @@ def _group_words(found: Found) -> list[str]:
         expected = "as expected" if best == rule.best else f"and not {_pieces(rule.best)} as expected"
         sentences.append(f"The least is that of {_pieces(best)}, {expected}.")
         sentences += _neighbours(grouped, best)
-    sentences += failures(cells, lambda cell: cell.configuration["checkpointing"])
+    sentences += failures(cells, _step_called)
     none = predicted_peak(size, precision, "train", "reference").total_gib
     sentences.append(f"Without checkpoints the step is predicted to need {gib(none)}.")
     return sentences
+
+
+def _step_called(cell: Cell) -> str:
+    strategy = cell.configuration["checkpointing"]
+    return "a step without checkpoints" if strategy == "none" else f"a step with checkpoints `{strategy}`"
 
 
 def _group(cell: Cell) -> float | None:

@@ -3,7 +3,7 @@
 from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.answers.model import tensor_answers
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
+from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
 from cs336sys.report.course.words import ALIKE, derived_sentence, failures, gib, joined, percent, times
 from cs336sys.report.numbers import format_quantity
@@ -19,7 +19,8 @@ _WITHOUT_MODE = {name: values for name, values in PLAIN.items() if name != "mode
 
 
 def _recorded(evidence: Evidence, handout: Handout, **settings) -> list[Found]:
-    wanted = {"size": (_SIZE,), "context": (128, 256, 512, 2048)}
+    # Where the longest that a handout asks for does not fit, shorter ones say what does.
+    wanted = {"size": (_SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}}
     return evidence.find("memprof", wanted, **_WITHOUT_MODE, **{"checkpointing": ("none",), **settings})
 
 
@@ -33,7 +34,7 @@ def _context(cell: Cell) -> int:
 
 def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
     found = _recorded(evidence, handout, precision=("fp32",))
-    chosen: list[Found] = []
+    chosen: dict[str, Found] = {}
     sentences = []
     for mode, called in (("forward", "inference"), ("train", "a training step")):
         of_mode = [
@@ -46,14 +47,14 @@ def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
             continue
         wanted = [one for one in of_mode if _context(one.cells[0]) in handout.memory_contexts[:1]]
         one = (wanted or sorted(of_mode, key=lambda one: _context(one.cells[0])))[-1 if not wanted else 0]
-        chosen.append(one)
+        chosen[f"{called} at context {_context(one.cells[0])} in fp32"] = one
         sentences += _timeline_words(one.cells[0], called)
     if not chosen:
         return None
-    pictures = pictures_of(chosen)
+    pictures = {name: draw for name, group in chosen.items() for draw in group.pictures().values()}
     tables = [
         table
-        for group in chosen
+        for group in chosen.values()
         for table in group.table(
             "phases",
             *("context", "mode", "phase", "allocated_gib", "parameters_gib", "gradients_gib", "optimizer_state_gib"),
@@ -62,9 +63,9 @@ def timelines(evidence: Evidence, handout: Handout) -> Answer | None:
     ]
     asked = [cell for cell in _groups(found) if _context(cell) == handout.memory_contexts[0]]
     sentences += failures(asked, _called)
-    modes = {group.cells[0].configuration["mode"] for group in chosen}
+    modes = {group.cells[0].configuration["mode"] for group in chosen.values()}
     missing = [f"a timeline of {mode}" for mode in ("forward", "train") if mode not in modes]
-    return Answer(sentences, tables, pictures, runs_of(chosen), missing)
+    return Answer(sentences, tables, pictures, runs_of(list(chosen.values())), missing)
 
 
 def _timeline_words(cell: Cell, called: str) -> list[str]:
@@ -175,7 +176,8 @@ def _forward_gib(cell: Cell) -> float | str:
 
 def _called(cell: Cell) -> str:
     names = cell.configuration
-    return f"{names['size']} {names['mode']} at context {names['context']} in {names['precision']}"
+    mode = {"forward": "a forward pass", "train": "a training step"}.get(names["mode"], names["mode"])
+    return f"{mode} of {names['size']} at context {names['context']} in {names['precision']}"
 
 
 def _missing_contexts(cells: list[Cell], handout: Handout) -> list[str]:
@@ -262,15 +264,20 @@ def largest_allocations(evidence: Evidence, handout: Handout) -> Answer | None:
     sentences = []
     for cell in sorted((cell for group in found for cell in group.cells), key=_context):
         top = cell.derived["largest"][0]
-        where = f" in `{top['module']}`" if top.get("module") else ""
+        alike = [kind for kind in cell.derived["largest"] if kind["size"] == top["size"]]
         sentences.append(
             f"At context {_context(cell)} the largest allocations of the forward pass have "
-            f"{format_quantity(top['size'], 'bytes')}: {top['count']} of them, made by `{top['operation']}`{where}"
-            + (f", {top['code']}." if top.get("code") else ".")
+            f"{format_quantity(top['size'], 'bytes')} each: {joined(map(_kind_words, alike))}."
         )
     keys = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
     tables = [table for group in found for table in group.table("allocations", *keys)]
     return Answer(sentences, tables, {}, runs_of(found))
+
+
+def _kind_words(kind: dict) -> str:
+    """``32 by `mm` in `layers.*.ffn.w1` (cs336_basics/model.py:34 forward)``."""
+    where = f" in `{kind['module']}`" if kind.get("module") else ""
+    return f"{kind['count']} by `{kind['operation']}`{where}" + (f" ({kind['code']})" if kind.get("code") else "")
 
 
 def block(evidence: Evidence, handout: Handout) -> Answer | None:

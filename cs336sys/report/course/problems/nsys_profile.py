@@ -6,6 +6,7 @@ from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.target import Command, Handout, Sweep, Target
 from cs336sys.report.course.words import ALIKE, failures, joined, ms, percent, spread, times, trend
+from cs336sys.report.profile.phases import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell
 
@@ -13,6 +14,9 @@ _PHASE_KEYS = ("size", "context", "phase", "unprofiled_ms", "wall_ms", "span_ms"
 
 # Kernels of less than this share of a pass are not worth a word.
 _TRIVIAL_PERCENT = 2.0
+
+# Of the kernels beside products, those that a sentence names; the table has more.
+_NAMED_KERNELS = 3
 
 
 def _profiles(evidence: Evidence, handout: Handout) -> list[Found]:
@@ -61,7 +65,7 @@ def _answered(
 def forward_time(found: list[Found], evidence: Evidence, handout: Handout) -> Answer:
     rows = [row for row in _rows(found, "phases") if row.get("phase") == "forward"]
     spans = [
-        f"{ms(row['span_ms'])} ({handout.called(row['size'])}, context {row['context']})" for row in _longest(rows)
+        f"{ms(row['span_ms'])} for {handout.called(row['size'])} at context {row['context']}" for row in _longest(rows)
     ]
     sentences = [f"Under the profiler the kernels of a forward pass span {joined(spans)}."]
     ratios = [row["span_ms"] / row["unprofiled_ms"].median for row in rows if row["unprofiled_ms"]]
@@ -71,13 +75,7 @@ def forward_time(found: list[Found], evidence: Evidence, handout: Handout) -> An
             f"The same pass without a profiler takes {spread([1 / ratio for ratio in ratios])} that: the two agree "
             f"within {percent(200 * ALIKE)} in {agreeing} of {len(ratios)} profiles."
         )
-        off = [row for row, ratio in zip(rows, ratios, strict=True) if abs(ratio - 1) > 2 * ALIKE]
-        bound = [row for row in off if row["launch_bound"] == "yes"]
-        if off:
-            sentences.append(
-                f"Of the {len(off)} that do not, {len(bound)} are launch-bound: there the profiler slows down the "
-                "CPU, which the GPU waits for."
-            )
+        sentences += _disagreeing([row for row in rows if row["unprofiled_ms"]], handout)
     sentences += _beside_bench(rows, evidence)
     sentences += failures([cell for group in found for cell in group.cells], lambda cell: _name(cell, handout))
     if handout.year == 2026:
@@ -89,6 +87,40 @@ def forward_time(found: list[Found], evidence: Evidence, handout: Handout) -> An
     ]
     pictures = pictures_of(found)
     return Answer(sentences, tables, pictures, runs_of(found), _missing(found, handout))
+
+
+def _disagreeing(rows: Sequence[dict], handout: Handout) -> list[str]:
+    """Why passes take another time under the profiler than without it."""
+    ratios = [(row, row["span_ms"] / row["unprofiled_ms"].median) for row in rows]
+    longer = [(row, ratio) for row, ratio in ratios if ratio > 1 + 2 * ALIKE]
+    shorter = [(row, ratio) for row, ratio in ratios if ratio < 1 - 2 * ALIKE]
+    sentences = []
+    if longer:
+        busy = [100 * row["busy_ms"] / row["span_ms"] for row, _ in longer]
+        sentences.append(
+            f"In {_these(longer, handout)} it is longer under the profiler, {spread([ratio for _, ratio in longer])}, "
+            f"with kernels running in {spread(busy, percent)} of it"
+            + (": the profiler slows down the CPU's launches, which the GPU waits for." if max(busy) < 90 else ".")
+        )
+    if shorter:
+        idle = [row["idle_percent"] for row, _ in shorter]
+        sentences.append(
+            f"In {_these(shorter, handout)} it is shorter under the profiler, {spread([ratio for _, ratio in shorter])}"
+            + (
+                f": without it the GPU was idle for {spread(idle, percent)}, so that the CPU's speed decided, which "
+                "varied between the two."
+                if min(idle) > LAUNCH_BOUND_IDLE_PERCENT
+                else "."
+            )
+        )
+    return sentences
+
+
+def _these(rows: Sequence[tuple[dict, float]], handout: Handout) -> str:
+    if len(rows) == 1:
+        row = rows[0][0]
+        return f"that of {handout.called(row['size'])} at context {row['context']}"
+    return f"{len(rows)} of them"
 
 
 _SHOWN_PHASES = ("forward", "backward", "optimizer", None)
@@ -148,9 +180,9 @@ def top_kernel(found: list[Found], evidence: Evidence, handout: Handout) -> Answ
     sentences = []
     for row in _longest(rows):
         sentence = (
-            f"{handout.called(row['size'])}, context {row['context']}: `{row['first_kernel']}` takes most of the "
-            f"forward pass, {percent(row['first_percent'])} of its kernel time, in "
-            f"{_calls(row['first_instances'])} a pass"
+            f"{handout.called(row['size'])}, context {row['context']}: `{row['first_kernel']}` takes the most time in "
+            f"the forward pass, {percent(row['first_percent'])} of that of all kernels, in "
+            f"{_calls(row['first_instances'])}"
         )
         if row.get("both_kernel"):
             same = row["both_kernel"] == row["first_kernel"]
@@ -180,10 +212,16 @@ def other_kernels(found: list[Found], evidence: Evidence, handout: Handout) -> A
     for row in forward:
         others = _shares(row)
         matmul = row.get("matmul_percent") or 0.0
-        listed = [f"{name} {percent(share)}" for name, share in others if share >= _TRIVIAL_PERCENT]
+        listed = [f"{name} kernels {percent(share)}" for name, share in others if share >= _TRIVIAL_PERCENT]
+        kinds = joined([f"matrix products take {percent(matmul)} of the kernel time", *listed])
+        kernels = [
+            f"`{kernel['kernel']}` ({percent(kernel['share_percent'])} in {_calls(kernel['instances'])})"
+            for kernel in _rows(found, "other kernels", "forward")
+            if (kernel["size"], kernel["context"]) == (row["size"], row["context"])
+        ]
+        longest = f"; beside products the longest are {joined(kernels[:_NAMED_KERNELS])}" if kernels else ""
         sentences.append(
-            f"In the forward pass of {handout.called(row['size'])} at context {row['context']}, matrix products take "
-            f"{percent(matmul)} of the kernel time; of the rest: {joined(listed)}."
+            f"In the forward pass of {handout.called(row['size'])} at context {row['context']}, {kinds}{longest}."
         )
     tables = []
     for group in found:
@@ -237,7 +275,9 @@ def whole_step(found: list[Found], evidence: Evidence, handout: Handout) -> Answ
         if moved:
             sentences[-1] += f" Other kernels: {joined(moved)}."
     falling = sum(steps[key].get("matmul_percent", 0) < forward[key].get("matmul_percent", 0) for key in keys)
-    sentences.append(f"It is smaller in the step than in the forward pass in {falling} of {len(keys)} profiles.")
+    sentences.append(
+        f"The share of products is smaller in the step than in the forward pass in {falling} of {len(keys)} profiles."
+    )
     tables = []
     for group in found:
         for table in group.table("shares"):
@@ -260,13 +300,19 @@ def softmax(found: list[Found], evidence: Evidence, handout: Handout) -> Answer 
             f"{times(row['flops_ratio'])} their FLOPs: per FLOP {times(row['time_ratio'] / row['flops_ratio'])} as "
             f"long, {'and' if row['time_ratio'] > 1 else 'though'} {faster} altogether."
         )
-    size = max(dict.fromkeys(row["size"] for row in rows), key=lambda name: sum(row["size"] == name for row in rows))
-    series = sorted((row for row in rows if row["size"] == size), key=lambda row: row["context"])
-    if len(series) > 1:
-        ratios = [row["time_ratio"] for row in series]
+    by_size = {
+        size: sorted((row for row in rows if row["size"] == size), key=lambda row: row["context"])
+        for size in dict.fromkeys(row["size"] for row in rows)
+    }
+    changes = [
+        f"{trend([row['time_ratio'] for row in series])} in {size} "
+        f"({joined(times(row['time_ratio']) + ' at ' + str(row['context']) for row in series)})"
+        for size, series in by_size.items()
+        if len(series) > 1
+    ]
+    if changes:
         sentences.append(
-            f"With the context ({joined(str(row['context']) for row in series)}) the ratio of times "
-            f"{trend(ratios)} in {size}: {joined(map(times, ratios))}; that of FLOPs does not depend on it."
+            f"With the context the ratio of times {joined(changes)}, while that of FLOPs does not depend on it."
         )
     columns = (
         *("size", "context", "scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio"),

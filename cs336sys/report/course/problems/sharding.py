@@ -21,7 +21,7 @@ from cs336sys.report.course.words import (
 from cs336sys.report.noise import Interval
 from cs336sys.report.numbers import format_operand
 from cs336sys.report.parallel.shard import COMPONENTS, memory_of
-from cs336sys.report.tables import Column
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Run
 from cs336sys.sizes import SIZES
 
@@ -45,6 +45,12 @@ def _found(evidence: Evidence, handout: Handout, *strategies: str) -> list[Found
     return evidence.find("shard", wanted, strategy=strategies)
 
 
+def _is_as_asked(group: Found) -> bool:
+    """Trained with the handout's own attention and AdamW."""
+    names = group.cells[0].configuration
+    return (names["attention"], names["optimizer"]) == ("reference", "course")
+
+
 def _by_strategy(group: Found) -> dict[str, Cell]:
     return {cell.configuration["strategy"]: cell for cell in group.measured}
 
@@ -54,7 +60,7 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     if not found:
         return None
     # Asked are the moments of the first step, which earlier versions did not record.
-    found.sort(key=lambda group: not _has_first_step(group))
+    found.sort(key=lambda group: (not _has_first_step(group), not _is_as_asked(group)))
     groups = _by_precision(found[:1]) or found[:1]
     sentences = [f"Setup: {setup_words(found[0], handout)}."]
     rows: list[dict] = []
@@ -140,7 +146,9 @@ def _saved_words(cells: dict[str, Cell], where: str) -> list[str]:
     if "none" not in cells:
         return []
     plain = cells["none"]
-    expected = 8 * plain.derived["parameters"] * (1 - 1 / plain.configuration["world_size"]) / GIB
+    ranks = plain.configuration["world_size"]
+    expected = 8 * plain.derived["parameters"] * (1 - 1 / ranks) / GIB
+    share = "half" if ranks == 2 else f"{ranks - 1} / {ranks}"
     for name in ("optimizer", "optimizer-flat"):
         if name in cells:
             of_state = _state(plain) - _state(cells[name])
@@ -149,8 +157,8 @@ def _saved_words(cells: dict[str, Cell], where: str) -> list[str]:
             peaks = [cell.derived["peak_gib"] for cell in (plain, cells[name])]
             saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if None not in peaks else ""
             sentences.append(
-                f"{name}{where} saves {saved}{gib(of_state)} of optimizer state; half of AdamW's 8 bytes each is "
-                f"{gib(expected)}: {verdict}."
+                f"`{name}`{where} saves {saved}{gib(of_state)} of optimizer state; {share} of AdamW's 8 bytes a "
+                f"parameter is {gib(expected)}: {verdict}."
             )
     return sentences
 
@@ -172,8 +180,9 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
     ]
     if not found:
         return None
-    sentences, tables = [], []
-    groups = _by_precision(found)
+    groups = _by_precision(sorted(found, key=lambda group: not _is_as_asked(group)))
+    sentences = [f"Setup: {words}." for words in dict.fromkeys(setup_words(group, handout) for group in groups)]
+    tables: list[Table] = []
     for group in groups:
         cells = _by_strategy(group)
         plain = cells["none"].samples["step"]
@@ -188,8 +197,8 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
                 ]
                 sentences.append(
                     f"In {precision} a step takes {ms(plain.mean)} ± {ms(plain.std)} without sharding and "
-                    f"{ms(step.mean)} ± "
-                    f"{ms(step.std)} with {name}: {faster(plain, step)}" + (f" ({joined(parts)})." if parts else ".")
+                    f"{ms(step.mean)} ± {ms(step.std)} with `{name}`: {faster(plain, step)}"
+                    + (f"; medians: {joined(parts)}." if parts else ".")
                 )
         tables += group.table("shard", *_KEYS)
     there = {group.cells[0].configuration["precision"] for group in groups}
@@ -232,8 +241,7 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
             "dealt out, "
             "all-reduces every gradient to every rank, and broadcasts each updated parameter from its owner: the same "
             f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, "
-            "where ZeRO "
-            f"stage 1 sends {times(flat / none)}.",
+            f"where ZeRO stage 1 sends {'as many' if flat == none else times(flat / none)}.",
             *(
                 f"For {handout.called(handout.xl)} on 2 ranks {called} sends {one.derivation(format_operand)}, "
                 f"{derived_value(one)} a step. {one.reason}"
@@ -315,10 +323,10 @@ def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
         for row in rows_of(group, "shard"):
             if isinstance(row.get("exposed_ms"), Interval):
                 sentences.append(
-                    f"Prefetching {row['prefetch']}, communication costs the step "
+                    f"With prefetch {row['prefetch']} communication costs the step "
                     f"{exposed_words(row['exposed_ms']).rstrip(',')}."
                 )
-    pictures = pictures_of(groups)
+    pictures = pictures_of(groups, "timelines")
     missing = other_size(groups[0], handout)
     missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in there]
     return Answer(sentences, tables, pictures, runs_of(groups), missing)

@@ -1,0 +1,329 @@
+"""The sentences of the write-ups: they answer what is asked, and follow the numbers."""
+
+from dataclasses import replace
+
+from course_answers import answers, changed, saved, scaled, words
+
+from cs336sys.results import Results
+
+
+def test_timings_follow_the_samples():
+    files = saved("bench-h200")
+    before = words(answers(2025, files, "benchmarking_script", "b"))
+    slower = changed(files, lambda cell: cell.configuration["size"] == "small", lambda cell: scaled(cell, 3))
+    after = words(answers(2025, slower, "benchmarking_script", "b"))
+    assert "small 19.08 ms and 33.97 ms" in before
+    assert "small 57.24 ms and 101.9 ms" in after
+    # Three times as slow, the smallest size is no longer left behind by the others as much.
+    assert "the whole step grows 18.6x" in before
+    assert "the whole step grows 6.21x" in after
+    # Both years have the size, and call it otherwise.
+    assert "2.7b (the handout's xl)" in words(answers(2026, files, "benchmarking_script", "b"))
+
+
+def test_a_size_out_of_memory_is_part_of_the_answer():
+    files = saved("bench-h200")
+    oom = changed(
+        files,
+        lambda cell: cell.configuration["size"] == "2.7b",
+        lambda cell: replace(cell, status="oom", samples={}, derived={}, reason="CUDA out of memory"),
+    )
+    blocks = answers(2026, oom, "benchmarking_script", "b")
+    assert "2.7b (the handout's xl) ran out of memory (CUDA out of memory)." in words(blocks)
+    assert any(
+        "10b, of which plain fp32 training needs about 199.1 GiB" in line for block in blocks for line in block.missing
+    )
+
+
+def test_the_top_kernel_is_the_profiles_and_not_a_fixed_one():
+    files = saved("nsys-h200")
+    before = words(answers(2025, files, "nsys_profile", "b"))
+
+    def renamed(cell):
+        profile = cell.derived["profile"]
+        kernels = [one | {"kernel": one["kernel"].replace("gemm", "slow_product")} for one in profile["kernels"]]
+        return replace(cell, derived=cell.derived | {"profile": profile | {"kernels": kernels}})
+
+    after = words(answers(2025, changed(files, lambda cell: cell.status == "ok", renamed), "nsys_profile", "b"))
+    assert "gemm" in before
+    assert "slow_product" in after
+    assert "gemm" not in after
+
+
+def test_overlap_is_claimed_only_where_the_trace_shows_it():
+    files = saved("ddp-fp32-h200")
+    before = words(answers(2025, files, "ddp_overlap_individual_parameters_benchmarking", "b"))
+
+    def without_overlap(cell):
+        timeline = cell.derived["timeline"] | {"overlap_ms": 0.0}
+        return replace(cell, derived=cell.derived | {"timeline": timeline})
+
+    flat = changed(files, lambda cell: cell.derived.get("timeline") is not None, without_overlap)
+    after = words(answers(2025, flat, "ddp_overlap_individual_parameters_benchmarking", "b"))
+    assert "the second implementation overlaps and the first does not" in before
+    assert "no clear difference" in after
+
+
+def test_differences_within_the_noise_are_no_differences():
+    files = saved("shard-xl-h200")
+    noisy = changed(
+        files,
+        lambda cell: cell.status == "ok",
+        lambda cell: replace(
+            cell, samples=cell.samples | {"step": replace(cell.samples["step"], measured=(100.0, 900.0) * 4)}
+        ),
+    )
+    assert "within the noise" in words(answers(2025, noisy, "optimizer_state_sharding_accounting", "b"))
+
+
+def test_a_compiled_model_is_compared_with_the_vanilla_model_of_its_own_run():
+    """Another run, with more cells, has a vanilla model too."""
+    (file,) = saved("bench-h200")
+    off, block = (
+        next(
+            cell
+            for cell in file.cells
+            if cell.configuration["compile"] == how and cell.configuration["size"] == "small"
+        )
+        for how in ("off", "block")
+    )
+    whole = replace(scaled(block, 2), configuration=block.configuration | {"compile": "model"}, run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    text = words(
+        answers(2025, [file, Results(runs, (replace(scaled(off, 2), run_id="b"), whole))], "torch_compile", "b")
+    )
+    assert "small (fp32), with the model compiled: the forward 38.17 ms to 29.92 ms (1.28x as fast)" in text
+    assert "each block" not in text
+
+
+def test_a_half_precision_is_compared_with_the_fp32_of_its_own_run():
+    """Another run, with more cells, has fp32, too."""
+    (file,) = saved("bench-h200")
+    full = next(cell for cell in file.cells if cell.configuration["size"] == "small")
+    assert full.configuration["precision"] == "fp32"
+    half = replace(full, configuration=full.configuration | {"precision": "fp16"}, run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    other = Results(runs, (replace(scaled(full, 4), run_id="b"), half))
+    text = words(answers(2025, [file, other], "benchmarking_mixed_precision", "c"))
+    assert "The forward pass in fp16 against fp32: small 76.34 ms to 19.09 ms (4x as fast)." in text
+    assert "The forward pass in bf16 against fp32: small 19.09 ms to 12.85 ms (1.49x as fast)" in text
+
+
+def test_what_ranks_hold_in_their_first_step_is_preferred_to_what_a_run_of_more_strategies_recorded_later():
+    (file,) = saved("shard-2.7b-h200")
+    plain, sharded = (
+        next(cell for cell in file.cells if cell.configuration["strategy"] == strategy)
+        for strategy in ("none", "optimizer")
+    )
+
+    def in_first_step(cell):
+        first = cell.derived["memory"][0] | {"moment": "before the first optimizer step", "gradients": 3 * 2**30}
+        derived = cell.derived | {"memory": [*cell.derived["memory"], first]}
+        return replace(cell, configuration=cell.configuration | {"attention": "reference"}, derived=derived, run_id="b")
+
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b")}
+    other = Results(runs, (in_first_step(plain), in_first_step(sharded)))
+    name = "optimizer_state_sharding_accounting"
+    (without,) = answers(2026, [file], name, "a")
+    (with_first,) = answers(2026, [file, other], name, "a")
+    assert any("moments of the first step" in one for one in without.missing)
+    assert with_first.missing == []
+    assert "15.75 GiB directly before the first optimizer step" in words([with_first])
+
+
+def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():
+    def peaks(**gib):
+        cells = [cell for cell in files[0].cells if cell.configuration["checkpointing"] == "block"]
+        measured = [
+            replace(
+                cells[0],
+                configuration=cells[0].configuration | {"checkpointing": name.replace("_", "=")},
+                derived=cells[0].derived | {"peak_gib": peak},
+            )
+            for name, peak in gib.items()
+        ]
+        return words(answers(2026, [Results(files[0].runs, tuple(measured))], "gradient_checkpointing", "b"))
+
+    files = saved("memprof-h200")
+    alike = peaks(sublayer=59.4, block=59.4, every_2=63.6)
+    assert "The least is that of groups of 1 block, as expected." in alike
+    assert "The next smaller pieces, attention and feed-forward layers, need as much." in alike
+    assert "The next larger pieces, groups of 2 blocks, need 4.200 GiB more." in alike
+    smaller = peaks(sublayer=50.0, block=59.4, every_2=63.6)
+    assert "that of attention and feed-forward layers, and not groups of 1 block as expected" in smaller
+
+
+def test_forward_passes_with_their_graph_stand_beside_those_without_and_what_did_not_fit_is_predicted():
+    files = saved("memprof-h200", "memprof-2048-h200")
+    plain = next(
+        cell
+        for cell in files[0].cells
+        if (cell.configuration["size"], cell.configuration["mode"], cell.configuration["precision"])
+        == ("2.7b", "train", "fp32")
+    )
+    graph = replace(plain, configuration=plain.configuration | {"mode": "forward-backward"})
+    kept = [Results(files[0].runs, (*files[0].cells, graph)), files[1]]
+    assert "graph kept" not in words(answers(2026, files, "memory_profiling", "b"))
+    text = words(answers(2026, kept, "memory_profiling", "b"))
+    most = max(phase["allocated"] for phase in plain.derived["phases"] if phase["phase"] in ("forward", "loss"))
+    assert f"with their graph kept they need {most / 2**30:.2f} GiB at context 128." in text
+    assert "By the accounting it would need 243.8 GiB (train, context 2048)." in text
+
+
+def test_formulas_come_after_what_their_symbols_stand_for():
+    (block,) = answers(2026, [], "fsdp_tp_calcs", "c")
+    formulas = [sentence.split(": ", 1)[1] for sentence in block.sentences[-3:]]
+    assert [formula.split(" = ")[0] for formula in formulas] == ["b", "t", "N <= (1 + b) (1 + t)"]
+
+
+def test_the_best_of_several_runs_of_the_board_is_the_answer():
+    """With the same settings as a run before it, which has more cells."""
+    (file,) = saved("board-h200")
+    cell = next(cell for cell in file.cells if cell.status == "ok")
+    again = replace(scaled(cell, 0.1), run_id="b")
+    runs = {"b": replace(next(iter(file.runs.values())), run_id="b", arguments=("shard", "--board", "--steps", "9"))}
+    (block,) = answers(2026, [file, Results(runs, (again,))], "leaderboard")
+    assert f"takes {again.samples['wall'].median:.1f} ms (median)" in words([block])
+    assert block.commands == ["cs336sys shard --board --steps 9"]
+
+
+def test_a_profile_that_differs_from_the_plain_pass_says_in_which_direction_and_why():
+    files = saved("nsys-h200")
+    text = words(answers(2026, files, "nsys_profile", "a"))
+    # Kernels run in 8.94 of 19.45 ms under the profiler, beside 12.4 ms without; 19.27 ms beside 22.7 ms.
+    assert (
+        "In that of small at context 256 it is longer under the profiler, 1.64x, with kernels running in 46.0 % of it: "
+        "the profiler slows down the CPU's launches" in text
+    )
+    assert (
+        "In that of small at context 512 it is shorter under the profiler, 0.818x: without it the GPU was idle" in text
+    )
+
+    def slower_without(cell):
+        samples = cell.samples | {"forward": replace(cell.samples["forward"], measured=(19.3,) * 5)}
+        return replace(cell, samples=samples)
+
+    agreeing = changed(files, lambda cell: cell.configuration["context"] in (256, 512), slower_without)
+    after = words(answers(2026, agreeing, "nsys_profile", "a"))
+    assert "agree within 10.0 % in 3 of 3 profiles" in after
+    assert "the profiler slows down" not in after
+    assert "shorter under the profiler" not in after
+
+
+def test_the_other_kernels_of_the_forward_pass_are_named():
+    text = words(answers(2026, saved("nsys-h200"), "nsys_profile", "c"))
+    assert (
+        "matrix products take 69.0 % of the kernel time, elementwise kernels 25.1 % and reduction kernels 4.17 %"
+        in text
+    )
+    assert "beside products the longest are `elementwise Mul<fp32>` (7.73 % in 158 calls), `elementwise add" in text
+
+
+def test_all_kinds_of_the_largest_allocations_are_named_and_no_smaller_one():
+    files = saved("memprof-h200")
+    text = words(answers(2025, files, "memory_profiling", "e"))
+    of_512 = text.split("At context 512 ")[1]
+    assert "128.0 MiB each: 32 by `bmm` in `layers.*.attn` (cs336_basics/model.py:178 scaled_dot" in of_512
+    assert of_512.count("32 by ") == 5
+
+    def one_larger(cell):
+        largest = [kind | {"size": kind["size"] + 2**20 * (number == 1)} for number, kind in enumerate(_largest(cell))]
+        return replace(cell, derived=cell.derived | {"largest": sorted(largest, key=lambda kind: -kind["size"])})
+
+    larger = changed(files, lambda cell: bool(_largest(cell)), one_larger)
+    after = words(answers(2025, larger, "memory_profiling", "e")).split("At context 512 ")[1]
+    assert after == (
+        "the largest allocations of the forward pass have 129.0 MiB each: 32 by `where` in `layers.*.attn` "
+        "(cs336_basics/model.py:180 scaled_dot_product_attention)."
+    )
+
+
+def _largest(cell):
+    return cell.derived.get("largest") or []
+
+
+def test_a_year_is_answered_for_its_own_contexts():
+    files = saved("memprof-h200", "memprof-2048-h200")
+    of_2025, of_2026 = (words(answers(year, files, "memory_profiling", "b")) for year in (2025, 2026))
+    assert "2048" not in of_2025
+    assert "19.24 GiB at context 2048" in of_2026
+    assert "A training step of 2.7b at context 2048 in fp32 ran out of memory (at warm-up 1/1: tried to" in of_2026
+
+
+def test_nested_checkpoints_that_hold_as_much_as_one_a_block_are_explained_and_others_are_not():
+    files = saved("memprof-h200")
+    assert "comes at the end of the backward pass (softmax backward, block 1 of 32, as predicted)" in words(
+        answers(2026, files, "gradient_checkpointing", "a")
+    )
+    less = changed(
+        files,
+        lambda cell: cell.configuration["checkpointing"] == "nested",
+        lambda cell: replace(cell, derived=cell.derived | {"peak_gib": 50.0}),
+    )
+    assert "lower no peak" not in words(answers(2026, less, "gradient_checkpointing", "a"))
+
+
+def test_a_difference_beyond_the_noise_is_one_however_small():
+    (file,) = saved("ddp-fp32-h200")
+    name = "ddp_overlap_individual_parameters_benchmarking"
+    text = words(answers(2025, [file], name, "a"))
+    # 414.5 to 415.4 ms beside 398.7 to 399.7 ms.
+    assert "Against flat (median 414.9 ms a step), overlapping (median 399.3 ms) is 1.04x as fast." in text
+    assert "In one profiled step 94.6 % of its communication runs beside computing, and it runs for 217.2 ms" in text
+
+
+def test_bucket_sizes_that_the_noise_alone_tells_apart_are_called_alike():
+    files = saved("ddp-fp32-h200")
+    expected = words(answers(2025, files, "ddp_bucketed_benchmarking", "a"))
+    assert "So it is here; the slowest size takes 1.02x as long as the fastest." in expected
+
+    def noisy(cell):
+        step = cell.samples["step"]
+        spread = tuple(step.median + change for change in (-60.0, -30.0, 0.0, 30.0, 60.0))
+        return replace(cell, samples=cell.samples | {"step": replace(step, measured=spread)})
+
+    after = changed(files, lambda cell: cell.configuration.get("strategy") == "bucketed", noisy)
+    text = words(answers(2025, after, "ddp_bucketed_benchmarking", "a"))
+    assert "Here all sizes are alike within the noise" in text
+    assert "So it is here" not in text
+
+
+def test_sharded_steps_are_those_with_the_handouts_own_attention_and_optimizer_if_there_are_any():
+    name = "optimizer_state_sharding_accounting"
+    (fused,) = answers(2026, saved("shard-2.7b-h200"), name, "b")
+    (both,) = answers(2026, saved("shard-2.7b-h200", "shard-2.7b-first-h200"), name, "b")
+    assert "fused optimizer" in words([fused])
+    assert "course optimizer" in words([both])
+    assert "In bf16 a step takes 281.5 ms ± 3.709 ms without sharding" in words([both])
+    assert both.commands == [line for line in both.commands if "--optimizer fused" not in line]
+
+
+def test_a_machine_without_a_gpu_does_not_lack_nccl():
+    missing = [
+        line
+        for block in answers(2025, saved("allreduce-gloo-h200"), "distributed_communication_single_node")
+        for line in block.missing
+    ]
+    assert any("gloo with 4 ranks" in line for line in missing)
+    assert not any("nccl with" in line for line in missing)
+
+
+def test_weights_are_compared_in_each_precision():
+    text = words(answers(2025, saved("ddp-fp32-h200", "ddp-h200"), "naive_ddp"))
+    assert "by 2.4e-07 in fp32 (0.012 % of the way that the parameter went) and 9.9e-05 in bf16 (1.5 % of" in text
+
+
+def test_a_test_of_the_course_that_may_fail_is_explained_where_it_does():
+    failing = "test_fsdp_correctness[fp32]"
+    texts = {
+        outcome: words(answers(2026, [], "fsdp", tests={failing: outcome, "test_fsdp_gradient_sync[fp32]": "passed"}))
+        for outcome in ("passed", "failed")
+    }
+    assert "1 of 2 pass" in texts["failed"]
+    assert "bitwise" in texts["failed"]
+    assert "bitwise" not in texts["passed"]
+
+
+def test_gathers_are_shown_beside_what_was_computed():
+    (block,) = answers(2026, saved("shard-2.7b-h200"), "fsdp_accounting", "b")
+    assert [picture.name for picture in block.pictures] == ["when rank 0 computes and when it communicates in one step"]
