@@ -28,6 +28,7 @@ from cs336sys.report.course.problems.ddp import (
 )
 from cs336sys.report.course.problems.distributed_communication import DISTRIBUTED_COMMUNICATION
 from cs336sys.report.course.problems.flash_benchmarking import FLASH_BENCHMARKING, LEADERBOARD_2025, WEIGHTED_SUM
+from cs336sys.report.course.problems.fsdp import FSDP_ACCOUNTING
 from cs336sys.report.course.problems.gradient_checkpointing import GRADIENT_CHECKPOINTING
 from cs336sys.report.course.problems.memory_profiling import (
     MEMORY_PROFILING_2025,
@@ -36,7 +37,7 @@ from cs336sys.report.course.problems.memory_profiling import (
 from cs336sys.report.course.problems.mixed_precision import BENCHMARKING_MIXED_PRECISION, MIXED_PRECISION_ACCUMULATION
 from cs336sys.report.course.problems.nsys_profile import NSYS_PROFILE
 from cs336sys.report.course.problems.pytorch_attention import PYTORCH_ATTENTION
-from cs336sys.report.course.problems.sharding import FSDP_ACCOUNTING, OPTIMIZER_STATE_SHARDING_ACCOUNTING
+from cs336sys.report.course.problems.sharding import OPTIMIZER_STATE_SHARDING_ACCOUNTING
 from cs336sys.report.course.problems.torch_compile import TORCH_COMPILE
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.

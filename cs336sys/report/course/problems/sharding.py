@@ -1,12 +1,11 @@
-"""``optimizer_state_sharding_accounting`` and ``fsdp_accounting``: what ranks hold and how long their steps take."""
+"""``optimizer_state_sharding_accounting``: what ranks hold, and how long their steps take."""
 
 from cs336sys.accounting.answers.memory import state_answers
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.step import RankMemory
-from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
-from cs336sys.report.course.problems.ddp import exposed_words, other_size, rows_of, setup_words
+from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problems.ddp import other_size, setup_words
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic, state_gib
 from cs336sys.report.course.words import (
     derived_value,
@@ -14,25 +13,23 @@ from cs336sys.report.course.words import (
     gib,
     joined,
     ms,
-    percent,
-    spread,
     times,
 )
-from cs336sys.report.noise import Interval
 from cs336sys.report.numbers import format_operand
 from cs336sys.report.parallel.shard import COMPONENTS, memory_of
 from cs336sys.report.tables import Column, Table
-from cs336sys.results import Cell, Run
+from cs336sys.results import Cell
 from cs336sys.sizes import SIZES
 
-_KEYS = (
+STEP_COLUMNS = (
     *("size", "precision", "compile", "strategy", "prefetch", "step_ms", "speedup", "exposed_ms", "calls"),
     *("sent_bytes", "peak_gib", "status"),
 )
 _STRATEGIES = ("none", "optimizer", "optimizer-flat")
 
 
-def _found(evidence: Evidence, handout: Handout, *strategies: str) -> list[Found]:
+def sharded(evidence: Evidence, handout: Handout, *strategies: str) -> list[Found]:
+    """Steps of the handout's xl by these strategies on two ranks."""
     wanted = {
         "size": (handout.xl,),
         "world_size": (2,),
@@ -51,12 +48,13 @@ def _is_as_asked(group: Found) -> bool:
     return (names["attention"], names["optimizer"]) == ("reference", "course")
 
 
-def _by_strategy(group: Found) -> dict[str, Cell]:
+def by_strategy(group: Found) -> dict[str, Cell]:
+    """The measured cells of one invocation."""
     return {cell.configuration["strategy"]: cell for cell in group.measured}
 
 
 def memory(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = [group for group in _found(evidence, handout, *_STRATEGIES) if len(_by_strategy(group)) > 1]
+    found = [group for group in sharded(evidence, handout, *_STRATEGIES) if len(by_strategy(group)) > 1]
     if not found:
         return None
     # Asked are the moments of the first step, which earlier versions did not record.
@@ -66,7 +64,7 @@ def memory(evidence: Evidence, handout: Handout) -> Answer | None:
     rows: list[dict] = []
     for group in groups:
         precision = group.cells[0].configuration["precision"]
-        sentences += _held_words(_by_strategy(group), precision, rows, f" in {precision}" * (len(groups) > 1))
+        sentences += _held_words(by_strategy(group), precision, rows, f" in {precision}" * (len(groups) > 1))
     columns = (
         Column("precision", "precision"),
         Column("strategy", "strategy"),
@@ -163,11 +161,6 @@ def _saved_words(cells: dict[str, Cell], where: str) -> list[str]:
     return sentences
 
 
-def _peak(cell: Cell) -> float:
-    """By the allocator's events, which a CPU has, too."""
-    return max((held.total_gib for held in memory_of(cell)["measured"]), default=0.0)
-
-
 def _state(cell: Cell) -> float:
     return max((held.optimizer_state for held in memory_of(cell)["measured"]), default=0) / GIB
 
@@ -175,8 +168,8 @@ def _state(cell: Cell) -> float:
 def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
     found = [
         group
-        for group in _found(evidence, handout, *_STRATEGIES)
-        if {"none", "optimizer"} <= _by_strategy(group).keys()
+        for group in sharded(evidence, handout, *_STRATEGIES)
+        if {"none", "optimizer"} <= by_strategy(group).keys()
     ]
     if not found:
         return None
@@ -184,7 +177,7 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
     sentences = [f"Setup: {words}." for words in dict.fromkeys(setup_words(group, handout) for group in groups)]
     tables: list[Table] = []
     for group in groups:
-        cells = _by_strategy(group)
+        cells = by_strategy(group)
         plain = cells["none"].samples["step"]
         precision = group.cells[0].configuration["precision"]
         for name in ("optimizer", "optimizer-flat"):
@@ -200,7 +193,7 @@ def speeds(evidence: Evidence, handout: Handout) -> Answer | None:
                     f"{ms(step.mean)} ± {ms(step.std)} with `{name}`: {faster(plain, step)}"
                     + (f"; medians: {joined(parts)}." if parts else ".")
                 )
-        tables += group.table("shard", *_KEYS)
+        tables += group.table("shard", *STEP_COLUMNS)
     there = {group.cells[0].configuration["precision"] for group in groups}
     missing = other_size(found[0], handout)
     missing += [f"the same in {precision}" for precision in ("fp32", "bf16") if precision not in there]
@@ -220,7 +213,7 @@ def _by_precision(found: list[Found]) -> list[Found]:
             chosen = Found(
                 group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision]
             )
-            if "none" in _by_strategy(chosen):
+            if "none" in by_strategy(chosen):
                 groups.setdefault(precision, chosen)
     return list(groups.values())
 
@@ -254,107 +247,17 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
 
 def shard_commands(target: Target) -> list[Command]:
     options = {"precision": ("fp32", "bf16")}
-    return [_shard(target, "none,optimizer,optimizer-flat", options, 6)]
+    return [shard_command(target, "none,optimizer,optimizer-flat", options, 6)]
 
 
-def _shard(target: Target, strategies: str, options: dict, cells: int, *flags: str) -> Command:
+def shard_command(target: Target, strategies: str, options: dict, cells: int, *flags: str) -> Command:
+    """A sweep of ``shard`` with so many cells, and what a rank must hold for it."""
     sizes = target.sizes((target.handout.xl,))
     warm = ("--warmup", "1", "--steps", "3") if target.is_small else ("--warmup", "3", "--steps", "8")
     flags = ("--strategy", strategies, "--world-size", "2", *warm, *flags)
     planned = Sweep("shard", sizes, options=options, flags=flags, steps=20 * cells, ranks=2).on(target)
     need = max(planned.memory_gib or 0.0, state_gib(sizes[0]))
     return Command(planned.arguments, planned.seconds + 15 * cells, need, 2)
-
-
-def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
-    answers = state_answers(SIZES[handout.xl], 2, "fsdp")
-    saved = {
-        name: one for one in answers for name in ("none", "optimizer") if one.quantity.endswith(f"less than {name}")
-    }
-    sentences = [
-        "FSDP leaves each of N ranks 1 / N of the parameters p, the gradients g and the optimizer state o; without "
-        "sharding a rank holds all of them, with optimizer-state sharding all but o.",
-        f"On 2 ranks, for {handout.called(handout.xl)}, that should save {derived_value(saved['none'])} of what a rank "
-        f"without sharding holds when all of it exists, and {derived_value(saved['optimizer'])} of what one with "
-        "optimizer-state sharding does.",
-    ]
-    found = _found(evidence, handout, "none", "optimizer", "fsdp")
-    group = next((one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()), None)
-    runs: tuple[Run, ...] = ()
-    if group is not None:
-        cells = _by_strategy(group)
-        peak = {name: cell.derived["peak_gib"] or _peak(cell) for name, cell in cells.items()}
-        runs = tuple(runs_of([group]))
-        sentences.append(
-            "Measured at the peak: "
-            + joined(f"{gib(value)} ({name})" for name, value in peak.items())
-            + f"; FSDP saves "
-            f"{gib(peak['none'] - peak['fsdp'])}"
-            + (
-                f", and {gib(peak['optimizer'] - peak['fsdp'])} beside optimizer-state sharding"
-                if "optimizer" in peak
-                else ""
-            )
-            + "."
-        )
-    return Answer(sentences, [answers_table("state", "training state of a rank, FSDP on 2 ranks", answers)], {}, runs)
-
-
-def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = _found(evidence, handout, "fsdp")
-    groups: list[Found] = []
-    there: set[int] = set()
-    for group in found:
-        kept = [cell for cell in group.measured if cell.derived.get("gathers")]
-        prefetched = {cell.configuration["prefetch"] for cell in kept}
-        # Of two invocations with the same, the one that measured more says it.
-        if prefetched - there:
-            groups.append(Found(group.invocation, kept))
-        there |= prefetched
-    if not groups:
-        return None
-    sentences, tables = [f"Setup: {setup_words(groups[0], handout)}."], []
-    for group in groups:
-        for cell in sorted(group.cells, key=lambda cell: cell.configuration["prefetch"]):
-            sentences += _late_words(cell)
-        tables += group.table("gathers")
-        tables += group.table("shard", *_KEYS, "bare_ms")
-    for group in groups:
-        for row in rows_of(group, "shard"):
-            if isinstance(row.get("exposed_ms"), Interval):
-                sentences.append(
-                    f"With prefetch {row['prefetch']} communication costs the step "
-                    f"{exposed_words(row['exposed_ms']).rstrip(',')}."
-                )
-    pictures = pictures_of(groups, "timelines")
-    missing = other_size(groups[0], handout)
-    missing += [f"prefetch {count}" for count in (0, 1, 2) if count not in there]
-    return Answer(sentences, tables, pictures, runs_of(groups), missing)
-
-
-def _late_words(cell: Cell) -> list[str]:
-    forward = [gather["late_ms"] for gather in cell.derived["gathers"] if not gather["is_backward"]]
-    if not forward:
-        return []
-    late = [value for value in forward if value > 0]
-    prefetch = cell.configuration["prefetch"]
-    sentence = (
-        f"Gathering {prefetch} block{'s' * (prefetch != 1)} ahead, {len(forward) - len(late)} of {len(forward)} "
-        "all-gathers "
-        "of the forward pass finish before their weights are needed"
-    )
-    if not late:
-        return [sentence + f", by {spread([-value for value in forward], ms)}: the communication finishes in time."]
-    share = sum(late) / cell.samples["forward"].median
-    return [
-        f"{sentence}; the others come {spread(late, ms)} late, {ms(sum(late))} together, {percent(100 * share)} of the "
-        "forward pass: it does not always finish in time."
-    ]
-
-
-def fsdp_commands(target: Target) -> list[Command]:
-    options = {"precision": ("bf16",), "prefetch": ("0", "1", "2")}
-    return [_shard(target, "none,fsdp", options, 4)]
 
 
 OPTIMIZER_STATE_SHARDING_ACCOUNTING = Problem(
@@ -364,19 +267,5 @@ OPTIMIZER_STATE_SHARDING_ACCOUNTING = Problem(
         Part("a", memory, shard_commands),
         Part("b", speeds, shard_commands),
         Part("c", against_zero, lambda target: arithmetic("account", "memory", "--size", target.handout.xl)),
-    ),
-)
-FSDP_ACCOUNTING = Problem(
-    "fsdp_accounting",
-    "FSDP accounting",
-    (
-        Part(
-            "a",
-            fsdp_memory,
-            lambda target: arithmetic(
-                "account", "memory", "--size", target.handout.xl, "--strategy", "none,optimizer,fsdp"
-            ),
-        ),
-        Part("b", fsdp_gathers, fsdp_commands),
     ),
 )
