@@ -138,6 +138,10 @@ class ParallelWorkload(Configured):
             raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
         if self.keep_gathered < 0:
             raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
+        if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
+            raise UsageError(
+                f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
+            )
         if self.check_layers is not None and self.check_layers < 1:
             raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
         if self.inner_dimension is not None:

@@ -122,6 +122,11 @@ def test_the_board_says_what_it_has_chosen():
     [
         (["--board", "--strategy", "none"], "--board --strategy none: a board has one strategy, fsdp or torch-fsdp"),
         (["--board", "--checkpoint", "auto", "--memory-limit", "130"], "--memory-limit '130': give a size such as"),
+        (["--board", "--memory-limit", "infGiB"], "--memory-limit 'infGiB': give a size such as"),
+        (
+            ["--size", "tiny", "--strategy", "fsdp", "--keep-gathered", "3", "--dry-run"],
+            "--keep-gathered 3: the model has 2 blocks",
+        ),
         (
             ["--strategy", "fsdp", "--checkpoint", "auto", "--attention", "sdpa"],
             "--checkpoint auto knows what is needed by --strategy fsdp",

@@ -1,5 +1,6 @@
 """What ``shard --board`` and ``shard --checkpoint auto`` choose, before anything runs."""
 
+import math
 from dataclasses import replace
 
 import typer
@@ -72,7 +73,7 @@ def read_memory_limit(text: str) -> float:
                 value = float(number)
             except ValueError:
                 break
-            if value > 0:
+            if 0 < value < math.inf:
                 return value * unit
     raise UsageError(f"--memory-limit '{text}': give a size such as 130GiB or 140GB")
 

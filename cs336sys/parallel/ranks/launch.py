@@ -12,6 +12,7 @@ import datetime
 import functools
 import itertools
 import multiprocessing.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ from cs336sys.parallel.ranks.spawned import SpawnedRanks
 from cs336sys.processes import RankIdentity, started_outside
 
 BACKENDS = ("gloo", "nccl")
+
+# What the process of a rank takes at least, in bytes: with torch (2.13, on a CPU) each had 0.33e9, some of them shared.
+_RANK_BYTES = 0.2e9
 
 
 def run(
@@ -44,7 +48,7 @@ def run(
     Raises:
         UsageError: the world size is not positive or not that of the ranks started from outside, the backend is
             unknown, or the function cannot be pickled.
-        CapabilityError: there are more ranks than GPUs; nothing was started.
+        CapabilityError: there are more ranks than GPUs, or than memory has room for; nothing was started.
         UsageError, CapabilityError: a rank raised this.
         cs336sys.parallel.ranks.spawned.RankError: a spawned rank raised anything else, was killed, exited or hangs.
     """
@@ -68,6 +72,7 @@ def start(
     if outside is not None:
         return JoinedRanks(outside, backend, timeout_s, high_priority)
     _check_gpus(world_size, backend)
+    _check_memory(world_size)
     return SpawnedRanks(world_size, backend, timeout_s, high_priority)
 
 
@@ -126,6 +131,16 @@ def _check_gpus(needed: int, backend: str) -> None:
         raise CapabilityError(
             f"{needed} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
             "choose a smaller world size or backend gloo"
+        )
+
+
+def _check_memory(needed: int) -> None:
+    """Refuse what would only end when the machine has no memory left for anybody."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed * _RANK_BYTES > memory:
+        raise CapabilityError(
+            f"{needed} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
+            f"{memory / 1e9:.0f} GB; choose a smaller world size"
         )
 
 

@@ -331,6 +331,7 @@ def test_rank_of_torchrun_that_fails_names_itself_and_ends_the_others():
         ({"world_size": 2, "backend": "smoke"}, UsageError, "unknown backend 'smoke': choose from gloo, nccl"),
         ({"world_size": 2, "timeout_s": 0}, UsageError, "timeout 0 s: must be positive"),
         ({"world_size": 3, "backend": "nccl"}, CapabilityError, "3 ranks on this machine: .* torch sees 2; choose"),
+        ({"world_size": 10**9}, CapabilityError, "1000000000 ranks .* a process of at least 0.2 GB, and it has"),
     ],
 )
 def test_impossible_runs_are_refused_before_anything_starts(asked, error, message, monkeypatch, temporary_directory):
