@@ -172,7 +172,8 @@ class TrainStep:
         """
         if self.workload.cuda_graph == "off":
             return
-        if self.scaler.is_enabled() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        looks_at_gradients = self.optimizer is not None and self.scaler.is_enabled()
+        if looks_at_gradients and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise CapabilityError(
                 f"{type(self.optimizer).__name__} with fp16: the CPU looks at the gradients in every step to decide "
                 "whether to skip it, which a CUDA graph cannot; choose fused, whose kernel decides, or bf16"

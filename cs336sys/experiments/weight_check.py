@@ -48,6 +48,9 @@ def tolerance(workload: Workload) -> float:
 def plainly_trained(workload: Workload) -> Workload:
     """What a workload is checked against: steps that are launched, and PyTorch's operations in place of our kernels."""
     plain = replace(workload, cuda_graph="off")
+    if workload.attention == "flash" and workload.is_ours:
+        # With scores in memory a long context would not fit.
+        plain = replace(plain, attention="sdpa", compile="off")
     if workload.optimizer == "adamw":
         # torch's: that of another cs336_basics may add eps before it corrects the bias, and eps is large here.
         plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")

@@ -32,7 +32,8 @@ LAUNCH_BOUND_IDLE_PERCENT = 20.0
 
 _CHECKED = (
     "off launched: after 5 steps on 5 batches, how far the parameter that is farthest off is from where launched steps "
-    "of PyTorch's operations take it, in percent of how far they move it; 0 is bit by bit the same"
+    "of PyTorch's operations take it, in percent of how far they move it; 0 is bit by bit the same. The check has "
+    "compiled what is compiled: first step ready is without it"
 )
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")

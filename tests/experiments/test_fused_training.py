@@ -1,6 +1,7 @@
 """Steps with fused kernels: the check sees a stale copy, and what they hold is predicted."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
+from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import FUSED_KERNELS, MemoryWorkload, ParallelWorkload, Workload
@@ -54,6 +56,35 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
     assert wrong.status == "wrong"
     assert difference.parameter == "the copy of layers.0.ffn.w1.weight"
     assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
+
+
+@pytest.mark.parametrize("mode", ["train", "forward-backward"])
+def test_a_wrong_gradient_of_attention_is_wrong_before_anything_is_timed(mode, monkeypatch):
+    def with_wrong_gradient(query, *args, **named):
+        return flash_attention(1.1 * query - 0.1 * query.detach(), *args, **named)
+
+    cell = workload(kernels="reference", precision="fp32", optimizer="course", attention="flash", mode=mode)
+    cell = replace(cell, size=replace(SMALLEST, num_layers=3))
+    difference, wrong = bench.check_training(cell, DEVICE, silent)
+    assert wrong is None
+    assert difference.relative < 1e-3
+    assert difference.num_layers == 1, "blocks are alike"
+    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", with_wrong_gradient)
+    difference, wrong = bench.check_training(cell, DEVICE, silent)
+    assert wrong.status == "wrong"
+    assert difference.parameter == "layers.0.attn.q_proj.weight"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("compile", ["off", "block"])
+def test_gpu_attention_in_training_is_right(precision, compile):
+    settings = {"kernels": "reference", "optimizer": "course", "attention": "flash"}
+    size = replace(choose_size("small"), context=1024)
+    cell = workload(size, precision=precision, compile=compile, **settings)
+    difference, wrong = bench.check_training(cell, DEVICE, silent)
+    assert wrong is None, wrong
+    assert difference.relative < {"fp32": 3e-4, "bf16": 3e-2}[precision], difference
 
 
 def test_our_adamw_is_not_compared_with_the_packages(monkeypatch):
