@@ -327,3 +327,13 @@ def test_a_test_of_the_course_that_may_fail_is_explained_where_it_does():
 def test_gathers_are_shown_beside_what_was_computed():
     (block,) = answers(2026, saved("shard-2.7b-h200"), "fsdp_accounting", "b")
     assert [picture.name for picture in block.pictures] == ["when rank 0 computes and when it communicates in one step"]
+
+
+def test_smaller_pieces_that_were_measured_in_one_precision_are_not_missed_in_another():
+    both = words(answers(2026, saved("memprof-h200", "memprof-checkpoint-fp32-h200"), "gradient_checkpointing", "b"))
+    alone = words(answers(2026, saved("memprof-h200"), "gradient_checkpointing", "b"))
+    assert "smaller pieces were not measured" in alone
+    assert "smaller pieces were not measured" not in both
+    assert both.index("In fp32 groups") < both.index("In bf16 groups")
+    # K - 1, K and K + 1, where K is one block.
+    assert "59.48 GiB (sublayer), 59.48 GiB (block) and 65.37 GiB (every=2)" in both

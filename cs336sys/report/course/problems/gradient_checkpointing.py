@@ -21,6 +21,8 @@ _SUBLAYER = 0.5
 # Peaks this close are called the same: an allocator rounds, and its workspaces differ.
 _ALIKE = 0.002
 
+_ONLY_WHOLE = "Groups of one block are the smallest of whole blocks"
+
 _SKETCH = (
     "def run(x, blocks): if one block is left, return blocks[0](x); otherwise split blocks into halves a and b, and "
     "return checkpoint(run, checkpoint(run, x, a), b)"
@@ -82,7 +84,15 @@ def one_recomputation(evidence: Evidence, handout: Handout) -> Answer | None:
     found = _checkpointed(evidence)
     if not found:
         return None
-    sentences = [sentence for group in found for sentence in _group_words(group)]
+    # Asked in the model's own precision; what is measured there need not be called missing elsewhere.
+    found.sort(key=lambda group: group.cells[0].configuration["precision"] != "fp32")
+    cuts_blocks = any(_SUBLAYER in map(_group, group.measured) for group in found)
+    sentences = [
+        sentence
+        for group in found
+        for sentence in _group_words(group)
+        if not (cuts_blocks and sentence.startswith(_ONLY_WHOLE))
+    ]
     keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
     tables = [table for group in found for table in group.table("checkpointing", *keys, "step_ratio", "status")]
     return Answer(sentences, tables, {}, runs_of(found))
@@ -160,7 +170,7 @@ def _neighbours(grouped: dict[float, Cell], best: float) -> list[str]:
             "pass is there, its feed-forward layer is done, and no other block's input is kept."
         )
     elif best == 1 and smaller is None:
-        sentences.append("Groups of one block are the smallest of whole blocks; smaller pieces were not measured.")
+        sentences.append(f"{_ONLY_WHOLE}; smaller pieces were not measured.")
     return sentences
 
 
