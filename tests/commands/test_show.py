@@ -106,6 +106,8 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
                 }
             if not any(cell.configuration.get("strategy", "").startswith("bucketed") for cell in cells):
                 pictures = pictures - {"buckets"}
+            if is_drawn and any(cell.status == "ok" and cell.derived.get("gathers") for cell in cells):
+                pictures = pictures | {"timelines"}
             assert set(saved_pictures(one, cells)) == pictures
 
 
