@@ -60,6 +60,7 @@ SHARED_AMONG_SIBLINGS = {
             "options.reading",
             "options.settings_file",
             "options.training",
+            "options.variables",
             "sweep.progress",
             "sweep.ranks",
             "sweep.resuming",

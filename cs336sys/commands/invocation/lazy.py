@@ -10,33 +10,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cs336sys.commands.invocation.help_rows import in_fewer_rows, narrow_columns
-from cs336sys.commands.options.former_names import former_names, with_todays_name
+from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.commands.options.reading import with_read_options
 from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings
+from cs336sys.commands.options.variables import check_variables, with_own_variables
 from cs336sys.errors import UsageError, choose_from
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
-
-
-def _with_own_variables(parameters, ctx, command=""):
-    """Give every option a variable of its name: that of ``bench --num-layers`` ends in _NUM_LAYERS.
-
-    Those of its former names are read, too.
-
-    Typer's own are called after the function's parameters, and turn --version, --help and completion on, too.
-    """
-    for parameter in parameters:
-        if parameter.param_type_name != "option":
-            continue
-        parameter.allow_from_autoenv = False
-        # One line of help tells the rule.
-        parameter.show_envvar = False
-        if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
-            name = next(name for name in parameter.opts if name.startswith("--"))
-            names = (name, *former_names(command, name))
-            variables = [f"{ctx.auto_envvar_prefix}_{one[2:].replace('-', '_').upper()}" for one in names]
-            parameter.envvar = variables if len(variables) > 1 else variables[0]
-    return parameters
 
 
 class _Command(TyperCommand):
@@ -47,7 +27,7 @@ class _Command(TyperCommand):
             super(_Command, shown).format_help(ctx, formatter)
 
     def get_params(self, ctx):
-        return _with_own_variables(super().get_params(ctx), ctx, self.name)
+        return with_own_variables(super().get_params(ctx), ctx, self.name)
 
     def parse_args(self, ctx, args):
         args = [with_todays_name(self.name, argument) for argument in args]
@@ -58,6 +38,8 @@ class _Command(TyperCommand):
             ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
             ctx.params.clear()
             rest = super().parse_args(ctx, list(args))
+        if not ctx.resilient_parsing:
+            check_variables(ctx, self.get_params(ctx))
         return rest
 
 
@@ -72,12 +54,15 @@ class LazyGroup(TyperGroup):
     modules: ClassVar[dict[str, str]] = {}
 
     def get_params(self, ctx):
-        return _with_own_variables(super().get_params(ctx), ctx)
+        return with_own_variables(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
             check_tables(ctx, self.modules)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            check_variables(ctx, self.get_params(ctx), self.modules)
+        return rest
 
     def list_commands(self, ctx):
         return list(self.modules)
