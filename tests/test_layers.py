@@ -38,7 +38,7 @@ LAYERS = (
 RESERVED = {
     "typer": ("commands", "cli"),
     "rich.table": ("report.terminal",),
-    "tabulate": ("report.tables",),
+    "tabulate": ("report.rendering",),
     "matplotlib": ("report",),
     "mlflow": ("commands.sweep.tracking",),
     "wandb": ("commands.sweep.tracking",),

@@ -11,7 +11,7 @@ from cs336sys.commands.allreduce import message_sizes
 from cs336sys.errors import UsageError
 from cs336sys.report.parallel.allreduce import allreduce_tables, fit_of, groups_of
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
-from cs336sys.report.tables import render
+from cs336sys.report.rendering import render
 from cs336sys.results import Cell, Samples, read_results
 from cs336sys.workload import CollectiveWorkload
 

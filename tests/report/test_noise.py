@@ -11,7 +11,8 @@ from cs336sys.report.bench import bench_tables
 from cs336sys.report.noise import Interval, difference, is_noisy, median_interval, ratio, ratio_of_pairs
 from cs336sys.report.numbers import format_value
 from cs336sys.report.parallel.ddp import ddp_tables
-from cs336sys.report.tables import Column, Table, render
+from cs336sys.report.rendering import render
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
-from cs336sys.report.tables import Column, Table, check_output, emit, render
+from cs336sys.report.rendering import check_output, emit, render
+from cs336sys.report.tables import Column, Table
 from cs336sys.report.terminal import print_tables
 from cs336sys.results import Samples
 

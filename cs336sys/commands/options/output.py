@@ -49,7 +49,7 @@ class OutputOptions:
         Raises:
             UsageError: the format is unknown, or the file cannot be written.
         """
-        from cs336sys.report.tables import check_output
+        from cs336sys.report.rendering import check_output
 
         check_output(self.output, self.format)
 
@@ -71,7 +71,7 @@ class OutputOptions:
         Raises:
             OutputError: they cannot be written.
         """
-        from cs336sys.report.tables import emit
+        from cs336sys.report.rendering import emit
 
         emit(tables, format=self.format, output=self.output, wide=self.wide)
 

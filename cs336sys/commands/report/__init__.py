@@ -81,7 +81,7 @@ def report(
     from cs336sys.report.course.target import HANDOUTS
     from cs336sys.report.course.writing import write_document
     from cs336sys.report.outputs import check_writable
-    from cs336sys.report.tables import STDOUT, emit, render
+    from cs336sys.report.rendering import STDOUT, emit, render
 
     if year not in HANDOUTS:
         raise UsageError(f"--year {year}: choose from {', '.join(map(str, HANDOUTS))}")

@@ -19,7 +19,8 @@ from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome
 from cs336sys.measure.environment import new_run
-from cs336sys.report.tables import Column, Table, render
+from cs336sys.report.rendering import render
+from cs336sys.report.tables import Column, Table
 from cs336sys.results import Cell, Run, read_results
 from cs336sys.results_file import ResultsFile
 

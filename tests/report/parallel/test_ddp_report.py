@@ -4,7 +4,7 @@ import pytest
 
 from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_plan, ddp_tables
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
-from cs336sys.report.tables import render
+from cs336sys.report.rendering import render
 from cs336sys.results import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload

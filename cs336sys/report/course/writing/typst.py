@@ -1,0 +1,52 @@
+"""The write-up as Typst."""
+
+from cs336sys.report.course.document import Block, Document
+from cs336sys.report.course.writing.parts import DrawnPicture, absent_words, heading, introduction, is_long
+from cs336sys.report.rendering import render
+
+_TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
+#set text(size: 10pt)
+#set par(justify: false)
+#show figure: set block(breakable: true)
+#show table: set text(size: 6.5pt)
+"""
+
+
+def _typst_text(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _typst(text: str) -> str:
+    pieces = enumerate(text.split("`"))
+    return " ".join(
+        f"#raw({_typst_text(piece)})" if number % 2 else f"#text({_typst_text(piece)})"
+        for number, piece in pieces
+        if piece
+    )
+
+
+def _typst_sentences(block: Block) -> str:
+    if not is_long(block):
+        return _typst(" ".join(block.sentences))
+    return "\n".join(f"- {_typst(sentence)}" for sentence in block.sentences)
+
+
+def to_typst(document: Document, draw: DrawnPicture) -> str:
+    """A whole file for typst; pictures stand in files beside it."""
+    lines = [_TYPST_HEAD + f"= #text({_typst_text(document.title)})", *map(_typst, introduction(document))]
+    for problem, sections in document.problems:
+        lines.append(f"== #text({_typst_text(f'{problem.name}: {problem.title}')})")
+        for section in sections:
+            lines += [f"=== #text({_typst_text(heading(problem, section))})"] if section.letter else []
+            for block in section.blocks:
+                lines += [f"*#text({_typst_text(block.machine)})*"] if block.machine else []
+                lines += [f"#raw({_typst_text(line)})" for line in block.commands]
+                lines += [_typst_sentences(block), *map(_typst, block.missing)]
+                lines += [render([table], "typst").strip() for table in block.tables]
+                lines += [
+                    f"#image({_typst_text(path)}, width: 100%)" for picture in block.pictures if (path := draw(picture))
+                ]
+            if not section.blocks:
+                lines.append(_typst(absent_words(section)))
+    lines += map(_typst, document.faults)
+    return "\n\n".join(lines) + "\n"
