@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import COMMANDS, app
-from cs336sys.report.saved import SAVED_COMMANDS, Presentation, invocations, saved_pictures, saved_tables, shown_cells
 from cs336sys.report.rendering import render
+from cs336sys.report.saved import SAVED_COMMANDS, Presentation, invocations, saved_pictures, saved_tables, shown_cells
 from cs336sys.results import configuration_key, read_results
 from cs336sys.workload import MemoryWorkload
 
