@@ -19,6 +19,7 @@ LAYERS = (
             "sizes",
             "workload",
             "user_code",
+            "training_text",
             "course_package",
             "results",
             "results_file",

@@ -9,6 +9,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
+from cs336sys.training_text import digest
 from cs336sys.workload import LossWorkload
 
 
@@ -46,9 +47,9 @@ def losses(
     workloads = options.expand_workloads(
         model, "train", precision, implementation, options.StepsOptions(warmup=["0"], steps=steps), run
     )
-    configurations = [
-        LossWorkload(workload, ",".join(map(str, text)), learning_rate, weight_decay) for workload in workloads
-    ]
+    paths = ",".join(map(str, text))
+    text_digest = digest(paths)
+    configurations = [LossWorkload(workload, paths, learning_rate, weight_decay, text_digest) for workload in workloads]
     sweep = run_sweep(
         "losses",
         "cs336sys.experiments.losses:measure_losses",

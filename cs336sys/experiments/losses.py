@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,29 +14,11 @@ from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results import Samples
+from cs336sys.training_text import read_text
 from cs336sys.workload import LossWorkload
 
 # Between two lines of progress.
 _STEPS_BETWEEN = 20
-
-# What counts as text in a folder.
-_ENDINGS = (".md", ".txt")
-
-
-def read_text(paths: str) -> Tensor:
-    """The bytes of files, one after another, as token ids: int64 (bytes,); of a folder, those of its text files.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
-    content = b""
-    for path in map(Path, paths.split(",")):
-        files = sorted(one for one in path.iterdir() if one.suffix in _ENDINGS) if path.is_dir() else [path]
-        try:
-            content += b"".join(file.read_bytes() for file in files)
-        except OSError as error:
-            raise UsageError(f"--text {path}: cannot be read ({error.strerror})") from error
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
 def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:
@@ -48,7 +29,8 @@ def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:
     Raises:
         UsageError: the text is shorter than the context, or has bytes beyond the vocabulary.
     """
-    training, text = workload.training, read_text(workload.text)
+    training = workload.training
+    text = torch.frombuffer(bytearray(read_text(workload.text)), dtype=torch.uint8).long()
     size = training.size
     if len(text) <= size.context:
         raise UsageError(f"--text: {len(text)} bytes are too few for a context of {size.context} and the byte after it")

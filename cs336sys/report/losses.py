@@ -15,6 +15,8 @@ _AVERAGED = 20
 _SETTINGS = SETTING_COLUMNS | {
     "learning_rate": Column("learning_rate", "learning rate"),
     "weight_decay": Column("weight_decay", "weight decay"),
+    "text": Column("text", "text"),
+    "text_digest": Column("text_digest", "its digest"),
 }
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 

@@ -346,12 +346,14 @@ class LossWorkload(Configured):
         training: ``steps`` of it are taken, each on a batch of its own.
         text: files, separated by commas, whose bytes are the tokens.
         learning_rate, weight_decay: of the optimizer, constant.
+        text_digest: of what those files held.
     """
 
     training: Workload
     text: str
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
+    text_digest: str | None = None
 
     def __post_init__(self) -> None:
         if self.training.mode != "train":

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.results import configuration_key
 
 LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
 LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]
@@ -44,6 +46,22 @@ def test_curves_of_two_ways(tmp_path):
 
     shown = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
     assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
+
+
+def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatch):
+    asked_for = []
+
+    def only_asked(command, measure, configurations, sweeping):
+        asked_for.append([configuration_key(configuration) for configuration in configurations])
+        raise typer.Exit
+
+    monkeypatch.setattr("cs336sys.commands.losses.run_sweep", only_asked)
+    text = tmp_path / "text.md"
+    for content in ("one text of these two", "one text of these two", "another text, which is longer"):
+        text.write_text(content)
+        assert CliRunner().invoke(app, [*LOSSES, "--text", str(text)]).exit_code == 0
+    first, again, other = asked_for
+    assert first == again != other
 
 
 MODELS = Path(__file__).parents[1] / "user_models.py"

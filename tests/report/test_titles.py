@@ -12,17 +12,17 @@ from cs336sys.sizes import choose_size
 from cs336sys.workload import AttentionWorkload, KernelWorkload, LossWorkload, Workload
 
 # What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
-# name says; and of losses the text, one for all cells.
+# name says.
 NOT_SHOWN = {
     *("steps", "warmup_ms", "repetition_ms"),
     *("size", "d_model", "d_ff", "num_layers", "num_heads"),
-    *("device", "text"),
+    "device",
 }
 # Names that a workload knows.
 OTHER_NAMES = {
     **{"mode": "forward", "precision": "bf16", "compile": "block", "attention": "sdpa", "kernels": "rope"},
     **{"optimizer": "fused", "state_dtype": "bf16", "update": "backward", "cuda_graph": "on", "synchronize": "none"},
-    **{"dtype": "fp16", "op": "swiglu", "implementation": "compiled"},
+    **{"dtype": "fp16", "op": "swiglu", "implementation": "compiled", "text": "other.md"},
 }
 
 

@@ -22,7 +22,6 @@ _H200_FLOPS = _H200_TFLOPS * 1e12
 _H200_BANDWIDTH = 450e9
 
 FlopsOption = Annotated[float, typer.Option("--flops", help="FLOP/s of a device, C.")]
-BandwidthOption = Annotated[float, typer.Option("--bandwidth", help="Bytes/s that a device sends, W.")]
 
 
 def parallel(
