@@ -203,6 +203,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "mesh": None,
     "keep_gathered": 0,
     "check_layers": None,
+    "transport": "collectives",
 }
 
 

@@ -24,9 +24,10 @@ from cs336sys.commands.sweep.ranks import (
     is_first_rank,
 )
 from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, WHOLE_BLOCKS, ParallelWorkload
+from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, TRANSPORTS, WHOLE_BLOCKS, ParallelWorkload
 
 
 def ddp(
@@ -57,6 +58,14 @@ def ddp(
         ),
     ] = ["fp32"],
     high_priority: HighPriorityOption = False,
+    transport: Annotated[
+        list[str],
+        typer.Option(
+            "--transport",
+            help="What sends buckets: collectives, or the copy-engines of two GPUs.",
+            autocompletion=among(TRANSPORTS),
+        ),
+    ] = ["collectives"],
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
@@ -99,13 +108,14 @@ def ddp(
             str(trace) if trace else None,
             timeout,
             check_layers=check_layers,
+            transport=sent_by,
         )
         for ranks, training, sent_in in product(
             choose_world_sizes(world_size),
             workloads,
             split_list(gradient_dtype, "--gradient-dtype", one_of(PRECISIONS)),
         )
-        for strategy, bucket in _strategies(mode, bucket_mb)
+        for strategy, bucket, sent_by in _strategies(mode, bucket_mb, transport)
     ]
     if is_first_rank():
         output.check()
@@ -132,13 +142,20 @@ def ddp(
     )
 
 
-def _strategies(mode: list[str], bucket_mb: list[str]) -> list[tuple[str, float | str | None]]:
-    """Modes with their bucket sizes, where they have any."""
+def _strategies(
+    mode: list[str], bucket_mb: list[str], transport: list[str]
+) -> list[tuple[str, float | str | None, str]]:
+    """Modes with their bucket sizes and what sends them, where they have any."""
+    transports = split_list(transport, "--transport", one_of(TRANSPORTS))
+    modes = split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
+    if "bucketed" not in modes and transports != ["collectives"]:
+        raise UsageError(f"--transport {','.join(transports)}: only mode bucketed has the choice; add it to --mode")
     buckets = split_list(bucket_mb, "--bucket-mb", _bucket_size)
     return [
-        (strategy, bucket)
-        for strategy in split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
+        (strategy, bucket, sent_by)
+        for strategy in modes
         for bucket in (buckets if strategy in BUCKETED_STRATEGIES else [None])
+        for sent_by in (transports if strategy == "bucketed" else ["collectives"])
     ]
 
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import BucketRule, bucket_rule
 from cs336sys.parallel.collectives import broadcast_from_first, process_group, require_process_group
+from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
@@ -215,7 +216,11 @@ class OverlappedDDP(_Replicated):
 
 
 class BucketedDDP(_Replicated):
-    """All-reduces gradients in buckets while the backward pass computes those of the next bucket."""
+    """All-reduces gradients in buckets while the backward pass computes those of the next bucket.
+
+    Attributes:
+        copy_engines: what sends buckets, where NCCL or Gloo does not.
+    """
 
     overlaps = True
 
@@ -226,6 +231,7 @@ class BucketedDDP(_Replicated):
         *,
         gradient_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
+        copy_engines: bool = False,
     ):
         """Wrap ``module``; for the other arguments and errors see the base class.
 
@@ -234,9 +240,33 @@ class BucketedDDP(_Replicated):
                 None puts all gradients (of one dtype and device) into one bucket; ``"block"`` makes buckets of whole
                 blocks (numbered parts, or else children of the module), each of at least 25 MB. Compiled blocks have
                 all their gradients at once, and fewer launches take less of the CPU's time.
+            copy_engines: let copy engines send buckets between two GPUs of a host, in the place of NCCL's kernels: see
+                :mod:`cs336sys.parallel.copy_engines`.
 
         Raises:
             UsageError: the bucket size is not positive, or another word.
+            CapabilityError: with ``copy_engines``: the ranks are not two, communicate by another backend than NCCL, or
+                have no memory that both GPUs can write.
         """
         self._rule = bucket_rule(bucket_size_mb)
+        self._by_copy_engines = copy_engines
+        self.copy_engines: CopyEngines | None = None
         super().__init__(module, gradient_dtype=gradient_dtype, group=group)
+
+    def _settings(self) -> str:
+        return super()._settings() + (", by copy engines" if self._by_copy_engines else "")
+
+    def _watch_gradients(self) -> None:
+        super()._watch_gradients()
+        if not self._by_copy_engines or not self.buckets:
+            return
+        device = next(iter(self.buckets[0].parameters.values())).device
+        require_copy_engines(self._group, device, [bucket.sent_dtype for bucket in self.buckets])
+        box_bytes = max(places_in_box(bucket.sent_sizes)[1] for bucket in self.buckets)
+        self.copy_engines = CopyEngines(self._group, box_bytes, device)
+        for number, bucket in enumerate(self.buckets):
+            what = f"gradients of {', '.join(bucket.parameters)}"
+            bucket.average_by(CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, what, self._group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"copy_engines": None}

@@ -52,6 +52,21 @@ class GradientBucket:
         self._averaged: list[Tensor] = []
         self._wire: Tensor | None = None
 
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What gradients are sent and summed in."""
+        return self._wire_dtype or self._dtype
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """Bytes of each tensor that is handed to the all-reduce."""
+        sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
+        return sizes if self._wire_dtype is None else [sum(sizes)]
+
+    def average_by(self, reduction: MeanReduction) -> None:
+        """Let something else compute the means. Call it between two steps."""
+        self._reduction = reduction
+
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Accept a gradient that autograd has completed; in this class it stays where it is if it can.
 

@@ -47,6 +47,7 @@ _UNNAMED = {
     "keep_gathered": (0,),
     "prefetch": (None,),
     "high_priority": (False,),
+    "transport": ("collectives",),
     "tf32": (False,),
     "synchronize": ("step",),
     "seed": (0,),

@@ -52,6 +52,9 @@ _AVERAGED_IN_PLACE = ("naive", "flat", "overlap", "bucketed", "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
 
+# What sends the gradients of buckets: collectives of the backend, or the copy engines of two GPUs.
+TRANSPORTS = ("collectives", "copy-engines")
+
 # In place of a bucket size: buckets of whole blocks.
 WHOLE_BLOCKS = "block"
 
@@ -75,6 +78,7 @@ class ParallelWorkload(Configured):
         gradient_dtype: what gradients are sent and summed in; they are kept in fp32, but see
             :attr:`has_half_gradients`.
         high_priority: let NCCL's kernels go before others that wait for the GPU.
+        transport: one of :data:`TRANSPORTS`; ``copy-engines`` for ``bucketed`` alone.
         trace: a directory for the Chrome trace of one more step on rank 0.
         timeout_s: how long a rank waits for the others.
         prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
@@ -100,12 +104,14 @@ class ParallelWorkload(Configured):
     mesh: str | None = None
     keep_gathered: int = 0
     check_layers: int | None = None
+    transport: str = "collectives"
 
     def __post_init__(self) -> None:
         choices = {
             "strategy": STRATEGIES,
             "backend": BACKENDS,
             "gradient_dtype": PRECISIONS,
+            "transport": TRANSPORTS,
             "checkpointing": BLOCK_CHECKPOINTING,
         }
         if kept_blocks(self.checkpointing) is not None:
@@ -122,6 +128,10 @@ class ParallelWorkload(Configured):
         if (self.bucket_mb is not None) != (self.strategy in BUCKETED_STRATEGIES):
             raise UsageError(
                 f"bucket size {self.bucket_mb}: {' and '.join(BUCKETED_STRATEGIES)} need one, and others have none"
+            )
+        if self.transport == "copy-engines" and self.strategy != "bucketed":
+            raise UsageError(
+                f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
             )
         if isinstance(self.bucket_mb, str):
             if self.bucket_mb != WHOLE_BLOCKS:
@@ -362,6 +372,7 @@ class ParallelWorkload(Configured):
             strategy=alone,
             bucket_mb=None,
             gradient_dtype="bf16" if self.has_half_gradients else "fp32",
+            transport="collectives",
             trace=None,
             prefetch=None,
             keep_gathered=0,

@@ -148,6 +148,8 @@ def test_dry_run_lists_the_cells():
         (["--gradient-dtype", "fp8"], "--gradient-dtype 'fp8': choose from fp32, bf16, fp16"),
         (["--backend", "mpi"], "unknown backend 'mpi': choose from auto, gloo, nccl"),
         (["--backend", "nccl", "--device", "cpu"], "backend 'nccl' communicates between GPUs"),
+        (["--transport", "mail"], "--transport 'mail': choose from collectives, copy-engines"),
+        (["--mode", "flat", "--transport", "copy-engines"], "only mode bucketed has the choice; add it to --mode"),
         (["--timeout", "0"], "--timeout '0': must be between 1 and 1e+06"),
         (["--plot", "t.txt"], "--plot t.txt: the file must end in .png, .svg, .pdf"),
         (["--plot-buckets", "b"], "--plot-buckets b: the file must end in .png, .svg, .pdf"),

@@ -75,6 +75,10 @@ class Communication:
         times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
         return times * (self.ranks - 1) / self.ranks * self.bytes
 
+    def allocate(self) -> list[Tensor]:
+        """Zeros like the tensors that it was given."""
+        return [leaf.allocate() for leaf in tree_flatten(self._arguments)[0] if isinstance(leaf, _Layout)]
+
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
         """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
 

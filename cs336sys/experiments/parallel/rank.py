@@ -1,9 +1,10 @@
 """What one rank measures: the phases of its steps, what it communicates, and when."""
 
+import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
+from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.results import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
@@ -163,7 +165,8 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         # GPU has.
         shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
-        samples["communication"] = _time_alone(communications, tensors, training.steps, device)
+        launchers = _launchers(communications, tensors, step.replica.copy_engines)
+        samples["communication"] = _time_alone(launchers, training.steps, device)
     return RankMeasurement(
         samples,
         peak_gib,
@@ -181,14 +184,17 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
 
 def _profiled(step: ParallelStep, device: torch.device) -> StepTimeline | None:
     if dist.get_rank() == 0:
-        return profile_step(step.phases, device)
+        return profile_step(step.phases, device, copies_communicate=step.replica.copy_engines is not None)
     step()
     finish_communication()
     return None
 
 
 def _recorded(step: ParallelStep) -> list[Communication]:
-    with recorded_communication() as communications:
+    """Its collectives; where copy engines send gradients, those that would."""
+    engines = step.replica.copy_engines
+    collectives = contextlib.nullcontext() if engines is None else engines.switched_off()
+    with collectives, recorded_communication() as communications:
         step()
     return communications
 
@@ -219,10 +225,17 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
     return times_s
 
 
-def _time_alone(
-    communications: list[Communication], tensors: dict[Any, Tensor] | None, repetitions: int, device: torch.device
-) -> Samples:
-    launchers = [communication.launcher(tensors) for communication in communications]
+def _launchers(
+    communications: Sequence[Communication], tensors: dict[Any, Tensor] | None, engines: CopyEngines | None
+) -> list[Callable[[], Any]]:
+    """What launches each again; see :meth:`.communication.Communication.launcher`."""
+    if engines is None:
+        return [communication.launcher(tensors) for communication in communications]
+    buckets = [communication.allocate() for communication in communications if not communication.is_flags]
+    return [functools.partial(engines.average, bucket, number) for number, bucket in enumerate(buckets)]
+
+
+def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
     alone = {"communication": functools.partial(run_alone, launchers)}
     return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
 

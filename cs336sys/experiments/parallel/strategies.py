@@ -24,6 +24,7 @@ from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
 from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.bucket_optimizer import BucketOptimizer
+from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import ParallelWorkload, Workload
@@ -58,6 +59,7 @@ class Replica:
         loss_weight: what this rank's mean loss counts in the mean of all.
         loss: of what the model returned and this rank's targets, where that is not all logits; None is the workload's.
         around: entered for the forward and the backward pass of every step together.
+        copy_engines: what sends gradients, where no collective does.
     """
 
     model: nn.Module
@@ -74,6 +76,7 @@ class Replica:
     loss_weight: float = 1.0
     around: Callable[[], AbstractContextManager[Any]] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    copy_engines: CopyEngines | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
             lambda: dict(plain.named_parameters()),
             model.buckets,
             communicates_in_backward=model.overlaps,
+            copy_engines=model.copy_engines if isinstance(model, BucketedDDP) else None,
         )
 
     return prepare
@@ -225,7 +229,11 @@ PREPARE: dict[str, Prepare] = {
     "naive": _replicated(lambda model, workload, **settings: NaiveDDP(model, **settings)),
     "flat": _replicated(lambda model, workload, **settings: FlatDDP(model, **settings)),
     "overlap": _replicated(lambda model, workload, **settings: OverlappedDDP(model, **settings)),
-    "bucketed": _replicated(lambda model, workload, **settings: BucketedDDP(model, workload.bucket_mb, **settings)),
+    "bucketed": _replicated(
+        lambda model, workload, **settings: BucketedDDP(
+            model, workload.bucket_mb, copy_engines=workload.transport == "copy-engines", **settings
+        )
+    ),
     "bucketed-step": _bucketed_step,
     "torch": _torch_ddp,
 }

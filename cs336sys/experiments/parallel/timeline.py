@@ -17,6 +17,8 @@ _OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")
 
 # Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
 _COMMUNICATION = ("nccl", "gloo:")
+# Names of what copy engines and their kernel do in NCCL's place.
+_COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")
 
 # Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
 _RESOLUTION = 1 / 2000
@@ -43,18 +45,24 @@ class StepTimeline:
     overlap_ms: float
 
 
-def profile_step(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepTimeline | None:
+def profile_step(
+    phases: Mapping[str, Callable[[], None]], device: torch.device, *, copies_communicate: bool = False
+) -> StepTimeline | None:
     """Run one step under the profiler; on a GPU it watches the GPU alone, which does not slow the CPU's launches down.
 
     Ranks that run the step without a profiler call :func:`finish_communication` after it.
+
+    Args:
+        copies_communicate: whether copies on the GPU are communication.
 
     Returns:
         None when the profiler saw nothing (it cannot trace on this machine).
     """
     kernels, ends = _profiled(phases, device)
+    communication = (*_COMMUNICATION, *(_COPIES if copies_communicate else ()))
     lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for name, start, end in kernels:
-        lanes[name.startswith(_COMMUNICATION)].append((start, end))
+        lanes[name.startswith(communication)].append((start, end))
     if not lanes[False]:
         return None
     return _timeline(lanes[False], lanes[True], ends)

@@ -30,6 +30,7 @@ PARALLEL_SETTING_COLUMNS = {
     **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
     "gradient_dtype": Column("gradient_dtype", "gradients sent in"),
     "high_priority": Column("high_priority", "high priority"),
+    "transport": Column("transport", "sent by"),
 }
 _ALWAYS_SHOWN = ("precision", "compile")
 

@@ -29,7 +29,9 @@ TENSORS = 21
 
 def workload(strategy, **settings):
     """Settings of the ranks or of the training, by their names."""
-    own = {name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace") if name in settings}
+    own = {
+        name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace", "transport") if name in settings
+    }
     bucket_mb = settings.pop("bucket_mb", 0.5) if strategy.startswith("bucketed") else None
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
     return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, **own)
@@ -324,6 +326,26 @@ def test_gpus_replay_what_one_process_launches(strategy, precision):
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@pytest.mark.parametrize("cuda_graph", ["on", "off"])
+def test_copy_engines_send_what_collectives_would(cuda_graph, gradients):
+    size = choose_size("small", num_layers=8, batch_size=4, context=256)
+    settings = {"size": size, "precision": "bf16", "device": "cuda", "warmup": 2, "steps": 5, "cuda_graph": cuda_graph}
+    settings |= {"kernels": "fused", "attention": "flash", "optimizer": "adamw"}
+    settings |= {"bucket_mb": "block", "gradient_dtype": gradients}
+    found = {}
+    for transport in ("copy-engines", "collectives"):
+        cell = workload("bucketed", **settings, transport=transport)
+        outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+        assert (outcome.status, outcome.reason) == ("ok", None), transport
+        assert outcome.derived["timeline"]["communicate"]
+        assert outcome.samples["communication"].median > 0
+        found[transport] = outcome.derived
+    for name in ("calls", "communicated_bytes"):
+        assert found["copy-engines"][name] == found["collectives"][name]
+
+
+@pytest.mark.multigpu
 def test_a_rank_that_dies_between_replays_ends_the_run():
     """The other waits in a graph, of whose collectives no watchdog knows."""
     size = choose_size("small", num_layers=2, batch_size=4, context=256)
@@ -343,6 +365,11 @@ def test_configuration_is_the_workload():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        (
+            {"strategy": "naive", "transport": "copy-engines"},
+            "--transport copy-engines sends buckets, and mode 'naive' has none: choose bucketed",
+        ),
+        ({"strategy": "bucketed", "transport": "mail"}, "unknown transport 'mail': choose from collectives, copy-"),
         (
             {"strategy": "ring"},
             "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, bucketed-step, torch",

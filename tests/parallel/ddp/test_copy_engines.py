@@ -1,0 +1,163 @@
+"""Means that copy engines send: where tensors lie in a box, who writes which box when, and who is refused."""
+
+import os
+import threading
+from contextlib import nullcontext
+
+import copy_engines_ranks
+import pytest
+import torch
+
+from cs336sys.errors import CapabilityError
+from cs336sys.parallel import copy_engines
+from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+class Group:
+    """One of ``size`` ranks."""
+
+    def __init__(self, rank, size=2):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+def test_tensors_in_a_box_are_aligned_and_apart():
+    assert places_in_box([]) == ([], 0)
+    assert places_in_box([4, 128, 129, 2]) == ([0, 128, 256, 512], 640)
+
+
+@pytest.mark.parametrize("dtype", copy_engines.DTYPES)
+def test_means_are_exact_and_the_same_on_both_ranks(dtype):
+    from cs336sys.parallel.mean_kernel import average_
+
+    torch.manual_seed(0)
+    # The last tile is not full.
+    first, second = torch.randn(4099).to(dtype), (100 * torch.randn(4099)).to(dtype)
+    ours, theirs = first.clone(), second.clone()
+    average_(ours, second)
+    average_(theirs, first)
+    expected = ((first.double() + second.double()) / 2).to(dtype)
+    assert torch.equal(ours, theirs)
+    # Triton's interpreter cuts off instead of rounding.
+    torch.testing.assert_close(ours, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+class FakeStream:
+    """Launches at once."""
+
+    def __init__(self, *_):
+        self.awaited = []
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        self.awaited.append(event)
+
+
+class FakeEvent:
+    def record(self):
+        pass
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """The engines of two ranks, to be used by a thread each."""
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(copy_engines, "process_group", lambda group: group)
+    monkeypatch.setattr(copy_engines, "gather_objects", lambda value, group: [value])
+    boxes = [[torch.zeros(4096, dtype=torch.uint8) for _ in range(copy_engines._BOXES)] for _ in range(2)]
+    meeting = threading.Barrier(2, timeout=10)
+
+    class InThreads(CopyEngines):
+        def _make_boxes(self, box_bytes, device):
+            self._own_boxes, self._other_boxes = boxes[self._group.rank()], boxes[self._other]
+            self._handles = [self] * copy_engines._BOXES
+
+        def barrier(self, channel):
+            meeting.wait()
+
+    return [InThreads(Group(rank), 4096, torch.device("cpu")) for rank in range(2)]
+
+
+def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
+    import cs336sys.parallel.mean_kernel as kernel
+
+    monkeypatch.setattr(kernel, "average_", lambda own, other: own.copy_((own + other) / 2))
+    # Ten buckets of two tensors go through four boxes, in two steps.
+    given = [
+        [[torch.full((size,), float(10 * number + rank + 1)) for size in (5, 33)] for number in range(10)]
+        for rank in range(2)
+    ]
+
+    def run(rank):
+        for _ in range(2):
+            for number, bucket in enumerate(given[rank]):
+                reduction = CopiedMean(two_ranks[rank], number, torch.float32, torch.device("cuda"), group=Group(rank))
+                reduction.start(bucket)
+                reduction.wait()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for number in range(10):
+        for rank in range(2):
+            for tensor in given[rank][number]:
+                # The second step averages two equal means.
+                assert tensor.tolist() == [10 * number + 1.5] * len(tensor), (number, rank)
+    # What tells the other rank to fill a box again waits for the mean of what was in it: buckets 0 to 6 of ten, in the
+    # barriers of buckets 3 to 9.
+    for engines in two_ranks:
+        assert engines._copying.awaited[-7:] == engines._averaged[:7]
+        assert len(engines._copying.awaited) == 14
+
+
+def test_who_cannot_use_them_is_refused(monkeypatch):
+    monkeypatch.setattr(copy_engines, "process_group", lambda group: group)
+    monkeypatch.setattr(copy_engines.dist, "get_backend", lambda group: "nccl")
+    gpu = torch.device("cuda", 0)
+    require_copy_engines(Group(0), gpu, copy_engines.DTYPES)
+    with pytest.raises(CapabilityError, match="what two ranks have, and there are 3: choose collectives"):
+        require_copy_engines(Group(0, 3), gpu, [torch.float32])
+    with pytest.raises(CapabilityError, match=r"and not torch\.complex64"):
+        require_copy_engines(Group(0), gpu, [torch.float32, torch.complex64])
+    with pytest.raises(CapabilityError, match="device 'cpu' does not: choose transport collectives"):
+        require_copy_engines(Group(0), torch.device("cpu"), [torch.float32])
+
+    class NoMemory(CopyEngines):
+        def _make_boxes(self, box_bytes, device):
+            raise RuntimeError("symmetric memory: no peer access\nmore")
+
+    monkeypatch.setattr(copy_engines, "gather_objects", lambda value, group: [None, value])
+    with pytest.raises(CapabilityError, match=r"cannot make here \(symmetric memory: no peer access\): choose"):
+        NoMemory(Group(0), 4096, gpu)
+
+
+def test_gloo_is_refused_on_every_rank(ranks):
+    for kind, message in ranks(2).run(copy_engines_ranks.refused):
+        assert kind == "CapabilityError"
+        assert message.startswith("copy engines send between GPUs, and backend 'gloo' on device 'cpu' does not")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("slow", [(0, "push"), (1, "push"), (0, "average"), (1, "average")])
+@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
+def test_gradients_are_those_of_collectives_whoever_is_slow(two_gpus, gradient_dtype, slow):
+    (worst, buckets, first), (_, _, second) = two_gpus.run(
+        copy_engines_ranks.gradients_beside_collectives, gradient_dtype, slow
+    )
+    assert buckets > copy_engines._BOXES
+    assert worst < (1e-6 if gradient_dtype is None else 1e-2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
