@@ -8,7 +8,7 @@ import typer
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import split_list
 from cs336sys.errors import UsageError
-from cs336sys.measure.comparison import compare_pairs, match_cells
+from cs336sys.measure.comparison import compare_pairs, match_cells, nearest_difference
 from cs336sys.results import read_several
 
 
@@ -53,7 +53,9 @@ def compare(
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
     if not matched.pairs:
-        raise UsageError(f"{baseline} and {candidate} have no configuration in common")
+        nearest = ", ".join(f"{name} ({one} and {other})" for name, (one, other) in nearest_difference(a, b).items())
+        hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
+        raise UsageError(f"{baseline} and {candidate} have no configuration in common{hint}")
     compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)
     for warning in comparison_warnings(matched, compared, asked, a, b):
         typer.echo(f"warning: {warning}", err=True)

@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.difference import FEW_SAMPLES, Difference, autocorrelation, mean_difference
-from cs336sys.results import Cell, Results, Run, Samples, Status, configuration_key, differing_conditions, same_code
+from cs336sys.results import (
+    LATER_SETTINGS,
+    Cell,
+    Results,
+    Run,
+    Samples,
+    Status,
+    configuration_key,
+    differing_conditions,
+    same_code,
+)
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "round")
@@ -92,6 +102,27 @@ def match_cells(a: Results, b: Results) -> Matched:
         pairs=tuple(Pair(side, of_b[key]) for key, side in of_a.items() if key in of_b),
         only_a=tuple(side for key, side in of_a.items() if key not in of_b),
         only_b=tuple(side for key, side in of_b.items() if key not in of_a),
+    )
+
+
+def nearest_difference(a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
+    """The settings in which those cells of two sides differ that differ in fewest, with both values.
+
+    Empty where no command has cells on both sides.
+    """
+    settings = [
+        [LATER_SETTINGS | cell.configuration | {"command": cell.command} for cell in side.cells] for side in (a, b)
+    ]
+    differences = (
+        {name: (one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
+        for one in settings[0]
+        for other in settings[1]
+        if one["command"] == other["command"]
+    )
+    return min(
+        ({name: pair for name, pair in found.items() if name not in SAMPLING_SETTINGS} for found in differences),
+        key=len,
+        default={},
     )
 
 

@@ -331,12 +331,16 @@ def test_fail_above_needs_a_number(sweeps):
 
 def test_files_without_results(save, tmp_path):
     save("a.jsonl", cell("small", step=around(100)))
-    save("other.jsonl", cell("medium", step=around(100)))
+    save("other.jsonl", cell("medium", "bf16", step=around(100)), cell("small", "bf16", step=around(100)))
     (tmp_path / "notes.txt").write_text("not a results file\n")
     for name, message in (
         ("notes.txt", "notes.txt holds no results: it should be a file written by --save"),
         ("missing.jsonl", "cannot read results from missing.jsonl: No such file or directory"),
-        ("other.jsonl", "a.jsonl and other.jsonl have no configuration in common"),
+        (
+            "other.jsonl",
+            "a.jsonl and other.jsonl have no configuration in common; those nearest to each other differ in precision "
+            "(fp32 and bf16)",
+        ),
     ):
         result = compare("a.jsonl", name)
         assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
