@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+from cs336sys.errors import UsageError
+
 
 @dataclass(frozen=True)
 class RankIdentity:
@@ -14,8 +16,24 @@ class RankIdentity:
 
 
 def started_outside() -> RankIdentity | None:
-    """Which of the ranks started by torchrun or Slurm this process is; None if it is not one of them."""
+    """Which of the ranks started by torchrun or Slurm this process is; None if it is not one of them.
+
+    Raises:
+        UsageError: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` name no rank.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = int(os.environ["RANK"])
-    return RankIdentity(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+    rank = _number("RANK")
+    world_size = _number("WORLD_SIZE")
+    if rank >= world_size:
+        raise UsageError(f"RANK={rank}: must be less than WORLD_SIZE, {world_size}")
+    return RankIdentity(rank, world_size, _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise UsageError(
+            f"{name}={text}: must be a whole number, as torchrun sets it; unset it to let this command start the ranks"
+        )
+    return int(text)

@@ -74,7 +74,11 @@ def end_like_ctrl_c_on_sigterm() -> None:
     Ranks that torchrun started are ended by it at once, as before: it sends SIGTERM where another rank has failed, and
     a rank that waits for that one in a collective would not come to raise anything.
     """
-    if started_outside() is None:
+    outside = None
+    # A command that starts ranks says what is wrong with their variables.
+    with contextlib.suppress(UsageError):
+        outside = started_outside()
+    if outside is None:
         signal.signal(signal.SIGTERM, _terminate)
 
 

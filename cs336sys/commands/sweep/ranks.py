@@ -81,6 +81,9 @@ CheckLayersOption = Annotated[
 # must be over within 10 s.
 _REPORT_S = 5.0
 
+# How long ranks wait for each other at first, where cells do not say it.
+_JOIN_S = 120.0
+
 
 def choose_world_sizes(values: list[str]) -> list[int]:
     """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2.
@@ -92,6 +95,11 @@ def choose_world_sizes(values: list[str]) -> list[int]:
     if values:
         return split_list(values, "--world-size", at_least(1))
     return [identity.world_size if identity else 2]
+
+
+def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
+    """How long ranks wait for each other at first: as long as the most patient of their cells."""
+    return max((configuration.get("timeout_s", _JOIN_S) for configuration in configurations), default=_JOIN_S)
 
 
 def check_scaling_plot(path: Path | None, world_sizes: Collection[int]) -> None:
@@ -117,11 +125,14 @@ def is_first_rank() -> bool:
 class JoinedWorker:
     """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
 
-    def __init__(self, measure: str, arguments: tuple[str, ...], identity: RankIdentity):
+    def __init__(
+        self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, join_timeout_s: float = _JOIN_S
+    ):
         module, function = measure.split(":")
         self._measure_cell = getattr(importlib.import_module(module), function)
         self._arguments = arguments
         self.identity = identity
+        self._join_timeout_s = join_timeout_s
         self._run: Run | None = None
 
     @property
@@ -137,7 +148,14 @@ class JoinedWorker:
         return self._run
 
     def start(self, *, timeout_s: float | None) -> None:
-        """This process runs already."""
+        """This process runs already; the others are waited for.
+
+        Raises:
+            UsageError, CapabilityError: they cannot be found, or have not come.
+        """
+        from cs336sys.parallel.ranks.launch import outside_store
+
+        outside_store(self._join_timeout_s)
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: "Progress") -> "Outcome":
         """Measure one cell; no time limit can end it, because there is no other process to end."""

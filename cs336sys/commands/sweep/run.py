@@ -13,7 +13,7 @@ from cs336sys.commands.invocation.faults import interruption_code, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import one_of, split_list
 from cs336sys.commands.sweep.progress import showing_progress
-from cs336sys.commands.sweep.ranks import JoinedWorker
+from cs336sys.commands.sweep.ranks import JoinedWorker, join_timeout_s
 from cs336sys.commands.sweep.resuming import known_cells, shown_run, turn_key
 from cs336sys.commands.sweep.tracking import TRACKERS, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
@@ -128,7 +128,9 @@ def run_sweep(
     identity = started_outside() if across_ranks else None
     if identity is not None and cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
-    ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity) if identity is not None else None
+    ranks = None
+    if identity is not None:
+        ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
     if ranks is not None and not ranks.is_first:
         save, resumes, trackers = None, False, []
     tracking = start_tracking(command, distinguishing_settings(configurations), trackers)

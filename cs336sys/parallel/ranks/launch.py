@@ -154,7 +154,7 @@ class JoinedRanks:
     def __init__(self, identity: RankIdentity, backend: str, timeout_s: float, high_priority: bool):
         self._identity = identity
         # Each process group has its own keys in the store: those of an earlier group name connections that are closed.
-        store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store())
+        store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store(timeout_s))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         _check_gpus_of_all(identity, backend, store)
         join_process_group(identity, backend, store, timeout_s, high_priority)
@@ -188,11 +188,32 @@ Ranks = SpawnedRanks | JoinedRanks
 _joined_groups = itertools.count()
 
 
-@functools.cache
-def outside_store() -> dist.Store:
-    """The store of ranks that torchrun or Slurm has started, which exists before and after any process group."""
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
+_outside_stores: list[dist.Store] = []
+
+
+def outside_store(timeout_s: float = 120.0) -> dist.Store:
+    """The store of ranks that torchrun or Slurm has started, which exists before and after any process group.
+
+    Args:
+        timeout_s: of the first call: how long to wait until all ranks have come.
+
+    Raises:
+        UsageError: ``MASTER_ADDR`` or ``MASTER_PORT`` is missing or wrong.
+        CapabilityError: not all have come.
+    """
+    if not _outside_stores:
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        except ValueError as error:
+            raise UsageError(f"RANK and WORLD_SIZE are set, so ranks were started outside: {error}") from error
+        except RuntimeError as error:
+            at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise CapabilityError(
+                f"rank {os.environ['RANK']}: not all {os.environ['WORLD_SIZE']} ranks met at {at} within "
+                f"{timeout_s:g} s ({str(error).splitlines()[0]})"
+            ) from error
+        _outside_stores.append(store)
+    return _outside_stores[0]
 
 
 def _check_gpus_of_all(identity: RankIdentity, backend: str, store: dist.Store) -> None:

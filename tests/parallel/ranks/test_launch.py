@@ -350,6 +350,31 @@ def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
         launch.run(launch_ranks.process_id, world_size=2, backend="gloo")
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: must be a whole number, as torchrun sets it; unset it"),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE=-1: must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: must be less than WORLD_SIZE, 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, .* MASTER_ADDR expected, but not set"),
+    ],
+)
+def test_variables_that_name_no_rank_are_refused(variables, message, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message):
+        launch.run(launch_ranks.process_id, world_size=2, backend="gloo")
+
+
+def test_ranks_started_outside_do_not_wait_for_ever_for_others(monkeypatch):
+    """torch's own limit is half an hour."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CapabilityError, match=r"^rank 0: not all 2 ranks met at 127.0.0.1:0 within 0.5 s \("):
+        launch.run(launch_ranks.process_id, world_size=2, backend="gloo", timeout_s=0.5)
+
+
 def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
