@@ -16,7 +16,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, train_for_check
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, train_for_check
 from cs336sys.experiments.weight_check import (
     OPTIMIZER_SETTINGS,
     STEPS,
@@ -29,7 +29,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.gpu_readings import reading_gpu
 from cs336sys.measure.memory import peak_memory_gib, peak_resident_gib, reset_peak_memory, reset_peak_resident
-from cs336sys.measure.timing import gpu_busy_ms, time_phases
+from cs336sys.measure.timing import gpu_busy_ms
 from cs336sys.results import Samples
 from cs336sys.workload import Workload
 
@@ -62,14 +62,7 @@ def _measure(workload: Workload, progress: Progress) -> Outcome:
         step.capture()
         build_s = time.perf_counter() - started
     with reading_gpu(device) as readings:
-        samples = time_phases(
-            step.phases,
-            warmup=workload.warmup,
-            steps=workload.steps,
-            device=device,
-            synchronize_steps=workload.synchronize == "step",
-            progress=progress,
-        )
+        samples = time_steps(step, step.phases, progress)
     peak_gib = peak_memory_gib(device)
     busy_ms = None
     if device.type == "cuda":

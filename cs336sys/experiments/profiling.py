@@ -18,7 +18,7 @@ import torch
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import TrainStep, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
@@ -29,7 +29,6 @@ from cs336sys.measure.profile.chrome_trace import read_chrome_trace
 from cs336sys.measure.profile.nsys_report import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
-from cs336sys.measure.timing import time_phases
 from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results import Samples
@@ -116,14 +115,7 @@ def _time_without_profiler(
     step = TrainStep(workload, device)
     counted = counted_columns(step, progress)
     step.capture(with_loss=True)
-    samples = time_phases(
-        step.phases_with_loss,
-        warmup=workload.warmup,
-        steps=workload.steps,
-        device=device,
-        synchronize_steps=workload.synchronize == "step",
-        progress=progress,
-    )
+    samples = time_steps(step, step.phases_with_loss, progress)
     durations = []
     marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
     with _annotated(step, marks) as run_step:

@@ -20,6 +20,9 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, build_model, make_batch
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.weight_check import STEPS
+from cs336sys.measure.cells import Progress
+from cs336sys.measure.timing import time_phases
+from cs336sys.results import Samples
 from cs336sys.workload import PHASES_OF_MODE, Workload
 
 if TYPE_CHECKING:
@@ -287,6 +290,25 @@ def set_matmul_precision(workload: Workload) -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     # Said once by the first matrix product of a backward pass: autograd's thread has made none before.
     warnings.filterwarnings("ignore", message=".*no current CUDA context")
+
+
+def time_steps(
+    step: TrainStep, phases: Mapping[str, Callable[[], None]], progress: Progress, *, warmup: int | None = None
+) -> dict[str, Samples]:
+    """Time phases of the step as its workload says (:func:`~cs336sys.measure.timing.time_phases`).
+
+    Args:
+        warmup: in place of the workload's, where steps were taken already.
+    """
+    workload = step.workload
+    return time_phases(
+        phases,
+        warmup=workload.warmup if warmup is None else warmup,
+        steps=workload.steps,
+        device=step.device,
+        synchronize_steps=workload.synchronize == "step",
+        progress=progress,
+    )
 
 
 def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:

@@ -363,6 +363,11 @@ class LossWorkload(Configured):
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
 
+    def configuration(self) -> dict[str, Any]:
+        """As in general; earlier results have no digest."""
+        flat = super().configuration()
+        return {name: value for name, value in flat.items() if name != "text_digest" or value is not None}
+
 
 PROFILERS = ("auto", "nsys", "torch")
 

@@ -22,7 +22,7 @@ NOT_SHOWN = {
 OTHER_NAMES = {
     **{"mode": "forward", "precision": "bf16", "compile": "block", "attention": "sdpa", "kernels": "rope"},
     **{"optimizer": "fused", "state_dtype": "bf16", "update": "backward", "cuda_graph": "on", "synchronize": "none"},
-    **{"dtype": "fp16", "op": "swiglu", "implementation": "compiled", "text": "other.md"},
+    **{"dtype": "fp16", "op": "swiglu", "implementation": "compiled", "text": "other.md", "text_digest": "4567"},
 }
 
 
@@ -39,7 +39,7 @@ def failed(command, configuration):
 TRAINING = Workload(choose_size("tiny"), optimizer="adamw")
 TABLES = {
     "bench": (TRAINING, lambda cells: bench_tables(cells, None)[0]),
-    "losses": (LossWorkload(TRAINING, "README.md"), lambda cells: loss_tables(cells, None)[0]),
+    "losses": (LossWorkload(TRAINING, "README.md", text_digest="0123"), lambda cells: loss_tables(cells, None)[0]),
     "flash": (
         AttentionWorkload("eager", 1, 2, 16, 8, kv_heads=1, window=2),
         lambda cells: flash_tables(cells, None, "eager")[0],
@@ -96,7 +96,7 @@ def test_one_step_is_one_step():
 
 @pytest.mark.parametrize(("count", "words"), [(6, "mean of the last 6"), (30, "mean of the last 20")])
 def test_a_mean_is_of_as_many_losses_as_its_header_says(count, words):
-    configuration = LossWorkload(TRAINING, "README.md").configuration()
+    configuration = LossWorkload(TRAINING, "README.md", text_digest="0123").configuration()
     values = tuple(float(number) for number in range(count))
     cell = Cell("losses", configuration, "ok", {"loss": Samples("nats", "of every step", values)})
     (table,) = loss_tables([cell], None)

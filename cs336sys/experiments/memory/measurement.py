@@ -14,7 +14,7 @@ from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import set_matmul_precision
+from cs336sys.experiments.training import set_matmul_precision, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
@@ -22,7 +22,6 @@ from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
-from cs336sys.measure.timing import time_phases
 from cs336sys.workload import MemoryWorkload
 
 
@@ -75,14 +74,7 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     del timeline, history
     if step.graphs is not None:
         derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
-    samples = time_phases(
-        step.phases,
-        warmup=0,
-        steps=training.steps,
-        device=device,
-        synchronize_steps=training.synchronize == "step",
-        progress=progress,
-    )
+    samples = time_steps(step, step.phases, progress, warmup=0)
     if training.mode != "forward":
         progress("looking into a block")
         derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
