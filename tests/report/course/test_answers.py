@@ -337,3 +337,19 @@ def test_smaller_pieces_that_were_measured_in_one_precision_are_not_missed_in_an
     assert both.index("In fp32 groups") < both.index("In bf16 groups")
     # K - 1, K and K + 1, where K is one block.
     assert "59.48 GiB (sublayer), 59.48 GiB (block) and 65.37 GiB (every=2)" in both
+
+
+def test_what_fsdp_saves_stands_beside_what_is_expected():
+    files = saved("shard-2.7b-h200")
+    text = words(answers(2026, files, "fsdp_accounting", "a"))
+    # 51.15 less 26.33 GiB, of 16 bytes for each of 3.41 B parameters, halved: 25.38 GiB.
+    assert "FSDP saves 24.82 GiB against no sharding (97.8 % of what is expected)" in text
+    assert "what is missing are the weights that it gathers" in text
+
+    def smaller(cell):
+        return replace(cell, derived=cell.derived | {"peak_gib": 25.0})
+
+    more = changed(files, lambda cell: cell.configuration["strategy"] == "fsdp", smaller)
+    after = words(answers(2026, more, "fsdp_accounting", "a"))
+    assert "FSDP saves 26.15 GiB against no sharding (103 % of what is expected)" in after
+    assert "what is missing" not in after

@@ -94,9 +94,8 @@ def _check_words(cells: Sequence[Cell]) -> list[str]:
     ]
     if errors:
         sentences.append(
-            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative "
-            "error of "
-            f"output and gradients is {max(errors):.1e}."
+            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative error "
+            f"of output and gradients is {max(errors):.1e}."
         )
     return sentences + failures(
         [cell for cell in cells if cell.status == "wrong"], lambda cell: cell.configuration["size"]

@@ -67,8 +67,8 @@ def setup_words(group: Found, handout: Handout) -> str:
     precisions = joined(dict.fromkeys(cell.configuration["precision"] for cell in group.cells))
     return (
         f"{handout.called(names['size'])} on {names['world_size']} ranks, batch {names['batch_size']} shared out, "
-        f"context {names['context']}, {precisions}, compile {names['compile']}, {names['optimizer']} "
-        "optimizer, "
+        f"context {names['context']}, {precisions}, compile {names['compile']}, "
+        f"{names['attention']} attention, {names['optimizer']} optimizer, "
         f"{names['steps']} steps after {names['warmup']} warm-up"
     )
 

@@ -6,12 +6,14 @@ from cs336sys.report.course.evidence import Evidence, Found
 from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
 from cs336sys.report.course.problems.ddp import exposed_words, other_size, rows_of, setup_words
 from cs336sys.report.course.problems.sharding import STEP_COLUMNS, by_strategy, shard_command, sharded
-from cs336sys.report.course.target import Command, Handout, Target, arithmetic
+from cs336sys.report.course.target import GIB, Command, Handout, Target, arithmetic
 from cs336sys.report.course.words import derived_value, gib, joined, ms, percent, spread
 from cs336sys.report.noise import Interval
 from cs336sys.report.parallel.shard import memory_of
 from cs336sys.results import Cell, Run
 from cs336sys.sizes import SIZES
+
+_AGAINST = {"none": "no sharding", "optimizer": "optimizer-state sharding"}
 
 
 def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
@@ -21,7 +23,7 @@ def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
     }
     sentences = [
         "FSDP leaves each of N ranks 1 / N of the parameters p, the gradients g and the optimizer state o; without "
-        "sharding a rank holds all of them, with optimizer-state sharding all but o.",
+        "sharding a rank holds all of them, with optimizer-state sharding all of p and g.",
         f"On 2 ranks, for {handout.called(handout.xl)}, that should save {derived_value(saved['none'])} of what a rank "
         f"without sharding holds when all of it exists, and {derived_value(saved['optimizer'])} of what one with "
         "optimizer-state sharding does.",
@@ -33,18 +35,17 @@ def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
         cells = by_strategy(group)
         peak = {name: cell.derived["peak_gib"] or _peak(cell) for name, cell in cells.items()}
         runs = tuple(runs_of([group]))
-        sentences.append(
-            "Measured at the peak: "
-            + joined(f"{gib(value)} ({name})" for name, value in peak.items())
-            + f"; FSDP saves "
-            f"{gib(peak['none'] - peak['fsdp'])}"
-            + (
-                f", and {gib(peak['optimizer'] - peak['fsdp'])} beside optimizer-state sharding"
-                if "optimizer" in peak
-                else ""
-            )
-            + "."
-        )
+        savings = {name: peak[name] - peak["fsdp"] for name in saved if name in peak}
+        shares = {name: saving * GIB / saved[name].value for name, saving in savings.items()}
+        listed = [
+            f"{gib(saving)} against {_AGAINST[name]} ({percent(100 * shares[name])} of what is expected)"
+            for name, saving in savings.items()
+        ]
+        sentences += [
+            f"Measured at the peak: {joined(f'{gib(value)} ({name})' for name, value in peak.items())}.",
+            f"FSDP saves {joined(listed)}"
+            + ("; what is missing are the weights that it gathers." if max(shares.values()) < 1 else "."),
+        ]
     return Answer(sentences, [answers_table("state", "training state of a rank, FSDP on 2 ranks", answers)], {}, runs)
 
 
@@ -93,8 +94,7 @@ def _late_words(cell: Cell) -> list[str]:
     prefetch = cell.configuration["prefetch"]
     sentence = (
         f"Gathering {prefetch} block{'s' * (prefetch != 1)} ahead, {len(forward) - len(late)} of {len(forward)} "
-        "all-gathers "
-        "of the forward pass finish before their weights are needed"
+        "all-gathers of the forward pass finish before their weights are needed"
     )
     if not late:
         return [sentence + f", by {spread([-value for value in forward], ms)}: the communication finishes in time."]

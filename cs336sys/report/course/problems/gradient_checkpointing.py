@@ -47,8 +47,7 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
         cell = measured["nested"]
         sentences.append(
             f"Measured (context {cell.configuration['context']}, {cell.configuration['precision']}): nested halves "
-            "peak at "
-            f"{gib(cell.derived['peak_gib'])}"
+            f"peak at {gib(cell.derived['peak_gib'])}"
             + (
                 f", one checkpoint a block at {gib(measured['block'].derived['peak_gib'])}, and the step takes "
                 f"{times(cell.samples['step'].median / measured['block'].samples['step'].median)} as long."

@@ -38,9 +38,8 @@ def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
     worked, tables = _first_out_of_memory(cells, found)
     sentences += [
         *worked,
-        "What removes the cost is not to keep the probabilities: FlashAttention computes them again, tile by "
-        "tile, from "
-        "one logsumexp a query, so that what is held grows with the length and not with its square.",
+        "What removes the cost is not to keep the probabilities: FlashAttention computes them again, tile by tile, "
+        "from one logsumexp a query, so that what is held grows with the length and not with its square.",
     ]
     keys = (
         *("implementation", "context", "head_dim", "forward_ms", "backward_ms", "held_gib", "predicted_held_gib"),
@@ -99,9 +98,8 @@ def _growth_words(cells: Sequence[Cell]) -> list[str]:
             for before, after in pairwise(series)
         ]
         sentences.append(
-            f"The memory saved for backward {trend([cell.derived['held_gib'] for cell in series])} with the "
-            "context, at "
-            f"head dim {head_dim} {joined(steps)}: towards its square, as the probabilities do."
+            f"The memory saved for backward {trend([cell.derived['held_gib'] for cell in series])} with the context, "
+            f"at head dim {head_dim} {joined(steps)}: towards its square, as the probabilities do."
             if series[-1].derived["held_gib"] / series[-2].derived["held_gib"]
             > series[-1].configuration["context"] / series[-2].configuration["context"] * (1 + ALIKE)
             else f"The memory saved for backward, at head dim {head_dim} {joined(steps)}: with the context itself."
@@ -138,9 +136,8 @@ def _first_out_of_memory(cells: Sequence[Cell], found: Sequence[Found]) -> tuple
         ]
     needed = attention_memory(sequences, context, head_dim, shape["dtype"], **settings)
     sentences.append(
-        f"It holds {gib(needed.held / GIB)} before the backward pass and {gib(needed.peak / GIB)} at its peak, "
-        "of which "
-        f"the probabilities are {gib(needed.probabilities / GIB)}."
+        f"It holds {gib(needed.held / GIB)} before the backward pass and {gib(needed.peak / GIB)} at its peak, of "
+        f"which the probabilities are {gib(needed.probabilities / GIB)}."
     )
     answers = attention_answers(sequences, context, head_dim, shape["dtype"], **settings)
     title = f"{sequences} x {context} x {head_dim} {shape['dtype']}, tensor by tensor"

@@ -231,10 +231,9 @@ def against_zero(evidence: Evidence, handout: Handout) -> Answer:
             "ZeRO stage 1 cuts the optimizer state into equal slices whatever the parameters are, reduce-scatters the "
             "gradients, so that a rank gets the average of its slice alone, and all-gathers the updated parameters.",
             "The handout's way gives each rank whole parameters, which fill ranks only as evenly as they can be "
-            "dealt out, "
-            "all-reduces every gradient to every rank, and broadcasts each updated parameter from its owner: the same "
-            f"memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel training, "
-            f"where ZeRO stage 1 sends {'as many' if flat == none else times(flat / none)}.",
+            "dealt out, all-reduces every gradient to every rank, and broadcasts each updated parameter from its "
+            f"owner: the same memory but for the rounding, and {times(ours / none)} the bytes of plain data parallel "
+            f"training, where ZeRO stage 1 sends {'as many' if flat == none else times(flat / none)}.",
             *(
                 f"For {handout.called(handout.xl)} on 2 ranks {called} sends {one.derivation(format_operand)}, "
                 f"{derived_value(one)} a step. {one.reason}"

@@ -68,8 +68,7 @@ def block(evidence: Evidence, handout: Handout) -> Answer | None:
         listed = [f"{_saved_by(tensor)} {percent(100 * tensor['size'] / total)}" for tensor in five]
         sentences.append(
             f"At context {context_of(cell)} one block saves {format_quantity(total, 'bytes')} for the backward pass "
-            f"({as_derived}), of which the five largest tensors, "
-            f"{joined(listed)}, are "
+            f"({as_derived}), of which the five largest tensors, {joined(listed)}, are "
             f"{percent(100 * sum(tensor['size'] for tensor in five) / total)}."
         )
         sentences += _gradient_words(cell)

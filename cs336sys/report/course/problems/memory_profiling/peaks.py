@@ -128,9 +128,8 @@ def mixed_precision(evidence: Evidence, handout: Handout) -> Answer | None:
         sentences.append(f"For {called} the peak is {joined(listed)}: {verdict} ({listed_ratios}).")
     if any(row["bf16_gib"] > row["fp32_gib"] for row in measured):
         sentences.append(
-            "Autocast keeps parameters, gradients and optimizer state in fp32 and adds bf16 copies of the "
-            "weights; only "
-            "activations shrink, so it saves memory where these are most of it."
+            "Autocast keeps parameters, gradients and optimizer state in fp32 and adds bf16 copies of the weights; "
+            "only activations shrink, so it saves memory where these are most of it."
         )
     else:
         sentences.append(
