@@ -109,9 +109,17 @@ def test_what_computing_and_communication_cost_each_other():
     assert source == "ddp, 1 steps in CUDA graphs"
     after = replace(replayed, derived={"timeline": timeline | {"overlap_ms": 1.0}})
     launched = replace(cell, derived={"timeline": timeline})
-    nothing, source = measured_beside([cell, launched, after])
+    by_engines = replace(replayed, configuration=replayed.configuration | {"transport": "copy-engines"})
+    nothing, source = measured_beside([cell, launched, after, by_engines])
     assert (nothing.computing, nothing.communication) == (1, 1)
     assert source.startswith("assumed")
+
+
+def test_what_sends_buckets_is_named():
+    workload = ParallelWorkload(TRAINING, "bucketed", 2, bucket_mb="block", transport="copy-engines")
+    cell = replace(ddp_cell(45.0), configuration=workload.configuration())
+    _, (table,) = compare_with_measured([*RATES, cell, ddp_cell(45.0)], None, None)
+    assert [row["strategy"] for row in table.rows] == ["bucketed copy engines", "naive"]
 
 
 @pytest.mark.parametrize(

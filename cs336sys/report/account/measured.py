@@ -136,4 +136,5 @@ def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
 
 
 def _strategy(workload: ParallelWorkload) -> str:
-    return workload.strategy if workload.mesh is None else f"{workload.strategy} {workload.mesh}"
+    words = [workload.strategy, *([] if workload.mesh is None else [workload.mesh])]
+    return " ".join([*words, *(["copy engines"] if workload.transport == "copy-engines" else [])])

@@ -91,13 +91,21 @@ def measured_beside(cells: Sequence[Cell]) -> tuple[Beside, str]:
 
     Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
     same step without communication, and of communication alone, how long each takes by itself. What kernels took longer
-    they lost while both ran. Launched steps are left out, in which a GPU also waits. Medians over the steps.
+    they lost while both ran. Launched steps are left out, in which a GPU also waits, and steps of copy engines, which
+    take no multiprocessors. Medians over the steps.
     """
     computing, communication = [], []
     for cell in cells:
         timeline = cell.derived.get("timeline")
-        is_replayed = cell.command == "ddp" and cell.configuration.get("cuda_graph") == "on"
-        if not is_replayed or not timeline or not {"unsynchronized", "communication"} <= cell.samples.keys():
+        settings = cell.configuration
+        is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
+        by_engines = settings.get("transport") == "copy-engines"
+        if (
+            not is_replayed
+            or by_engines
+            or not timeline
+            or not {"unsynchronized", "communication"} <= cell.samples.keys()
+        ):
             continue
         # What mostly runs by itself says nothing of this.
         if timeline["overlap_ms"] < timeline["communication_ms"] / 2:
