@@ -107,21 +107,30 @@ def shard(
 
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
-    from cs336sys.commands.options.board import chosen_by_memory, chosen_for_board, is_given, read_memory_limit
+    from cs336sys.commands.options.board import (
+        chosen_by_memory,
+        chosen_for_board,
+        is_given,
+        read_memory_limit,
+        refuse_beside_board,
+        require_for_board,
+    )
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.board import sharding_tables
     from cs336sys.report.parallel.scaling import scaling_tables
     from cs336sys.report.parallel.shard import shard_plan
 
     if board:
-        if model.model is not None:
-            raise UsageError(f"--model {model.model}: --board measures the leaderboard's model; leave one of them out")
+        refuse_beside_board(model.model, mesh, plot)
         strategy, checkpoint, implementation, steps = chosen_for_board(ctx, strategy, checkpoint, implementation, steps)
     limit_bytes = read_memory_limit(memory_limit)
     if mesh is not None:
         strategy = strategy if is_given(ctx, "strategy") else [strategy_of_mesh(mesh)]
         world_size = world_size or [str(mesh_ranks(read_mesh(mesh)))]
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
+    if board:
+        for training in workloads:
+            require_for_board(training)
     chosen = []
     # Beside strategies that have a mesh, others may be measured on as many ranks.
     grouped = {*split_list(strategy, "--strategy", str)} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}

@@ -122,6 +122,10 @@ def test_the_board_says_what_it_has_chosen():
     [
         (["--board", "--strategy", "none"], "--board --strategy none: a board has one strategy, fsdp or torch-fsdp"),
         (["--board", "--checkpoint", "auto", "--memory-limit", "130"], "--memory-limit '130': give a size such as"),
+        (["--board", "--mesh", "fsdp=2,tp=2"], "--mesh fsdp=2,tp=2: --board's ranks have one dimension; leave one"),
+        (["--board", "--plot", "m.png"], "--plot m.png: --board does not record a rank's memory at four moments"),
+        (["--board", "--cuda-graph", "on"], "--cuda-graph on: --board launches its step"),
+        (["--board", "--fp16"], "--precision fp16: --board checks gradients of fp32 and bf16"),
         (["--board", "--memory-limit", "infGiB"], "--memory-limit 'infGiB': give a size such as"),
         (
             ["--size", "tiny", "--strategy", "fsdp", "--keep-gathered", "3", "--dry-run"],

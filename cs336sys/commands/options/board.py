@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import typer
 
@@ -10,7 +11,7 @@ from cs336sys.accounting.sharding.kept_parts import choose_kept_blocks, kept_pea
 from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.errors import UsageError
-from cs336sys.workload import ParallelWorkload
+from cs336sys.workload import ParallelWorkload, Workload
 
 # What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
 _IMPLEMENTATION = {
@@ -52,6 +53,38 @@ def chosen_for_board(
             steps.steps if is_given(context, "steps") else _STEPS,
         ),
     )
+
+
+def refuse_beside_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
+    """Refuse options of ``shard`` that mean nothing with ``--board``.
+
+    Raises:
+        UsageError: one is given.
+    """
+    reasons = {
+        f"--model {model}": model is not None and "--board measures the leaderboard's model",
+        f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",
+        f"--plot {plot}": plot is not None and "--board does not record a rank's memory at four moments",
+    }
+    for option, reason in reasons.items():
+        if reason:
+            raise UsageError(f"{option}: {reason}; leave one of them out")
+
+
+def require_for_board(workload: Workload) -> None:
+    """Refuse a step that ``--board`` cannot measure or check.
+
+    Raises:
+        UsageError: it is in CUDA graphs, or in fp16.
+    """
+    if workload.cuda_graph == "on":
+        raise UsageError(
+            "--cuda-graph on: --board launches its step, whose kernels take longer than launches; choose off"
+        )
+    if workload.precision == "fp16":
+        raise UsageError(
+            "--precision fp16: --board checks gradients of fp32 and bf16, which are not scaled; choose one"
+        )
 
 
 def is_given(context: typer.Context, option: str) -> bool:

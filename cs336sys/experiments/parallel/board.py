@@ -7,6 +7,7 @@ the benchmark is repeated steps after a warm-up, all within ten minutes from emp
 import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,18 @@ from torch import Tensor
 
 from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
-from cs336sys.experiments.parallel.measurement import kept_ranks, slowest
+from cs336sys.experiments.parallel.measurement import kept_ranks, slowest, trace_path
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.timeline import StepShares, finish_communication, profile_shares
+from cs336sys.experiments.parallel.timeline import (
+    StepShares,
+    finish_communication,
+    profile_shares,
+    write_trace,
+)
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import ParallelWorkload
@@ -66,7 +73,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     ranks = kept_ranks(workload)
     # First, because it is ready from empty caches that counts.
     progress("timing steps")
-    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload)
+    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload, trace_path(workload))
     progress("checking the gradients of a few blocks against one process")
     derived, wrong = gradients_outcome(ranks, workload)
     if wrong is not None:
@@ -75,8 +82,12 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived | _derived(workload, measured, samples["wall"].median / 1e3))
 
 
-def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
-    """Train, and time it. All ranks call it together."""
+def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
+    """Train, and time it. All ranks call it together.
+
+    Args:
+        trace: where rank 0 writes a Chrome trace.
+    """
     release_memory(workload)
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
@@ -90,15 +101,27 @@ def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
     reset_peak_memory(device)
     dist.barrier()
     training = workload.training
-    samples = time_phases(step.phases, warmup=training.warmup, steps=training.steps, device=device)
+    samples = time_phases(
+        step.phases,
+        warmup=training.warmup,
+        steps=training.steps,
+        device=device,
+        synchronize_steps=training.synchronize == "step",
+    )
     peak_gib = peak_memory_gib(device)
     values = torch.stack(losses).tolist()
     shares = None
-    if dist.get_rank() == 0:
+    is_first = dist.get_rank() == 0
+    if is_first:
         shares = profile_shares(step.phases, device)
     else:
-        step()
-        finish_communication()
+        _step_beside_profiler(step)
+    if trace is not None:
+        if is_first:
+            step.mark(RecordFunctionMarks())
+            write_trace(step.phases, device, trace)
+        else:
+            _step_beside_profiler(step)
     measurement = BoardMeasurement(
         samples,
         ready_s,
@@ -111,6 +134,11 @@ def measure_on_rank(workload: ParallelWorkload) -> BoardMeasurement:
     del step
     release_memory(workload)
     return measurement
+
+
+def _step_beside_profiler(step: ParallelStep) -> None:
+    step()
+    finish_communication()
 
 
 def _kept_losses(step: ParallelStep) -> list[Tensor]:

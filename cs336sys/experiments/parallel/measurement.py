@@ -58,7 +58,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         progress("timing steps without communication")
         _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
     progress(f"timing {workload.strategy}")
-    measured = ranks.run(measure_on_rank, workload, _trace_path(workload))
+    measured = ranks.run(measure_on_rank, workload, trace_path(workload))
     samples = slowest(measured)
     if has_baseline and key in _unsynchronized:
         samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
@@ -209,7 +209,7 @@ def _backend(workload: ParallelWorkload) -> str:
     return ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
 
 
-def _trace_path(workload: ParallelWorkload) -> Path | None:
+def trace_path(workload: ParallelWorkload) -> Path | None:
     """A file of its own for each cell."""
     if workload.trace is None:
         return None

@@ -127,7 +127,8 @@ def _row(curve: Curve, cell: Cell) -> dict[str, Any]:
 
 def _peak_gib(cell: Cell, source: str) -> float | None:
     """``measured`` or ``predicted``; on a CPU, where nothing counts a process's tensors, of ``shard``'s timeline."""
-    if source == "measured" and (peaks := cell.derived.get("peaks_gib") or [cell.derived.get("peak_gib")]) != [None]:
+    peaks = [peak for peak in (cell.derived.get("peak_gib"), *cell.derived.get("peaks_gib", ())) if peak is not None]
+    if source == "measured" and peaks:
         return max(peaks)
     moments = memory_of(cell)[source] if "memory" in cell.derived else []
     return next((held.total_gib for held in moments if held.moment == "peak"), None)

@@ -81,6 +81,15 @@ def test_a_rank_is_held_to_one_rank_by_its_rate():
     assert table.rows[1]["predicted_peak_gib"] > 0
 
 
+def test_peaks_of_a_board_are_those_of_its_gpus():
+    def of_board(ranks, peaks):
+        one = cell("fsdp", ranks, 8, 80.0 / ranks)
+        return replace(one, derived=one.derived | {"peak_gib": None, "memory": [], "peaks_gib": peaks})
+
+    (table,) = scaling_tables([of_board(1, [3.0]), of_board(2, [1.0, 2.0]), of_board(4, [None] * 4)])
+    assert [row["peak_gib"] for row in table.rows] == [3.0, 2.0, None]
+
+
 def test_without_several_numbers_of_ranks_there_is_neither_table_nor_picture():
     cells = [cell("fsdp", 2, 4, 50.0), cell("none", 2, 8, 50.0)]
     assert scaling_tables(cells) == []
