@@ -353,3 +353,38 @@ def test_what_fsdp_saves_stands_beside_what_is_expected():
     after = words(answers(2026, more, "fsdp_accounting", "a"))
     assert "FSDP saves 26.15 GiB against no sharding (103 % of what is expected)" in after
     assert "what is missing" not in after
+
+
+def test_what_is_expected_of_fsdp_is_that_of_the_size_that_was_measured():
+    halved = changed(
+        saved("shard-2.7b-h200"),
+        lambda cell: cell.configuration["strategy"] == "fsdp",
+        lambda cell: replace(cell, derived=cell.derived | {"parameters": cell.derived["parameters"] // 2}),
+    )
+    assert "24.82 GiB against no sharding (196 % of what is" in words(answers(2026, halved, "fsdp_accounting", "a"))
+
+
+def test_layer_norms_that_stay_in_both_half_precisions_are_treated_alike():
+    files = saved("precision-h200")
+    assert "output is fp32 under fp16 autocast and fp32 under bf16 autocast" in words(
+        answers(2025, files, "benchmarking_mixed_precision", "b")
+    )
+
+    def with_layer_norm(dtypes):
+        def change(cell):
+            dtype = dtypes[cell.configuration["precision"]]
+            return replace(cell, derived=cell.derived | {"layer_norm": dtype})
+
+        cells = changed(files, lambda cell: "loss_function" in cell.configuration, change)
+        return words(answers(2025, cells, "benchmarking_mixed_precision", "b"))
+
+    assert "treats both alike" in with_layer_norm({"fp16": "fp16", "bf16": "bf16"})
+    assert "treats the two differently here" in with_layer_norm({"fp16": "fp32", "bf16": "bf16"})
+
+
+def test_one_message_alone_is_said_once():
+    (file,) = saved("allreduce-h200")
+    alone = Results(file.runs, tuple(cell for cell in file.cells if cell.configuration["message_bytes"] == 1_000_000))
+    text = words(answers(2025, [alone], "distributed_communication_single_node"))
+    assert "us for 1.00 MB" in text
+    assert "for 1.00 MB and" not in text

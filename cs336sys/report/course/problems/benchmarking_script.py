@@ -165,7 +165,7 @@ def warmup(evidence: Evidence, handout: Handout) -> Answer | None:
     if 0 in slow:
         sentences.append(
             "The first step pays for what happens once: kernels are loaded and chosen, libraries make their handles "
-            "and workspaces, the allocator asks the GPU for memory, and the optimizer makes its state."
+            "and workspaces, the allocator asks for memory, and the optimizer makes its state."
         )
         later = [count for count in slow if 0 < count < warm.configuration["warmup"]]
         sentences.append(

@@ -82,8 +82,8 @@ def _check_words(cells: Sequence[Cell]) -> list[str]:
             for precision, (relative, largest) in most.items()
         ]
         sentences.append(
-            f"Its weights were compared with those of training in one process {len(checked)} times; after 5 steps they "
-            f"differ, where they differ most, by {joined(listed)}."
+            f"Its weights were compared with those of training in one process {_count(len(checked))}; after 5 steps "
+            f"they differ, where they differ most, by {joined(listed)}."
         )
     errors = [
         value
@@ -100,6 +100,10 @@ def _check_words(cells: Sequence[Cell]) -> list[str]:
     return sentences + failures(
         [cell for cell in cells if cell.status == "wrong"], lambda cell: cell.configuration["size"]
     )
+
+
+def _count(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _flash(implementation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:

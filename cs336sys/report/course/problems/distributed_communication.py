@@ -27,10 +27,9 @@ def all_reduce(evidence: Evidence, handout: Handout) -> Answer | None:
     sentences = []
     for key, cells in groups.items():
         first, last = cells[0], cells[-1]
-        sentence = (
-            f"{key.backend}, {key.world_size} ranks: {format_quantity(_us(first), 'us')} for {_size(first)} and "
-            f"{format_quantity(_us(last), 'us')} for {_size(last)}"
-        )
+        ends = [first, last] if len(cells) > 1 else [first]
+        listed = joined(f"{format_quantity(_us(cell), 'us')} for {_size(cell)}" for cell in ends)
+        sentence = f"{key.backend}, {key.world_size} ranks: {listed}"
         busbw = last.derived["back_to_back_busbw_gbps"]
         if busbw is not None and len(cells) > 1:
             grown = last.derived["back_to_back_algbw_gbps"] / first.derived["back_to_back_algbw_gbps"]

@@ -13,6 +13,9 @@ from cs336sys.report.parallel.shard import memory_of
 from cs336sys.results import Cell, Run
 from cs336sys.sizes import SIZES
 
+# Bytes a parameter that FSDP shards and the other does not: parameters, gradients and AdamW's moments in fp32, or these
+# but for the moments.
+_SHARDED_BYTES = {"none": 16, "optimizer": 8}
 _AGAINST = {"none": "no sharding", "optimizer": "optimizer-state sharding"}
 
 
@@ -35,8 +38,10 @@ def fsdp_memory(evidence: Evidence, handout: Handout) -> Answer:
         cells = by_strategy(group)
         peak = {name: cell.derived["peak_gib"] or _peak(cell) for name, cell in cells.items()}
         runs = tuple(runs_of([group]))
-        savings = {name: peak[name] - peak["fsdp"] for name in saved if name in peak}
-        shares = {name: saving * GIB / saved[name].value for name, saving in savings.items()}
+        savings = {name: peak[name] - peak["fsdp"] for name in _SHARDED_BYTES if name in peak}
+        # Of the size that was measured, which may be another than the handout's.
+        left_out = cells["fsdp"].derived["parameters"] * (1 - 1 / cells["fsdp"].configuration["world_size"]) / GIB
+        shares = {name: saving / (_SHARDED_BYTES[name] * left_out) for name, saving in savings.items()}
         listed = [
             f"{gib(saving)} against {_AGAINST[name]} ({percent(100 * shares[name])} of what is expected)"
             for name, saving in savings.items()

@@ -6,7 +6,7 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
 from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
-from cs336sys.report.course.words import derived_sentence, failures, gib, joined, times
+from cs336sys.report.course.words import as_long, derived_sentence, failures, gib, joined, times
 from cs336sys.report.numbers import format_quantity
 from cs336sys.results import Cell
 from cs336sys.sizes import choose_size
@@ -50,7 +50,7 @@ def nested(evidence: Evidence, handout: Handout) -> Answer:
             f"peak at {gib(cell.derived['peak_gib'])}"
             + (
                 f", one checkpoint a block at {gib(measured['block'].derived['peak_gib'])}, and the step takes "
-                f"{times(cell.samples['step'].median / measured['block'].samples['step'].median)} as long."
+                f"{as_long(cell.samples['step'].median / measured['block'].samples['step'].median)} with the latter."
                 if "block" in measured
                 else "."
             )
@@ -107,8 +107,12 @@ def _group_words(found: Found) -> list[str]:
         f"In {precision} groups of K blocks hold about N s / K + K b bytes, with N = {size.num_layers} blocks, an "
         f"input of s = {format_quantity(rule.block_input, 'bytes')} and "
         f"b = {format_quantity(rule.block_activations, 'bytes')} saved by a block: least at "
-        f"K = sqrt(N s / b) = {rule.rule:.2g}, so groups of {rule.best} "
-        f"block{'s' * (rule.best != 1)} should need the least."
+        f"K = sqrt(N s / b) = {rule.rule:.2g}"
+        + (
+            f", so {_pieces(rule.best)} should need the least."
+            if rule.best == max(1, round(rule.rule))
+            else f"; by the moments of a whole step, though, {_pieces(rule.best)} should need the least."
+        )
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
     grouped = {group: cell for cell in measured if (group := _group(cell)) is not None and group <= size.num_layers}

@@ -80,7 +80,7 @@ def layer_norm(evidence: Evidence, handout: Handout) -> Answer | None:
         return None
     kept = {cell.configuration["precision"]: cell.derived["layer_norm"] for cell in cells}
     words = joined(f"{dtype} under {precision} autocast" for precision, dtype in kept.items())
-    same = len(set(kept.values())) == 1
+    same = len(set(kept.values())) == 1 or all(precision == dtype for precision, dtype in kept.items())
     sentences = [
         f"Layer norm's output is {words}, while fc1's is {joined(dict.fromkeys(c.derived['fc1'] for c in cells))}.",
         "Sensitive are its statistics: mean and variance are sums over many elements, and squares overflow fp16 above "

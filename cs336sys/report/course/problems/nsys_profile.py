@@ -97,10 +97,12 @@ def _disagreeing(rows: Sequence[dict], handout: Handout) -> list[str]:
     sentences = []
     if longer:
         busy = [100 * row["busy_ms"] / row["span_ms"] for row, _ in longer]
+        # Of a CPU nothing is said of launches.
+        waits = max(busy) < 90 and all(row["launch_bound"] is not None for row, _ in longer)
         sentences.append(
             f"In {_these(longer, handout)} it is longer under the profiler, {spread([ratio for _, ratio in longer])}, "
             f"with kernels running in {spread(busy, percent)} of it"
-            + (": the profiler slows down the CPU's launches, which the GPU waits for." if max(busy) < 90 else ".")
+            + (": the profiler slows down the CPU's launches, which the GPU waits for." if waits else ".")
         )
     if shorter:
         idle = [row["idle_percent"] for row, _ in shorter]
