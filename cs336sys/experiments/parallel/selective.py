@@ -5,6 +5,7 @@ have a backward pass of their own instead, :mod:`cs336sys.kernels.transformer_bl
 """
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,9 @@ from cs336sys.sizes import ModelSize
 
 # Attention's operators: their outputs and logsumexps are kept.
 _ATTENTION = ("scaled_dot_product", "flash_attention_forward")
+
+# torch's compiler asks, on every rank, for regions without operations in place. These have none.
+_CHECKPOINT_LOG, _WARNING = logging.getLogger("torch._higher_order_ops.wrap"), "context_fn is passed"
 
 
 def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: int) -> None:
@@ -36,6 +40,7 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
 
 
 def _checkpointed(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
+    _CHECKPOINT_LOG.addFilter(_is_news)
     policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -46,6 +51,10 @@ def _checkpointed(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool
         )
 
     return forward
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _WARNING not in record.getMessage()
 
 
 def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
