@@ -21,11 +21,11 @@ from cs336sys.report.course.problems.code import (
     OPTIMIZER_STATE_SHARDING,
 )
 from cs336sys.report.course.problems.ddp import (
-    DDP_BUCKETED_BENCHMARKING,
     DDP_OVERLAP_BENCHMARKING,
     MINIMAL_DDP_FLAT_BENCHMARKING,
     NAIVE_DDP_BENCHMARKING,
 )
+from cs336sys.report.course.problems.ddp_buckets import DDP_BUCKETED_BENCHMARKING
 from cs336sys.report.course.problems.distributed_communication import DISTRIBUTED_COMMUNICATION
 from cs336sys.report.course.problems.flash_benchmarking import FLASH_BENCHMARKING, LEADERBOARD_2025, WEIGHTED_SUM
 from cs336sys.report.course.problems.fsdp import FSDP_ACCOUNTING
