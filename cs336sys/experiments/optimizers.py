@@ -30,12 +30,26 @@ def require_kernels(what: str) -> None:
         raise CapabilityError(f"{what} needs the package triton, which is not installed")
 
 
+def _spare_the_compiler() -> None:
+    """Let optimizers be made and used without importing torch's compiler.
+
+    ``torch._disable_dynamo``, around these methods, imports it at their first call to have them left out of it: 1.4 of
+    the 3.6 CPU seconds in which a process starts and trains a tiny model. Nothing here compiles an optimizer.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            # What it calls, where there is one.
+            vars(method).setdefault("__dynamo_disable", method)
+
+
 def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The workload's class of optimizer and its settings; for CUDA graphs with its step count on the GPU if it can.
 
     Raises:
         CapabilityError: it is ours, and Triton is not installed; or it is the user's, with groups of parameters.
     """
+    _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.optimizer_class(workload.optimizer)
     if workload.optimizer == "adamw":
@@ -56,6 +70,7 @@ def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> to
 
 def build_optimizer_of(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     """As :func:`build_optimizer`, of some parameters."""
+    _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.make_optimizer(workload.optimizer, parameters, settings)
     optimizer_class, own = choose_optimizer(workload)

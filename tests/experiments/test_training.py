@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -131,3 +134,23 @@ def test_gpu_cell_counts_memory_and_busy_time():
     assert state_gib < outcome.derived["peak_gib"] < 3 * state_gib
     assert 0 < outcome.derived["gpu_busy_ms"] <= 1.05 * outcome.samples["wall"].median
     assert outcome.samples["step"].method == "cuda events"
+
+
+def test_a_step_is_launched_without_importing_the_compiler():
+    """Which takes longer than all that a tiny cell does, in every worker and every rank; torch's optimizers ask it."""
+    script = """
+import sys
+import torch
+import cs336sys.experiments.parallel.measurement
+from cs336sys.experiments.training import TrainStep
+from cs336sys.sizes import choose_size
+from cs336sys.workload import Workload
+
+size = choose_size("tiny", context=8, batch_size=1, vocab_size=50, num_layers=1)
+step = TrainStep(Workload(size, device="cpu"), torch.device("cpu"))
+step()
+step()
+print(step.loss.item() > 0, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -156,7 +156,8 @@ class FSDP(nn.Module):
                 compute_in_own_dtype(owner, compute_dtype)
         self._watch_gradients()
 
-    @torch.compiler.disable
+    # torch.compiler.disable would import the compiler here and now.
+    @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 

@@ -10,8 +10,9 @@ from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced
 
 
 # Torch 2.13's compiler, given the whole, computes the target's logit before the maximum has been all-reduced: its parts
-# between the collectives are compiled instead.
-@torch.compiler.disable
+# between the collectives are compiled instead. (torch.compiler.disable would import the compiler here and now, in every
+# process that may train in parallel, which takes 2 s of CPU time.)
+@torch._disable_dynamo
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, first_token: int, group: TensorGroup, *, compiles: bool = False
 ) -> Tensor:
