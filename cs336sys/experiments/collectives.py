@@ -14,20 +14,13 @@ from torch import Tensor
 
 from cs336sys.accounting.collectives import buffer_bytes, bus_factor
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.dtypes import DTYPES
 from cs336sys.measure.links import describe_links
 from cs336sys.measure.system import container_memory_limit_bytes
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device, reduce_scatter_single
 from cs336sys.parallel.ranks import launch
 from cs336sys.results import Samples
 from cs336sys.workload import CollectiveWorkload
-
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-    "int32": torch.int32,
-}
 
 # The largest integer up to which a dtype holds every one (2^mantissa bits): sums below it are the same in any order.
 _LARGEST_EXACT = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "fp64": 2**53, "int32": 2**31 - 1}

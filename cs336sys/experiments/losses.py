@@ -1,6 +1,7 @@
 """Measures one cell of ``losses``: trains on text, and keeps the loss of every step."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     step = TrainStep(training, device, model=model, optimizer=optimizer)
     losses = _train(step, batches, progress)
     values = tuple(torch.stack(losses).double().tolist())
-    finite = all(value == value and abs(value) != float("inf") for value in values)
+    finite = all(map(math.isfinite, values))
     return Outcome(
         "ok" if finite else "wrong",
         {"loss": Samples("nats", "of every step", values)},

@@ -21,6 +21,7 @@ from cs336sys.experiments.models import blocks_of, build_model, make_batch
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Progress
+from cs336sys.measure.dtypes import DTYPES
 from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import PHASES_OF_MODE, Workload
@@ -28,7 +29,7 @@ from cs336sys.workload import PHASES_OF_MODE, Workload
 if TYPE_CHECKING:
     from cs336sys.kernels.fuse import Fused
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 
 
 class TrainStep:

@@ -21,13 +21,12 @@ from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
+from cs336sys.measure.dtypes import DTYPES
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.relative_error import RelativeError, error_columns, relative_errors, why_wrong
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import AttentionWorkload
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
 # 11: rounding P and dS once each gives a few times 2^-9 and 2^-12. fp32 leaves room for the order of sums, and none for

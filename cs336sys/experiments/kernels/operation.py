@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cs336sys.measure.dtypes import DTYPES
 from cs336sys.workload import KernelWorkload
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.kernels.operation import DTYPES, Function, Implementations, random_tensors
+from cs336sys.experiments.kernels.operation import Function, Implementations, random_tensors
 from cs336sys.kernels.adamw import AdamW, reference_adamw
+from cs336sys.measure.dtypes import DTYPES
 from cs336sys.workload import KernelWorkload
 
 # As many parameters share the elements out; steps are taken before results are compared.
