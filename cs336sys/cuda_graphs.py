@@ -144,7 +144,8 @@ class GraphedStep:
     Args:
         phases: what one step does, by name, in order; called without arguments.
         inputs: the tensors that hold the step's data, on the GPU. The phases must read them and nothing else.
-        optimizers: those in use, which must keep their state on the GPU.
+        optimizers: those in use, which must keep their state on the GPU. What a method ``around_capture`` of theirs
+            returns is entered around the capture.
         warmup: steps before the capture, at least 1.
         around: entered around the capture of each phase, with its name.
         around_warmup: entered around each step of the warm-up, with its number from 0.
@@ -185,7 +186,10 @@ class GraphedStep:
         self.result: Tensor | None = None
         self._warm_up(phases, optimizers, warmup, around_warmup)
         started = time.perf_counter()
-        self.phases = self._capture(phases, around)
+        with contextlib.ExitStack() as around_all:
+            for optimizer in optimizers:
+                around_all.enter_context(getattr(optimizer, "around_capture", contextlib.nullcontext)())
+            self.phases = self._capture(phases, around)
         self.capture_s = time.perf_counter() - started
 
     def __call__(self, *inputs: Tensor) -> Tensor | None:
@@ -217,9 +221,10 @@ class GraphedStep:
                     f"input {number} is {tuple(new.shape)} of {new.dtype}, and the step was captured with "
                     f"{tuple(captured.shape)} of {captured.dtype}: pad it, or capture a step for each shape"
                 )
-        for new, captured in zip(inputs, self.inputs, strict=True):
-            if new is not captured:
-                captured.copy_(new, non_blocking=True)
+        changed = [(new, own) for new, own in zip(inputs, self.inputs, strict=True) if new is not own]
+        if changed:
+            # One launch for all that are on the GPU already.
+            torch._foreach_copy_([own for _, own in changed], [new for new, _ in changed], non_blocking=True)
 
     @property
     def pool_bytes(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, choose_from
+from cs336sys.kernels.embedding import embedding_rows
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
@@ -24,6 +25,9 @@ ATTRIBUTES = {
     "CausalMultiHeadSelfAttention": ("q_proj", "k_proj", "v_proj", "output_proj", "num_heads", "positional_encoder"),
     "TransformerBlock": ("ln1", "attn", "ln2", "ffn"),
 }
+
+# Classes of which a model need not have any.
+OPTIONAL = ("RotaryEmbedding", "Embedding")
 
 # The layers of a module whose weights lie side by side in one copy, by the name of the module's class and the copy.
 STACKED = {
@@ -222,6 +226,10 @@ def _norm_forward(
     return rms_norm(x, norm.weight, norm.eps, residual, returns_x=returns_x)
 
 
+def _embedding_forward(embedding: Any, token_ids: Tensor) -> Tensor:
+    return embedding_rows(embedding.weight, token_ids)
+
+
 def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
     if ffn.gate_up_copy is None:
         return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
@@ -278,7 +286,12 @@ def _attention_of(module: types.ModuleType) -> Attention:
     return attention
 
 
-FORWARDS: dict[str, Callable] = {"RMSNorm": _norm_forward, "SwiGLU": _feed_forward, "TransformerBlock": _block_forward}
+FORWARDS: dict[str, Callable] = {
+    "RMSNorm": _norm_forward,
+    "SwiGLU": _feed_forward,
+    "TransformerBlock": _block_forward,
+    "Embedding": _embedding_forward,
+}
 
 
 def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
@@ -293,7 +306,8 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
       ``config["rope_theta"]``,
     - the model's ``lm_head`` :func:`linear_cross_entropy`, where the handle's ``loss`` calls the model,
     - ``CausalMultiHeadSelfAttention`` (``q_proj``, ``k_proj``, ``v_proj``, ``output_proj``, ``num_heads``,
-      ``positional_encoder``) :func:`rope_qkv`, once the handle keeps copies of the weights.
+      ``positional_encoder``) :func:`rope_qkv`, once the handle keeps copies of the weights,
+    - ``Embedding`` (``weight``), where there is one that is not torch's own, :func:`embedding_rows`.
 
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
 
@@ -316,7 +330,7 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
             raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
     replaced = {name for kernel in kernels for name in KERNELS[kernel]}
     if only is None or set(only) == set(KERNELS):
-        replaced.add("CausalMultiHeadSelfAttention")
+        replaced |= {"CausalMultiHeadSelfAttention", "Embedding"}
     names = {type(module).__name__ for module in model.modules()}
     for name in ATTRIBUTES:
         if name not in names:
@@ -327,7 +341,7 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     forwards: dict[nn.Module, Callable] = {}
     for path, module in model.named_modules():
         name = type(module).__name__
-        if name not in ATTRIBUTES and name != "RotaryEmbedding":
+        if name not in (*ATTRIBUTES, *OPTIONAL) or isinstance(module, nn.Embedding):
             continue
         if "forward" in module.__dict__:
             raise UsageError(f"{path} ({name}) has a forward pass of its own already: undo what put it there first")

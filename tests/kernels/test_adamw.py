@@ -1,5 +1,6 @@
 """AdamW's kernels against torch.optim.AdamW and float64, on the CPU through Triton's interpreter."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -534,7 +535,8 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "split"])
-def test_in_a_cuda_graph(state_dtype):
+@pytest.mark.parametrize("copies", [True, False], ids=["tables copied by replays", "tables copied once"])
+def test_in_a_cuda_graph(state_dtype, copies):
     """Gradients are made inside the graph, where they have other addresses than before."""
     dtype = torch.float32 if state_dtype == "fp32" else torch.bfloat16
     tensors = make_tensors([(300, 20), (70,)], dtype, "cuda")
@@ -559,7 +561,7 @@ def test_in_a_cuda_graph(state_dtype):
         train(parameters, optimizer, x)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with contextlib.nullcontext() if copies else optimizer.around_capture(), torch.cuda.graph(graph):
         train(parameters, optimizer, x)
     for step, values in enumerate(inputs):
         for one in (rate, eager_rate):

@@ -18,6 +18,8 @@ CONFIGURATIONS = (
 )
 # Each tensor's 128-bit accesses in a tile of AdamW's: four fp32 tensors and a bfloat16 one.
 ADAMW = {"adamw copies": {"load_bits": 16, "store_bits": 14}}
+# Reads ids one by one.
+EMBEDDING = "embedding 768"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def compiled(tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # A cache hit would not run ptxas, whose log is read.
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
-    command = [sys.executable, SCRIPT, *CONFIGURATIONS, *ADAMW]
+    command = [sys.executable, SCRIPT, *CONFIGURATIONS, *ADAMW, EMBEDDING]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)

@@ -218,6 +218,7 @@ def test_kind_and_short_name(category, kernel, short):
 KINDS_OF_OURS = {
     "attention": {"attention/softmax"},
     "adamw": {"optimizer"},
+    "embedding.py": {"sorting", "reduction"},
     "linear_cross_entropy": {"reduction", "elementwise"},
     "partial_sums.py": {"reduction"},
     "rms_norm": {"normalization"},

@@ -4,13 +4,23 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from cs336sys.kernels.adamw import kernels
-from cs336sys.kernels.adamw.tables import TRITON_DTYPES, Member, Part, Tables, Update, Variant, is_capturing
+from cs336sys.kernels.adamw.tables import (
+    TRITON_DTYPES,
+    Member,
+    Part,
+    Tables,
+    Update,
+    Variant,
+    is_capturing,
+    tables_after_capture,
+)
 from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.operators import check_tensors
 
@@ -210,6 +220,10 @@ class AdamW(torch.optim.Optimizer):
         for part in (self._rest, *self._in_backward):
             self._update(part)
         return loss
+
+    def around_capture(self) -> AbstractContextManager[None]:
+        """To enter around the capture of CUDA graphs that hold steps: else every replay copies tables to the device."""
+        return tables_after_capture()
 
     def update_in_backward(self, groups: Sequence[Sequence[torch.Tensor]], depth: int) -> Callable[[], None]:
         """From now on the backward pass updates parameters: each group as soon as all in it have gradients.

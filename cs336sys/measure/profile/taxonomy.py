@@ -59,7 +59,8 @@ _PATTERNS = (
         r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|combine)_kernel$",
     ),
     (ELEMENTWISE, r"^(_?rope(_qkv)?|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
-    (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums)_kernel$"),
+    (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums|_embedding_sum)_kernel$"),
+    (SORTING, r"^_embedding_order_kernel$"),
     (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
     (ATTENTION_SOFTMAX, r"softmax"),
     # FBGEMM's are no products, though its name ends like one.
