@@ -70,14 +70,10 @@ class Communication:
         """
         sizes = self._arguments.get("input_split_sizes")
         if sizes:
-            own = sizes[dist.ProcessGroup.unbox(self._arguments["process_group"]).rank()]
+            own = sizes[_group(self._arguments).rank()]
             return self._arguments["input"].bytes * (sum(sizes) - own) / sum(sizes)
         times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
         return times * (self.ranks - 1) / self.ranks * self.bytes
-
-    def allocate(self) -> list[Tensor]:
-        """Zeros like the tensors that it was given."""
-        return [leaf.allocate() for leaf in tree_flatten(self._arguments)[0] if isinstance(leaf, _Layout)]
 
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
         """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
@@ -185,11 +181,11 @@ def _work(result: Any) -> Any:
     return result[-1] if isinstance(result, tuple) else result
 
 
-def _ranks(arguments: dict[str, Any]) -> int:
-    """How many ranks a call is among."""
+def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
+    """The ranks that a call is among."""
     if "group_name" in arguments:
-        return _resolve_process_group(arguments["group_name"]).size()
-    return dist.ProcessGroup.unbox(arguments["process_group"]).size()
+        return _resolve_process_group(arguments["group_name"])
+    return dist.ProcessGroup.unbox(arguments["process_group"])
 
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
@@ -201,7 +197,7 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     leaves, structure = tree_flatten(arguments)
     arguments = tree_unflatten([_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
     name = operator.name().partition("::")[2].partition(".")[0]
-    ranks, most = _ranks(arguments), max(bytes_of_arguments)
+    ranks, most = _group(arguments).size(), max(bytes_of_arguments)
     if operator.namespace == _FUNCTIONAL and name.startswith("all_gather"):
         # It returns what the others are given.
         most *= ranks

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
-from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.results import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
@@ -160,13 +159,13 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
             step()
             finish_communication()
     gathers = _watched_gathers(step)
-    if communications:
+    # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
+    if communications and step.replica.copy_engines is None:
         # Without sharing them, collectives of a fully sharded model, or of long sequences, may need more memory than a
         # GPU has.
         shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
-        launchers = _launchers(communications, tensors, step.replica.copy_engines)
-        samples["communication"] = _time_alone(launchers, training.steps, device)
+        samples["communication"] = _time_alone(communications, tensors, training.steps, device)
     return RankMeasurement(
         samples,
         peak_gib,
@@ -225,17 +224,10 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
     return times_s
 
 
-def _launchers(
-    communications: Sequence[Communication], tensors: dict[Any, Tensor] | None, engines: CopyEngines | None
-) -> list[Callable[[], Any]]:
-    """What launches each again; see :meth:`.communication.Communication.launcher`."""
-    if engines is None:
-        return [communication.launcher(tensors) for communication in communications]
-    buckets = [communication.allocate() for communication in communications if not communication.is_flags]
-    return [functools.partial(engines.average, bucket, number) for number, bucket in enumerate(buckets)]
-
-
-def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
+def _time_alone(
+    communications: list[Communication], tensors: dict[Any, Tensor] | None, repetitions: int, device: torch.device
+) -> Samples:
+    launchers = [communication.launcher(tensors) for communication in communications]
     alone = {"communication": functools.partial(run_alone, launchers)}
     return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
 

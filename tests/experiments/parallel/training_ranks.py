@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda_graph import OperatorRecorder
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.experiments.parallel import step as step_module
@@ -155,6 +156,16 @@ def recorded(workload):
     run_alone([communication.launcher() for communication in communications])
     untouched = all(map(torch.equal, before, step.model.parameters()))
     return [(item.name, item.bytes, item.dtype) for item in communications], untouched
+
+
+def bytes_of_uneven_exchange():
+    """What this rank sends in a functional all-to-all, as recorded: one element to rank 0, and three to rank 1."""
+    rank = dist.get_rank()
+    with recorded_communication() as communications:
+        received = [1, 1] if rank == 0 else [3, 3]
+        arrived = functional_collectives.all_to_all_single(torch.ones(4), received, [1, 3], dist.group.WORLD)
+        functional_collectives.wait_tensor(arrived)
+    return [item.sent_bytes for item in communications]
 
 
 def half_gradients(workload):
