@@ -66,8 +66,8 @@ def shard(
         ),
     ] = ["none"],
     memory_limit: Annotated[
-        str, typer.Option("--memory-limit", help="For --checkpoint auto: 130GiB or 140GB.")
-    ] = "130GiB",
+        str | None, typer.Option("--memory-limit", help="130GiB, for --checkpoint auto. Default: by GPU.")
+    ] = None,
     board: Annotated[
         bool,
         typer.Option("--board", help="The leaderboard's step, by the fastest parts."),
@@ -114,6 +114,7 @@ def shard(
         read_memory_limit,
         refuse_beside_board,
         require_for_board,
+        room_for_tensors,
     )
     from cs336sys.report.outputs import check_plot, check_writable
     from cs336sys.report.parallel.board import sharding_tables
@@ -123,7 +124,7 @@ def shard(
     if board:
         refuse_beside_board(model.model, mesh, plot)
         strategy, checkpoint, implementation, steps = chosen_for_board(ctx, strategy, checkpoint, implementation, steps)
-    limit_bytes = read_memory_limit(memory_limit)
+    limit_bytes = None if memory_limit is None else read_memory_limit(memory_limit)
     if mesh is not None:
         strategy = strategy if is_given(ctx, "strategy") else [strategy_of_mesh(mesh)]
         world_size = world_size or [str(mesh_ranks(read_mesh(mesh)))]
@@ -157,7 +158,7 @@ def shard(
         if checkpointing == "auto":
             workload = chosen_by_memory(
                 workload,
-                limit_bytes,
+                room_for_tensors(run.device) if limit_bytes is None else limit_bytes,
                 keeps_gathered=not is_given(ctx, "keep_gathered"),
                 tells=is_first_rank(),
             )

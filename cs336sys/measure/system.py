@@ -208,14 +208,17 @@ class Capacity:
 
 def capacity(device: str) -> Capacity | None:
     """The memory of ``--device`` (``auto``: the first visible GPU, or this machine); None where it is not known."""
-    if device != "cpu":
-        gpu = _first_visible(read_gpus())
-        if gpu is not None and gpu.memory_total_gib is not None:
-            return Capacity(gpu.name, gpu.memory_total_gib)
-        if device == "cuda":
-            return None
+    gpu = gpu_capacity(device)
+    if gpu is not None or device == "cuda":
+        return gpu
     total, _ = memory_gib()
     return None if total is None else Capacity(cpu_model() or "this CPU", total)
+
+
+def gpu_capacity(device: str) -> Capacity | None:
+    """As :func:`capacity`, of the first visible GPU alone; None where there is none, or ``device`` is the CPU."""
+    gpu = None if device == "cpu" else _first_visible(read_gpus())
+    return None if gpu is None or gpu.memory_total_gib is None else Capacity(gpu.name, gpu.memory_total_gib)
 
 
 def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:

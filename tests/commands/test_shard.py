@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.cli import app
+from cs336sys.measure.system import Capacity
 from cs336sys.results import read_results
 from cs336sys.workload import SHARDING_STRATEGIES
 
@@ -115,6 +116,20 @@ def test_the_board_says_what_it_has_chosen():
     result = invoke(*one_rank, "--dry-run")
     assert result.exit_code == 2
     assert "a rank needs 151.9 GiB even if no block keeps gate and up (state in fp32, 1 ranks)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "words"),
+    [
+        # What was measured on two H200 was chosen within 130 GiB.
+        (140.4, "gate and up are kept in 34 of 34 blocks, and weights of 14 stay gathered"),
+        (100.0, "gate and up are kept in 9 of 34 blocks, and weights of 0 stay gathered"),
+        (79.6, "--memory-limit 73.63GiB: a rank needs 80.9 GiB even if no block keeps gate and up"),
+    ],
+)
+def test_the_board_fills_the_gpu_that_there_is(gpu_gib, words, monkeypatch):
+    monkeypatch.setattr("cs336sys.commands.options.board.gpu_capacity", lambda device: Capacity("a GPU", gpu_gib))
+    assert words in invoke("--size", "8b", "--board", "--dry-run").stderr
 
 
 @pytest.mark.parametrize(
