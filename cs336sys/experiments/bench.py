@@ -125,9 +125,11 @@ def check_training(
 ) -> tuple[Difference | None, Outcome | None]:
     """Train as the workload says and as it is plainly done, on the same batches, and compare weights and losses.
 
-    A step in CUDA graphs is compared with a launched one, and one of our kernels with PyTorch's operations. Where it is
-    attention alone that is ours, a model of one block is compared: the others compute alike. In mode
-    ``forward-backward`` an optimizer shows what gradients there are.
+    A step in CUDA graphs is compared with a launched one, and one of our kernels with PyTorch's operations.
+
+    The model has one block where attention alone is ours: the others compute alike. Modes without an optimizer are
+    checked with one, as the loss of random weights hardly depends on what computes it; and mode ``forward`` on one
+    block, as a model that fits without gradients may not fit with them. (Of the user's models it compares losses.)
 
     Returns:
         how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
@@ -139,10 +141,10 @@ def check_training(
     plain = plainly_trained(workload)
     if plain == workload:
         return None, None
-    if replace(plain, attention=workload.attention, compile=workload.compile) == workload:
+    is_attention_alone = replace(plain, attention=workload.attention, compile=workload.compile) == workload
+    if is_attention_alone or (workload.is_ours and workload.mode == "forward"):
         workload = replace(workload, size=replace(workload.size, num_layers=1))
-    if workload.mode == "forward-backward":
-        # Gradients show in weights that they move.
+    if workload.mode == "forward-backward" or (workload.is_ours and workload.mode == "forward"):
         # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
         is_ours = workload.optimizer == "adamw" or (workload.kernels == "fused" and workload.precision != "fp16")
         workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")

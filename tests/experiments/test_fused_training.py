@@ -75,6 +75,18 @@ def test_a_wrong_gradient_of_attention_is_wrong_before_anything_is_timed(mode, m
     assert difference.parameter == "layers.0.attn.q_proj.weight"
 
 
+def test_a_wrong_forward_pass_is_wrong_where_its_loss_is_as_good_as_any(monkeypatch):
+    cell = workload(kernels="reference", precision="bf16", optimizer="course", attention="flash", mode="forward")
+    difference, wrong = bench.check_training(cell, DEVICE, silent)
+    assert wrong is None, difference
+    monkeypatch.setattr(
+        "cs336sys.experiments.models.flash_attention",
+        lambda query, *args, **named: torch.ones_like(query) * query.mean(),
+    )
+    _, wrong = bench.check_training(cell, DEVICE, silent)
+    assert wrong.status == "wrong"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compile", ["off", "block"])
