@@ -155,7 +155,10 @@ def test_clip_gradient_takes_gradients_of_several_dtypes():
 
 
 def test_clip_gradient_without_gradients_does_nothing():
-    clip_gradient([torch.nn.Parameter(torch.ones(3))], 1.0)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    clip_gradient([parameter], 1.0)
+    assert parameter.grad is None
+    assert parameter.tolist() == [1, 1, 1]
     clip_gradient([], 1.0)
 
 

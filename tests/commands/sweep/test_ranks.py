@@ -149,4 +149,6 @@ def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
     monkeypatch.setattr("cs336sys.commands.sweep.ranks._REPORT_S", 0.1)
+    started = time.monotonic()
     JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).wait_for_report()
+    assert 0.1 <= time.monotonic() - started < 4
