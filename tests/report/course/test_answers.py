@@ -388,3 +388,13 @@ def test_one_message_alone_is_said_once():
     text = words(answers(2025, [alone], "distributed_communication_single_node"))
     assert "us for 1.00 MB" in text
     assert "for 1.00 MB and" not in text
+
+
+def test_gathers_by_blocks_ahead_stand_in_order_and_none_in_time_is_not_called_some():
+    text = words(answers(2026, saved("shard-2.7b-h200", "shard-2.7b-prefetch-h200"), "fsdp_accounting", "b"))
+    assert "Gathering 0 blocks ahead, 0 of 34 all-gathers" in text
+    assert "64.9 % of the forward pass: none finishes in time. Gathering 1 block ahead, 10 of 34" in text
+    assert "21.2 % of the forward pass: it does not always finish in time." in text
+    assert [text.index(f"With prefetch {count} ") for count in (0, 1, 2)] == sorted(
+        text.index(f"With prefetch {count} ") for count in (0, 1, 2)
+    )

@@ -79,7 +79,7 @@ def fsdp_gathers(evidence: Evidence, handout: Handout) -> Answer | None:
         tables += group.table("gathers")
         tables += group.table("shard", *STEP_COLUMNS, "bare_ms")
     for group in groups:
-        for row in rows_of(group, "shard"):
+        for row in sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"]):
             if isinstance(row.get("exposed_ms"), Interval):
                 sentences.append(
                     f"With prefetch {row['prefetch']} communication costs the step "
@@ -106,7 +106,7 @@ def _late_words(cell: Cell) -> list[str]:
     share = sum(late) / cell.samples["forward"].median
     return [
         f"{sentence}; the others come {spread(late, ms)} late, {ms(sum(late))} together, {percent(100 * share)} of the "
-        "forward pass: it does not always finish in time."
+        f"forward pass: {'it does not always finish' if len(late) < len(forward) else 'none finishes'} in time."
     ]
 
 
