@@ -125,6 +125,7 @@ def fully_sharded(
         model.gather_full_params,
         scaler_class=ShardedGradScaler,
         watched_gathers=model.watched_gathers,
+        wait_for_gathers=model.wait_for_gathers,
     )
 
 

@@ -42,7 +42,8 @@ class ParallelStep(TrainStep):
 
     In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
     synchronizes in that phase, one that updates parameters meanwhile does that in it, too, and one that sends updated
-    parameters does so in the forward pass.
+    parameters does so in the forward pass. Weights that are gathered ahead for the backward pass arrive in the forward
+    pass.
 
     Args:
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
@@ -102,6 +103,8 @@ class ParallelStep(TrainStep):
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
             self.phases["forward"] = functools.partial(_in_turn, *exchange)
+        if in_graphs and replica.wait_for_gathers is not None:
+            self.phases["forward"] = functools.partial(_in_turn, self.forward, replica.wait_for_gathers)
         if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
             self.mark(NvtxMarks())
 

@@ -55,6 +55,7 @@ class Replica:
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
         optimizer_synchronizes: whether the optimizer waits for what the backward pass launches.
         sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
+        wait_for_gathers: waits for what the forward pass gathers for the backward pass; None if it gathers nothing.
         share: index of this rank's part of inputs and targets; None is its sequences of the batch.
         loss_weight: what this rank's mean loss counts in the mean of all.
         loss: of what the model returned and this rank's targets, where that is not all logits; None is the workload's.
@@ -72,6 +73,7 @@ class Replica:
     communicates_in_backward: bool = True
     optimizer_synchronizes: bool = False
     sharded: ShardedOptimizer | None = None
+    wait_for_gathers: Callable[[], None] | None = None
     share: Any = None
     loss_weight: float = 1.0
     around: Callable[[], AbstractContextManager[Any]] | None = None

@@ -87,6 +87,11 @@ class UnitRunner(SynchronizationSwitch):
             self._free_all()
             self._order = None
 
+    def wait_for_gathers(self) -> None:
+        """Let the current stream wait for units that are gathered ahead of use."""
+        for unit in self._units:
+            unit.use()
+
     def call(
         self, unit: ShardedUnit, parts: Sequence[nn.Module], function: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:

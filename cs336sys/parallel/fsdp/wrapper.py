@@ -200,6 +200,13 @@ class FSDP(nn.Module):
         """
         self._runner.finish()
 
+    def wait_for_gathers(self) -> None:
+        """Let the current stream wait for weights that are gathered ahead: after a forward pass, for the backward pass.
+
+        What is captured in CUDA graphs must not leave a gather to a later graph.
+        """
+        self._runner.wait_for_gathers()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes keep whole gradients on this rank, in the dtype of the slices.
 

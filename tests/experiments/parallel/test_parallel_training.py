@@ -144,6 +144,16 @@ def test_compiled_blocks_train_the_same_weights(ranks, strategy):
     assert [graphs for _, graphs in results] == [2, 2]
 
 
+def test_no_graph_leaves_a_gather_to_the_next(ranks):
+    """FSDP gathers ahead for the backward pass: a graph cannot wait for an event of another."""
+    training = Workload(choose_size("tiny", num_layers=4, context=8, batch_size=2, vocab_size=101), device="cpu")
+    cell = ParallelWorkload(training, "fsdp", prefetch=1)
+    for launched, captured, difference in ranks().run(training_ranks.gathers_left_by_phases, cell):
+        assert launched["forward"] == ["layers.3"]
+        assert not any(captured.values()), captured
+        assert difference < 1e-6
+
+
 def test_uneven_parts_of_a_functional_exchange_are_counted(ranks):
     """As torch's context_parallel sends them, by the name of a group."""
     assert ranks().run(training_ranks.bytes_of_uneven_exchange) == [[12.0], [4.0]]
