@@ -164,9 +164,9 @@ def _backward_plan(
     results = [Operand(grad) for grad in grads]
     problem = make_problem(query, key, operands, is_causal, float32_precision, window)
     plan_class = BackwardPlan
-    # The Hopper kernels add up dQ in no fixed order, and write by TMA.
+    # The Hopper kernels write by TMA.
     written_or_read = (*results, *(() if out is None else (out,)))
-    may_take_hopper = not deterministic and all(operand.fits_tma for operand in written_or_read)
+    may_take_hopper = all(operand.fits_tma for operand in written_or_read)
     if may_take_hopper and _takes_hopper(kernels, query, problem, hopper_backward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
     return plan_class(problem, operands, out, results, query.device, deterministic)

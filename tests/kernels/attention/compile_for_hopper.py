@@ -28,7 +28,7 @@ CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 MAX_SHARED_BYTES = 232448
 
-# (shape, dtype, is_causal), and where they are not as usual, the heads of keys and the window
+# (shape, dtype, is_causal), and where they are not as usual, the heads of keys, the window and deterministic
 TRITON_CONFIGURATIONS = {
     "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
@@ -66,6 +66,12 @@ HOPPER_CONFIGURATIONS = {
     "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
     "hopper, head dim 256": ((1, 16, 16384, 256), torch.bfloat16, True),
     "hopper, head dim 256 full": ((1, 16, 16384, 256), torch.float16, False),
+}
+# Compiled with the argument "all".
+DETERMINISTIC_HOPPER_CONFIGURATIONS = {
+    "hopper, head dim 64 deterministic": ((1, 16, 16384, 64), torch.bfloat16, True, None, None, True),
+    "hopper, head dim 128 deterministic": ((1, 16, 16384, 128), torch.bfloat16, True, None, None, True),
+    "hopper, head dim 256 deterministic": ((1, 16, 16384, 256), torch.bfloat16, True, None, None, True),
 }
 
 
@@ -213,6 +219,7 @@ def compile_configuration(
     is_causal: bool,
     key_heads: int | None = None,
     window: int | None = None,
+    deterministic: bool = False,
 ) -> dict[str, dict]:
     query, grad_out = (torch.empty(shape, dtype=dtype) for _ in range(2))
     key, value = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(2))
@@ -223,7 +230,8 @@ def compile_configuration(
 
     forward_names = ["forward", "combine"][: len(forward.steps)]
     compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
-    backward = _backward_plan((query, key, value, out, grad_out), grads, is_causal, "tf32x3", False, kernels, window)
+    tensors = query, key, value, out, grad_out
+    backward = _backward_plan(tensors, grads, is_causal, "tf32x3", deterministic, kernels, window)
     passes = [launch._kernel for launch, _ in backward.steps]
     others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
@@ -248,7 +256,8 @@ def main() -> None:
     operators.make_problem = problem_on_hopper
     reports = {}
     plain = TRITON_CONFIGURATIONS | (MORE_TRITON_CONFIGURATIONS if "all" in sys.argv else {})
-    for kernels, configurations in (("triton", plain), ("hopper", HOPPER_CONFIGURATIONS)):
+    hopper = HOPPER_CONFIGURATIONS | (DETERMINISTIC_HOPPER_CONFIGURATIONS if "all" in sys.argv else {})
+    for kernels, configurations in (("triton", plain), ("hopper", hopper)):
         for name, configuration in configurations.items():
             # The other kernels print their ptxas log as well.
             with contextlib.redirect_stdout(sys.stderr):

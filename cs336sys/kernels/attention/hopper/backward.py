@@ -37,16 +37,21 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     item,
     load_tiles,
     scores_start,
+    tile_at,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
 
 @gluon.jit
-def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, grad_key, grad_value, _ = tensors
     value_tiles, grad_key_tiles = buffers[1], buffers[7]
-    results_ready = barriers[6]
-    batch, head, first_key = load_tiles(tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)
+    tile_free, results_ready, turn = barriers[4], barriers[6], barriers[7]
+    # Who releases a tile has added its share of dQ.
+    batch, head, first_key = load_tiles(
+        tensors, buffers, barriers, schedule, shape, turns, turn, tile_free, STAGES, STAGES, CAUSAL, ORDERED
+    )
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
         row = first_key + consumer * ROWS
@@ -57,21 +62,19 @@ def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr,
 
 @gluon.jit
 def _consumer(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
+    shared,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
+    tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, grad_query_sum = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, grad_scores_tiles, grad_key_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
-    key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready = barriers
+    key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers
     _, num_queries, num_keys, padded_queries = shape
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
@@ -96,12 +99,14 @@ def _consumer(
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, first * ROWS, first_key, num_keys, CAUSAL),
+        scores_start(logsumexps, scale_log2, tile_at(first, first, end, ORDERED) * ROWS, first_key, num_keys, CAUSAL),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
-    for tile in range(first, end):
-        use = tile - first
+    for step in range(first, end):
+        use = step - first
+        tile = tile_at(step, first, end, ORDERED)
+        next_tile = tile_at(step + 1, first, end, ORDERED)
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -125,7 +130,7 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         # After the last tile what follows from here is of what happens to lie in the ring, and nobody reads it.
         next_slot = (use + 1) % STAGES
-        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=tile + 1 < end)
+        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=step + 1 < end)
         logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         grad_query = warpgroup_mma(
@@ -144,12 +149,14 @@ def _consumer(
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
+        if ORDERED:
+            mbarrier.wait(turn.index(0), use & 1)
         add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
         # Not before dQ has left: S^T takes its registers.
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, (tile + 1) * ROWS, first_key, num_keys, CAUSAL),
+            scores_start(logsumexps, scale_log2, next_tile * ROWS, first_key, num_keys, CAUSAL),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
@@ -181,6 +188,7 @@ def backward_kernel(
     grad_key,
     grad_value,
     grad_query_sum,
+    turns,
     schedule,
     num_heads,
     num_queries,
@@ -191,6 +199,7 @@ def backward_kernel(
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
@@ -218,8 +227,10 @@ def backward_kernel(
     tile_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     grad_scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
+    mbarrier.init(turn.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)
@@ -248,14 +259,16 @@ def backward_kernel(
         tile_free,
         grad_scores_ready,
         results_ready,
+        turn,
     )
     shape = (num_heads, num_queries, num_keys, padded_queries)
+    shared = (tensors, buffers, barriers, schedule, shape)
     # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL)),
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

@@ -25,16 +25,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, issue_scores, item, load_tiles
-from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_reduce_add, tma_store
+from cs336sys.kernels.attention.hopper.backward_tiles import (
+    FIRST,
+    ROWS,
+    SECOND,
+    issue_scores,
+    item,
+    load_tiles,
+    tile_at,
+)
+from cs336sys.kernels.attention.hopper.gluon import (
+    fence_async_global,
+    reduce_wait,
+    store_wait,
+    thread_barrier,
+    tma_reduce_add,
+    tma_store,
+)
 
 
 @gluon.jit
-def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, _, grad_key, grad_value = tensors
     key_tiles, value_tiles = buffers[0], buffers[1]
-    results_ready = barriers[8]
-    batch, head, first_key = load_tiles(tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)
+    results_ready, turn, added = barriers[8], barriers[9], barriers[10]
+    # The reducer says that a tile's dQ is in memory when it is busy with the next.
+    batch, head, first_key = load_tiles(
+        tensors, buffers, barriers, schedule, shape, turns, turn, added, STAGES, STAGES + 1, CAUSAL, ORDERED
+    )
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
         row = first_key + consumer * ROWS
@@ -45,17 +64,15 @@ def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr,
 
 @gluon.jit
 def _consumer(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
+    shared,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
+    tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, grad_scores_tiles = buffers[4], buffers[5], buffers[6]
@@ -82,10 +99,13 @@ def _consumer(
     key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     any_tile = first < end
-    scores = issue_scores(first, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
+    first_tile = tile_at(first, first, end, ORDERED)
+    scores = issue_scores(
+        first_tile, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
+    )
     scores = warpgroup_mma_wait(0, [scores])
-    for tile in range(first, end):
-        use = tile - first
+    for step in range(first, end):
+        use = step - first
         slot = use % STAGES
         parity = (use // STAGES) & 1
         mbarrier.wait(grad_out_ready.index(slot), parity)
@@ -110,8 +130,8 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-        next_tile = tile + 1
-        another = next_tile < end
+        next_tile = tile_at(step + 1, first, end, ORDERED)
+        another = step + 1 < end
         scores = issue_scores(
             next_tile, use + 1, another, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
         )
@@ -137,19 +157,22 @@ def _in_register_order(grad_query):
 
 
 @gluon.jit
-def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
+def _reducer(shared, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
     """dQ of every tile of queries for the 128 keys."""
+    tensors, buffers, barriers, schedule, shape = shared
     key, grad_query_sum = tensors[1], tensors[5]
     key_tiles, grad_scores_tiles, grad_query_tile = buffers[0], buffers[6], buffers[7]
     key_ready, grad_scores_ready, grad_scores_free, grad_query_done = barriers[0], barriers[5], barriers[6], barriers[7]
+    turn, added = barriers[9], barriers[10]
     _, num_queries, _, padded_queries = shape
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
     _, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     mbarrier.wait(key_ready.index(0), 0)
-    for tile in range(first, end):
-        use = tile - first
+    for step in range(first, end):
+        use = step - first
+        tile = tile_at(step, first, end, ORDERED)
         buffer = use % 2
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         row = (sequence * padded_queries // ROWS + tile) * (HEAD_DIM // 2)
@@ -168,15 +191,28 @@ def _reducer(tensors, buffers, barriers, schedule, shape, CAUSAL: gl.constexpr):
         )
         grad_query = warpgroup_mma_wait(0, [grad_query])
         mbarrier.arrive(grad_scores_free.index(buffer), count=1)
-        # The reduction before must have read what this one overwrites.
-        store_wait(0)
+        if ORDERED:
+            reduce_wait()
+        else:
+            # The reduction before must have read what this one overwrites.
+            store_wait(0)
         thread_barrier()
+        if ORDERED:
+            mbarrier.arrive(added.index((use - 1) % STAGES), count=1, pred=use > 0)
         grad_query_tile.store(_in_register_order(grad_query))
+        if ORDERED:
+            mbarrier.wait(turn.index(0), use & 1)
+            fence_async_global()
         fence_async_shared()
         thread_barrier()
         tma_reduce_add(grad_query_sum, [row, 0], grad_query_tile)
     mbarrier.arrive(grad_query_done.index(0), count=1)
-    store_wait(0)
+    if ORDERED:
+        reduce_wait()
+        thread_barrier()
+        mbarrier.arrive(added.index((end - first - 1) % STAGES), count=1, pred=first < end)
+    else:
+        store_wait(0)
 
 
 @gluon.jit(
@@ -196,6 +232,7 @@ def reducer_backward_kernel(
     grad_query_sum,
     grad_key,
     grad_value,
+    turns,
     schedule,
     num_heads,
     num_queries,
@@ -206,6 +243,7 @@ def reducer_backward_kernel(
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     REDUCER_REGISTERS: gl.constexpr,
 ):
@@ -240,13 +278,17 @@ def reducer_backward_kernel(
     grad_scores_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     grad_query_done = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    added = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)
         mbarrier.init(tile_free.index(stage), count=2)
+        mbarrier.init(added.index(stage), count=1)
     mbarrier.init(grad_query_done.index(0), count=1)
+    mbarrier.init(turn.index(0), count=1)
     for consumer in gl.static_range(2):
         mbarrier.init(grad_scores_free.index(consumer), count=1)
         mbarrier.init(grad_scores_ready.index(consumer), count=2)
@@ -274,14 +316,17 @@ def reducer_backward_kernel(
         grad_scores_free,
         grad_query_done,
         results_ready,
+        turn,
+        added,
     )
     shape = (num_heads, num_queries, num_keys, padded_queries)
+    shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL)),
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL)),
-            (_reducer, (tensors, buffers, barriers, schedule, shape, CAUSAL)),
-            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
+            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
+            (_reducer, (shared, STAGES, CAUSAL, ORDERED)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, REDUCER_REGISTERS, 24],

@@ -35,7 +35,9 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     add_grad_query,
     grad_weights_start,
     item,
+    pass_turns,
     scores_start,
+    tile_at,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
 
@@ -44,12 +46,13 @@ HALF_ROWS = gl.constexpr(ROWS.value // 2)
 
 
 @gluon.jit
-def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    tensors, buffers, barriers, schedule, shape = shared
     query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
-    query_free, grad_out_free, results_ready = barriers[4], barriers[5], barriers[8]
-    num_heads, num_queries, _, _ = shape
+    query_free, grad_out_free, results_ready, turn = barriers[4], barriers[5], barriers[8], barriers[9]
+    num_heads, num_queries, _, padded_queries = shape
     first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
@@ -57,19 +60,26 @@ def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr,
     tma_load(key, [batch, head, first_key, 0], key_ready.index(0), key_tiles.index(0))
     mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
     tma_load(value, [batch, head, first_key, 0], value_ready.index(0), value_tiles.index(0))
-    for tile in range(first, end):
-        use = tile - first
-        slot = use % STAGES
-        fresh = ((use // STAGES) & 1) ^ 1
-        first_query = tile * ROWS
-        mbarrier.wait(query_free.index(slot), fresh)
-        mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
-        tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
-        tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
-        tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
-        mbarrier.wait(grad_out_free.index(slot), fresh)
-        mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
-        tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
+    turns += sequence * padded_queries
+    for step in range(first, end + (STAGES if ORDERED else 0)):
+        # Turns end a few steps after the last tile.
+        there_is_one = step < end if ORDERED else True
+        if there_is_one:
+            use = step - first
+            slot = use % STAGES
+            fresh = ((use // STAGES) & 1) ^ 1
+            first_query = tile_at(step, first, end, ORDERED) * ROWS
+            mbarrier.wait(query_free.index(slot), fresh)
+            mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
+            tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
+            tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
+            tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
+            mbarrier.wait(grad_out_free.index(slot), fresh)
+            mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
+            tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
+        if ORDERED:
+            # Who releases the queries of a tile has added its share of dQ.
+            pass_turns(turns, turn, query_free, step - STAGES, first, end, first_key // ROWS, STAGES)
     mbarrier.wait(results_ready.index(0), 0)
     tma_store(grad_key, [batch, head, first_key, 0], key_tiles.index(0))
     tma_store(grad_value, [batch, head, first_key, 0], value_tiles.index(0))
@@ -78,23 +88,21 @@ def _producer(tensors, buffers, barriers, schedule, shape, STAGES: gl.constexpr,
 
 @gluon.jit
 def _consumer(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
+    shared,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
+    tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, grad_query_sum = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, weights_tiles, grad_scores_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, weights_ready = barriers[4], barriers[5], barriers[6]
-    grad_scores_ready, results_ready = barriers[7], barriers[8]
+    grad_scores_ready, results_ready, turn = barriers[7], barriers[8], barriers[9]
     _, num_queries, num_keys, padded_queries = shape
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
@@ -113,8 +121,9 @@ def _consumer(
     sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
-    for tile in range(first, end):
-        use = tile - first
+    for step in range(first, end):
+        use = step - first
+        tile = tile_at(step, first, end, ORDERED)
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -164,6 +173,8 @@ def _consumer(
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         mbarrier.arrive(grad_out_free.index(slot), count=1)
+        if ORDERED:
+            mbarrier.wait(turn.index(0), use & 1)
         add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
@@ -194,6 +205,7 @@ def wide_backward_kernel(
     grad_key,
     grad_value,
     grad_query_sum,
+    turns,
     schedule,
     num_heads,
     num_queries,
@@ -204,6 +216,7 @@ def wide_backward_kernel(
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 64 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
@@ -232,8 +245,10 @@ def wide_backward_kernel(
     weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     grad_scores_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
+    mbarrier.init(turn.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)
@@ -265,13 +280,15 @@ def wide_backward_kernel(
         weights_ready,
         grad_scores_ready,
         results_ready,
+        turn,
     )
     shape = (num_heads, num_queries, num_keys, padded_queries)
+    shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, FIRST, STAGES, CAUSAL)),
-            (_consumer, (tensors, buffers, barriers, schedule, shape, scale, scale_log2, SECOND, STAGES, CAUSAL)),
-            (_producer, (tensors, buffers, barriers, schedule, shape, STAGES, CAUSAL)),
+            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

@@ -9,8 +9,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "fence_async_global",
     "named_barrier_arrive",
     "named_barrier_wait",
+    "reduce_wait",
     "store_wait",
     "thread_barrier",
     "tma_load",
@@ -54,4 +56,20 @@ def named_barrier_wait(number, threads):
     """Arrives, and waits until all the threads have."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def reduce_wait():
+    """Until what this thread has added by TMA is in memory; ``store_wait`` waits until shared memory has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fence_async_global():
+    """What this thread does by TMA comes after what it has seen in memory."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )

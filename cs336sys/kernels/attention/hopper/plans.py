@@ -124,7 +124,7 @@ class HopperBackwardPlan(BackwardPlan):
     """The launches of a fused backward: the Hopper kernel between one that prepares and one that converts dQ."""
 
     def _add_launches(self, deterministic: bool) -> None:
-        self.fused, self._num_splits = True, 1
+        self.fused, self._num_splits, self._takes_turns = True, 1, deterministic
         self._settings = hopper_backward_settings(self._problem)
         self._pad(BACKWARD_QUERY_ROWS, self._settings.key_rows)
         self._add_prepared([self._only_pass()])
@@ -134,7 +134,7 @@ class HopperBackwardPlan(BackwardPlan):
         row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
         per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
         num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
-        # The first keys have the most queries under a causal mask.
+        # The first keys have the most queries under a causal mask. And who adds to dQ in turn waits for those before.
         items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
         num_programs = num_tiles * problem.num_sequences
         self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
@@ -154,6 +154,7 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.head_dim,
                 settings.num_stages,
                 problem.is_causal,
+                self._takes_turns,
                 *settings.registers,
             ),
             self._only_pass_descriptors(),
@@ -180,7 +181,8 @@ class HopperBackwardPlan(BackwardPlan):
         results = *grads[1:], grad_query_sum
         if self._settings.kernel == "reducer":
             results = grad_query_sum, *grads[1:]
-        return *self._read_by_pass, statistics, *results, "schedule"
+        turns = "turns" if self._takes_turns else statistics  # stands in for what is not touched
+        return *self._read_by_pass, statistics, *results, turns, "schedule"
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
         problem = self._problem

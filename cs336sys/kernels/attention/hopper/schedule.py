@@ -1,6 +1,6 @@
 """Which tiles a program of the Hopper kernels works on, and in which order: integer arithmetic, no more.
 
-The host makes the schedule of a launch once; ``key_tiles`` and ``query_tiles`` are also compiled into the kernels by
+The host makes the schedule of a launch once; the functions behind ``as_table`` are also compiled into the kernels by
 ``gluon.jit``: hence their ``min`` and no call of one by another.
 """
 
@@ -61,3 +61,12 @@ def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causa
 def query_tiles(first_key, num_queries, query_rows, is_causal):
     """(first, end) of the query tiles in which a query sees a key at or behind ``first_key``: none if end <= first."""
     return (first_key // query_rows if is_causal else 0), (num_queries + query_rows - 1) // query_rows
+
+
+def query_tile_at(step, first, end, in_turn):
+    """The tile of queries at one of the steps ``first`` to ``end - 1`` of a backward program.
+
+    If programs add to dQ in turn, the first keys first, they begin with the last queries, which see all keys: then each
+    is one step behind the program before it, and none waits for long.
+    """
+    return first + end - 1 - step if in_turn else step

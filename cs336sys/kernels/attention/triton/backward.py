@@ -90,6 +90,7 @@ def prepare_kernel(
     grad_query_sum,
     grad_key_sum,
     grad_value_sum,
+    turns,
     out_strides,
     grad_out_strides,
     num_tiles,
@@ -104,12 +105,13 @@ def prepare_kernel(
     FUSED: tl.constexpr,
     KEY_SUMS: tl.constexpr,
     GIVEN: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """What the passes read for each query: in row_statistics two rows a sequence, logsumexp * log2(e) and D.
 
     GIVEN: ``out`` is D itself (sequences, num_queries), and ``grad_out`` is not touched. Fused: also clears the sum of
-    dQ; with KEY_SUMS those of dK and dV. A sequence has num_tiles programs, enough for its queries and for the keys to
-    be cleared.
+    dQ; with KEY_SUMS those of dK and dV; with TURNS (sequences, padded_queries) counters of who has added to dQ. A
+    sequence has num_tiles programs, enough for its queries and for the keys to be cleared.
     """
     sequence = tl.program_id(0) // num_tiles
     first_row = tl.program_id(0) % num_tiles * ROWS
@@ -131,6 +133,9 @@ def prepare_kernel(
     tl.store(statistics + padded_queries, delta, mask=rows < padded_queries)
     if FUSED:
         _clear_sums(grad_query_sum, sequence, rows, padded_queries, BLOCK_DIM)
+    if TURNS:
+        counters = turns + sequence.to(tl.int64) * padded_queries + rows
+        tl.store(counters, tl.zeros(rows.shape, tl.float32), mask=rows < padded_queries)
     if KEY_SUMS and _is_key_sequence(sequence, num_tiles, group_size):
         _clear_sums(grad_key_sum, sequence, rows, padded_keys, BLOCK_DIM)
         _clear_sums(grad_value_sum, sequence, rows, padded_keys, BLOCK_DIM)

@@ -124,6 +124,8 @@ class BackwardPlan(Plan):
 
     given = BACKWARD_TENSORS
     _read_by_pass = "query", "key", "value", "grad_out"
+    # Whether programs add their shares of dQ one after the other, counting their turns.
+    _takes_turns = False
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class BackwardPlan(Plan):
                 self._padded_queries,
                 self._padded_keys,
             ),
-            (problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given),
+            (problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given, self._takes_turns),
         )
         statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
@@ -200,7 +202,10 @@ class BackwardPlan(Plan):
             key_sum = Scratch((problem.num_key_sequences * self._padded_keys, self._block_dim))
             sums[1:] = (self._own(name, key_sum) for name in ("grad_key_sum", "grad_value_sum"))
             results = grads[0], *sums[1:]
-        self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums)
+        turns = statistics
+        if self._takes_turns:
+            turns = self._own("turns", Scratch((problem.num_sequences, self._padded_queries)))
+        self._then(prepare, "out", "grad_out", "logsumexp", statistics, *sums, turns)
         for launch in passes:
             self._then(launch, *self._tensors_of_pass(statistics, sums[0], results))
         if self.fused:

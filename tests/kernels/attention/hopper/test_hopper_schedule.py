@@ -5,7 +5,14 @@ import itertools
 
 import pytest
 
-from cs336sys.kernels.attention.hopper.schedule import as_table, key_tiles, ordered_items, query_tiles, share_out
+from cs336sys.kernels.attention.hopper.schedule import (
+    as_table,
+    key_tiles,
+    ordered_items,
+    query_tile_at,
+    query_tiles,
+    share_out,
+)
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -284,7 +291,7 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
             take_turns=take_turns,
             own_out_tiles=own_out_tiles,
         )
-        _run_in_random_order([producer(), *(consumer(me) for me in range(consumers))], seed)
+        _run_in_random_order([[producer(), *(consumer(me) for me in range(consumers))]], seed)
         for (me, sequence, first_query), read in reads.items():
             _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
             for name in ("key", "value"):
@@ -292,9 +299,13 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
                 assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
 
 
-def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
-    """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get."""
-    is_wide, has_reducer = kernel == "wide", kernel == "reducer"
+def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns=None):
+    """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get.
+
+    ``turns``: for each tile of queries how many programs have added to dQ, if they do so in turn.
+    """
+    is_wide, has_reducer, in_turn = kernel == "wide", kernel == "reducer", turns is not None
+    number = first_key // (64 if is_wide else 128)
     barriers = Barriers(
         key_ready=1,
         query_ready=1,
@@ -307,10 +318,13 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
         grad_scores_free=1,
         grad_query_done=1,
         results_ready=2 if is_wide else 1,
+        turn=1,
+        added=1,
     )
     memory = {}
     sums = collections.defaultdict(list)
     first, end = query_tiles(first_key, num_queries, 64, is_causal)
+    grad_query_names = ["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)]
 
     def wait(kind, *where, parity):
         while not barriers.passes(kind, *where, parity=parity):
@@ -319,42 +333,67 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
     def producer():
         memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
         barriers.arrive("key_ready")
-        for tile in range(first, end):
-            use = tile - first
-            slot = use % stages
-            for name in ("query", "grad_out"):
-                free = f"{name}_free" if is_wide else "tile_free"
-                yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
-                memory[name, slot] = tile
-                barriers.arrive(f"{name}_ready", slot)
-                yield
+        lag = stages + 1 if has_reducer else stages
+        for step in range(first, end + (lag if in_turn else 0)):
+            if step < end:
+                use = step - first
+                slot = use % stages
+                for name in ("query", "grad_out"):
+                    free = f"{name}_free" if is_wide else "tile_free"
+                    yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
+                    memory[name, slot] = tile_at(step)
+                    barriers.arrive(f"{name}_ready", slot)
+                    yield
+            if in_turn:
+                yield from pass_turns(step - lag)
         for consumer in range(2):
             yield from wait("results_ready", 0 if is_wide else consumer, parity=0)
             assert memory["grad_key" if kernel == "exchange" else "key", consumer] == "dK"
             assert memory["value", consumer] == "dV"
 
+    def tile_at(step):
+        return query_tile_at(step, first, end, in_turn)
+
+    def pass_turns(step):
+        if step >= first:
+            use = step - first
+            added = "added" if has_reducer else "query_free" if is_wide else "tile_free"
+            yield from wait(added, use % stages, parity=(use // stages) & 1)
+            assert all(sums[name][use] == tile_at(step) for name in grad_query_names)
+            turns[tile_at(step)] += 1
+        if first <= step + 1 < end:
+            while turns[tile_at(step + 1)] < number:
+                yield
+            barriers.arrive("turn", 0)
+
+    def turn(use):
+        if in_turn:
+            yield from wait("turn", 0, parity=use & 1)
+            assert turns[tile_at(first + use)] == number
+
     def both(name, *where):
         return [memory[name, *where, consumer] for consumer in range(2)]
 
-    def add_grad_query(name, tile, *buffer, columns=(0, 1)):
+    def add_grad_query(name, use, *buffer, columns=(0, 1)):
         """dS of both consumers is there when the product begins, and still there when it is complete."""
+        tile = tile_at(first + use)
         for _ in range(2):
             assert both("grad_scores", *buffer) == [tile, tile]
             assert [memory["key", which] for which in columns] == ["input"] * len(columns)
             yield
+        yield from turn(use)
         sums[name].append(tile)
 
-    def scores_of(tile):
-        use = tile - first
+    def scores_of(use):
         yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
         return memory["query", use % stages]
 
     def consumer(me):
         yield from wait("key_ready", parity=0)
         if first < end:
-            scores = yield from scores_of(first)
-        for tile in range(first, end):
-            use = tile - first
+            scores = yield from scores_of(0)
+        for use in range(end - first):
+            tile = tile_at(first + use)
             slot, buffer = use % stages, use % 2
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
             assert scores == memory["grad_out", slot] == tile
@@ -364,11 +403,11 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
             memory["grad_scores", buffer, me] = tile
             barriers.arrive("grad_scores_ready", buffer)
             yield
-            if tile + 1 < end:
-                scores = yield from scores_of(tile + 1)
+            if first + use + 1 < end:
+                scores = yield from scores_of(use + 1)
             if not has_reducer:
                 yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
-                yield from add_grad_query(("dQ", me), tile, buffer)
+                yield from add_grad_query(("dQ", me), use, buffer)
             assert memory["query", slot] == memory["grad_out", slot] == tile
             sums["dK", me].append(tile)
             barriers.arrive("tile_free", slot)
@@ -381,10 +420,10 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
 
     def wide_consumer(me):
         yield from wait("key_ready", parity=0)
-        for tile in range(first, end):
-            use = tile - first
+        for use in range(end - first):
+            tile = tile_at(first + use)
             slot, buffer = use % stages, use % 2
-            scores = yield from scores_of(tile)
+            scores = yield from scores_of(use)
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
             assert scores == memory["grad_out", slot] == tile
             assert both("value") == ["input", "input"]
@@ -398,7 +437,7 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
             barriers.arrive("grad_scores_ready")
             yield
             yield from wait("grad_scores_ready", parity=use & 1)
-            yield from add_grad_query(("dQ", me), tile, columns=(me,))
+            yield from add_grad_query(("dQ", me), use, columns=(me,))
             # dV is complete as well.
             assert both("weights", buffer) == [tile, tile]
             assert memory["grad_out", slot] == tile
@@ -415,15 +454,24 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
 
     def reducer():
         yield from wait("key_ready", parity=0)
-        for tile in range(first, end):
-            use = tile - first
+        for use in range(end - first):
             yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
-            yield from add_grad_query("dQ", tile, use % 2)
+            for _ in range(2):
+                assert both("grad_scores", use % 2) == [tile_at(first + use)] * 2
+                assert both("key") == ["input", "input"]
+                yield
             barriers.arrive("grad_scores_free", use % 2)
+            if use and in_turn:
+                barriers.arrive("added", (use - 1) % stages)
+            yield from turn(use)
+            sums["dQ"].append(tile_at(first + use))
         barriers.arrive("grad_query_done")
+        if first < end and in_turn:
+            barriers.arrive("added", (end - first - 1) % stages)
 
     coroutines = [producer(), *((wide_consumer if is_wide else consumer)(me) for me in range(2))]
-    return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
+    tiles = [tile_at(step) for step in range(first, end)]
+    return [*coroutines, reducer()] if has_reducer else coroutines, sums, tiles
 
 
 @CAUSAL
@@ -432,22 +480,48 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2):
 def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_key, num_queries, kernel, is_causal):
     for seed in range(20):
         coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel)
-        _run_in_random_order(coroutines, seed)
+        _run_in_random_order([coroutines], seed)
         names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
-        assert [sums[name] for name in names] == [list(tiles)] * len(names)
+        assert [sums[name] for name in names] == [tiles] * len(names)
 
 
-def _run_in_random_order(coroutines, seed):
+@CAUSAL
+@pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "at_once"), [(1, 1, 1), (500, 700, 3), (700, 300, 1), (300, 900, 9)]
+)
+def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(num_queries, num_keys, at_once, kernel, is_causal):
+    """``at_once`` programs have a multiprocessor; the next begins when one ends, in the order of the schedule."""
+    key_rows = 64 if kernel == "wide" else 128
+    for seed in range(4):
+        turns = collections.Counter()
+        programs = [
+            simulate_backward(tile * key_rows, num_queries, is_causal, kernel, turns=turns)
+            for tile, _ in ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=False)
+        ]
+        _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
+        seen_by = collections.Counter(tile for _, _, tiles in programs for tile in tiles)
+        assert turns == seen_by
+
+
+def _run_in_random_order(programs, seed, at_once=None):
+    """Each program's coroutines; only ``at_once`` programs have begun and not ended at a time."""
     import random
 
     choose = random.Random(seed)
-    running = list(coroutines)
-    for _ in range(200_000):
+    waiting = list(programs)
+    running = []
+    for _ in range(400_000):
+        while waiting and (at_once is None or len(running) < at_once):
+            running.append(list(waiting.pop(0)))
         if not running:
             return
-        one = choose.choice(running)
+        program = choose.choice(running)
+        one = choose.choice(program)
         try:
             next(one)
         except StopIteration:
-            running.remove(one)
+            program.remove(one)
+            if not program:
+                running.remove(program)
     raise AssertionError("deadlock")
