@@ -63,6 +63,7 @@ IMPLEMENTATIONS = (
     "auto",
     "triton",
     "hopper",
+    "deterministic",
     "tiled",
     "eager",
     "compiled",
@@ -80,8 +81,9 @@ class AttentionWorkload(Configured):
 
     Attributes:
         implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
-            ``hopper`` are our kernels, ``tiled`` is FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the
-            scores in memory and ``compiled`` the same under torch.compile; ``fa4`` is the package flash-attn-4;
+            ``hopper`` are our kernels, ``deterministic`` is ``auto`` with gradients that repeat to the last bit,
+            ``tiled`` FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores in memory and ``compiled``
+            the same under torch.compile; ``fa4`` is the package flash-attn-4;
             ``attn`` also has ``model``, the model's own attention, whose softmax is made of single operations.
         heads: of queries.
         causal: a query sees the keys up to its own position.

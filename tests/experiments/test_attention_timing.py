@@ -44,11 +44,20 @@ def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
         torch.testing.assert_close(results[name], expected.detach(), rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", ["eager", "model", "tiled", "compiled", "sdpa-flash"])
+@pytest.mark.parametrize("name", ["eager", "model", "tiled", "deterministic", "compiled", "sdpa-flash"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_implementations_agree_with_the_reference(name, causal):
     shape = workload(name, causal=causal)
     assert largest_error(shape) < TOLERANCES["fp32"]
+
+
+def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypatch):
+    called = []
+    monkeypatch.setattr("cs336sys.experiments.attention.flash_attention", lambda *_, **options: called.append(options))
+    for name in ("deterministic", "auto"):
+        with implementation(workload(name), CPU) as attention:
+            attention()
+    assert called == [{"is_causal": True, "deterministic": True}, {"is_causal": True, "implementation": "auto"}]
 
 
 def largest_error(shape):

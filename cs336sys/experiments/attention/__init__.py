@@ -113,7 +113,8 @@ def implementation(workload: AttentionWorkload, device: torch.device):
         yield flash_attention_4(workload, device)
     else:
         wait_until_compiled()
-        yield functools.partial(flash_attention, **_mask(workload), implementation=name)
+        chosen = {"deterministic": True} if name == "deterministic" else {"implementation": name}
+        yield functools.partial(flash_attention, **_mask(workload), **chosen)
 
 
 def _mask(workload: AttentionWorkload) -> dict[str, Any]:
