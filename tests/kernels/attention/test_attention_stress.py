@@ -1,9 +1,10 @@
 """Random attention on a GPU from several processes at once, every element against matrix algebra in float32.
 
 ``pytest tests/kernels/attention/test_attention_stress.py --attention-stress-seconds 600 -s`` prints the largest
-deviation of each result by implementation.
+deviation of each result by implementation, and every minute how far each process is.
 """
 
+import os
 import random
 import time
 import traceback
@@ -120,8 +121,17 @@ def work(seed: int, seconds: float, queue) -> None:
     """Reports (cases by implementation, {(implementation, dtype, result): (deviation, case)}, failures)."""
     generator, done, largest, failures = random.Random(seed), Counter(), {}, []
     torch.backends.cuda.matmul.allow_tf32 = False
-    end = time.monotonic() + seconds
+    begin = said = time.monotonic()
+    end = begin + seconds
     while time.monotonic() < end and not failures:
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            largest_now = max(deviation for deviation, _ in largest.values())
+            line = (
+                f"process {seed}: {sum(done.values())} cases in {said - begin:.0f} s, off by at most {largest_now:.1e}"
+            )
+            # One write a line, whole among those of the other processes.
+            os.write(1, f"{line}\n".encode())
         case = random_case(generator)
         while case.num_scores > MAX_SCORES:
             case = random_case(generator)

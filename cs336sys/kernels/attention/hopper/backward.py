@@ -204,8 +204,9 @@ def backward_kernel(
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors but the last two are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
+    ORDERED: in turn, which ``turns`` counts (``pass_turns``).
     """
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -249,9 +249,9 @@ def reducer_backward_kernel(
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel`` writes them,
-    grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others (batch, head, row,
-    element).
+    All tensors but the last two are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    writes them, grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others
+    (batch, head, row, element). ORDERED: dQ is added in turn, which ``turns`` counts (``pass_turns``).
     """
     gl.static_assert(STAGES >= 2, "the scores of a tile are computed while the tile before it is in use")
     dtype: gl.constexpr = query.dtype
