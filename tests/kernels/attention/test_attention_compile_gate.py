@@ -147,7 +147,6 @@ HOPPER = (
 SPILLED_BY_TRITON_3_6 = {
     ("hopper, head dim 64", "forward"): 16,
     ("hopper, head dim 64 deterministic", "forward"): 16,
-    ("hopper, head dim 128 deterministic", "backward"): 64,
 }
 # From triton 3.7 on. Triton 3.9: in forward mostly around the mask, at the end of an item and where a step is repeated
 # with new maxima; in backward for each tile.
@@ -163,6 +162,11 @@ SPILLED_BY_LATER_TRITON = {
     ("hopper, head dim 64 full", "backward"): 20,
     ("hopper, head dim 128", "backward"): 532,
     ("hopper, head dim 256", "backward"): 28,
+    ("hopper, head dim 64 deterministic", "forward"): 720,
+    ("hopper, head dim 256 deterministic", "forward"): 112,
+    ("hopper, head dim 64 deterministic", "backward"): 40,
+    ("hopper, head dim 128 deterministic", "backward"): 528,
+    ("hopper, head dim 256 deterministic", "backward"): 40,
 }
 
 

@@ -32,12 +32,13 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     FIRST,
     ROWS,
     SECOND,
+    TURNS,
     add_grad_query,
     grad_weights_start,
     item,
     load_tiles,
     scores_start,
-    tile_at,
+    wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
@@ -47,10 +48,9 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
     tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, grad_key, grad_value, _ = tensors
     value_tiles, grad_key_tiles = buffers[1], buffers[7]
-    tile_free, results_ready, turn = barriers[4], barriers[6], barriers[7]
-    # Who releases a tile has added its share of dQ.
+    results_ready, turn = barriers[6], barriers[7]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, tile_free, STAGES, STAGES, CAUSAL, ORDERED
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True
     )
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
@@ -99,14 +99,12 @@ def _consumer(
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, tile_at(first, first, end, ORDERED) * ROWS, first_key, num_keys, CAUSAL),
+        scores_start(logsumexps, scale_log2, first * ROWS, first_key, num_keys, CAUSAL),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
-    for step in range(first, end):
-        use = step - first
-        tile = tile_at(step, first, end, ORDERED)
-        next_tile = tile_at(step + 1, first, end, ORDERED)
+    for tile in range(first, end):
+        use = tile - first
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -130,7 +128,7 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         # After the last tile what follows from here is of what happens to lie in the ring, and nobody reads it.
         next_slot = (use + 1) % STAGES
-        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=step + 1 < end)
+        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=tile + 1 < end)
         logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         grad_query = warpgroup_mma(
@@ -150,13 +148,13 @@ def _consumer(
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if ORDERED:
-            mbarrier.wait(turn.index(0), use & 1)
+            wait_for_turn(turn, use)
         add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
         # Not before dQ has left: S^T takes its registers.
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, next_tile * ROWS, first_key, num_keys, CAUSAL),
+            scores_start(logsumexps, scale_log2, (tile + 1) * ROWS, first_key, num_keys, CAUSAL),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
@@ -228,10 +226,11 @@ def backward_kernel(
     tile_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     grad_scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
-    mbarrier.init(turn.index(0), count=1)
+    for one in gl.static_range(TURNS):
+        mbarrier.init(turn.index(one), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)

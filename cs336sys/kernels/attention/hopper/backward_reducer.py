@@ -29,19 +29,14 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     FIRST,
     ROWS,
     SECOND,
+    TURNS,
+    end_turn,
     issue_scores,
     item,
     load_tiles,
-    tile_at,
+    wait_for_turn,
 )
-from cs336sys.kernels.attention.hopper.gluon import (
-    fence_async_global,
-    reduce_wait,
-    store_wait,
-    thread_barrier,
-    tma_reduce_add,
-    tma_store,
-)
+from cs336sys.kernels.attention.hopper.gluon import reduce_wait, store_wait, thread_barrier, tma_reduce_add, tma_store
 
 
 @gluon.jit
@@ -49,10 +44,9 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
     tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, _, grad_key, grad_value = tensors
     key_tiles, value_tiles = buffers[0], buffers[1]
-    results_ready, turn, added = barriers[8], barriers[9], barriers[10]
-    # The reducer says that a tile's dQ is in memory when it is busy with the next.
+    results_ready, turn = barriers[8], barriers[9]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, added, STAGES, STAGES + 1, CAUSAL, ORDERED
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, False
     )
     for consumer in gl.static_range(2):
         mbarrier.wait(results_ready.index(consumer), 0)
@@ -99,13 +93,10 @@ def _consumer(
     key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     any_tile = first < end
-    first_tile = tile_at(first, first, end, ORDERED)
-    scores = issue_scores(
-        first_tile, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
-    )
+    scores = issue_scores(first, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
     scores = warpgroup_mma_wait(0, [scores])
-    for step in range(first, end):
-        use = step - first
+    for tile in range(first, end):
+        use = tile - first
         slot = use % STAGES
         parity = (use // STAGES) & 1
         mbarrier.wait(grad_out_ready.index(slot), parity)
@@ -130,8 +121,8 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-        next_tile = tile_at(step + 1, first, end, ORDERED)
-        another = step + 1 < end
+        next_tile = tile + 1
+        another = next_tile < end
         scores = issue_scores(
             next_tile, use + 1, another, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
         )
@@ -157,22 +148,25 @@ def _in_register_order(grad_query):
 
 
 @gluon.jit
-def _reducer(shared, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
-    """dQ of every tile of queries for the 128 keys."""
+def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    """dQ of every tile of queries for the 128 keys.
+
+    ORDERED: one tile of dQ is on its way to memory while the next is made, so two lie in shared memory.
+    """
     tensors, buffers, barriers, schedule, shape = shared
     key, grad_query_sum = tensors[1], tensors[5]
-    key_tiles, grad_scores_tiles, grad_query_tile = buffers[0], buffers[6], buffers[7]
+    key_tiles, grad_scores_tiles, grad_query_tiles = buffers[0], buffers[6], buffers[7]
     key_ready, grad_scores_ready, grad_scores_free, grad_query_done = barriers[0], barriers[5], barriers[6], barriers[7]
-    turn, added = barriers[9], barriers[10]
+    turn = barriers[9]
     _, num_queries, _, padded_queries = shape
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
     _, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
+    turns += sequence * padded_queries
     mbarrier.wait(key_ready.index(0), 0)
-    for step in range(first, end):
-        use = step - first
-        tile = tile_at(step, first, end, ORDERED)
+    for tile in range(first, end):
+        use = tile - first
         buffer = use % 2
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         row = (sequence * padded_queries // ROWS + tile) * (HEAD_DIM // 2)
@@ -192,25 +186,26 @@ def _reducer(shared, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.con
         grad_query = warpgroup_mma_wait(0, [grad_query])
         mbarrier.arrive(grad_scores_free.index(buffer), count=1)
         if ORDERED:
-            reduce_wait()
+            reduce_wait(1)
+            thread_barrier()
+            end_turn(turns, tile - 2, use >= 2)
         else:
             # The reduction before must have read what this one overwrites.
             store_wait(0)
-        thread_barrier()
-        if ORDERED:
-            mbarrier.arrive(added.index((use - 1) % STAGES), count=1, pred=use > 0)
+            thread_barrier()
+        grad_query_tile = grad_query_tiles.index(use % 2 if ORDERED else 0)
         grad_query_tile.store(_in_register_order(grad_query))
         if ORDERED:
-            mbarrier.wait(turn.index(0), use & 1)
-            fence_async_global()
+            wait_for_turn(turn, use)
         fence_async_shared()
         thread_barrier()
         tma_reduce_add(grad_query_sum, [row, 0], grad_query_tile)
     mbarrier.arrive(grad_query_done.index(0), count=1)
     if ORDERED:
-        reduce_wait()
+        reduce_wait(0)
         thread_barrier()
-        mbarrier.arrive(added.index((end - first - 1) % STAGES), count=1, pred=first < end)
+        end_turn(turns, end - 2, first < end - 1)
+        end_turn(turns, end - 1, first < end)
     else:
         store_wait(0)
 
@@ -264,7 +259,8 @@ def reducer_backward_kernel(
     grad_scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], grad_scores_layout)
     grad_query_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    grad_query_tile = gl.allocate_shared_memory(gl.float32, [HEAD_DIM // 2, 2 * ROWS], grad_query_layout)
+    grad_query_shape: gl.constexpr = [2 if ORDERED else 1, HEAD_DIM // 2, 2 * ROWS]
+    grad_query_tiles = gl.allocate_shared_memory(gl.float32, grad_query_shape, grad_query_layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
@@ -278,17 +274,16 @@ def reducer_backward_kernel(
     grad_scores_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     grad_query_done = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    added = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
+    for one in gl.static_range(TURNS):
+        mbarrier.init(turn.index(one), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)
         mbarrier.init(tile_free.index(stage), count=2)
-        mbarrier.init(added.index(stage), count=1)
     mbarrier.init(grad_query_done.index(0), count=1)
-    mbarrier.init(turn.index(0), count=1)
     for consumer in gl.static_range(2):
         mbarrier.init(grad_scores_free.index(consumer), count=1)
         mbarrier.init(grad_scores_ready.index(consumer), count=2)
@@ -304,7 +299,7 @@ def reducer_backward_kernel(
         logsumexp_ring,
         delta_ring,
         grad_scores_tiles,
-        grad_query_tile,
+        grad_query_tiles,
     )
     barriers = (
         key_ready,
@@ -317,7 +312,6 @@ def reducer_backward_kernel(
         grad_query_done,
         results_ready,
         turn,
-        added,
     )
     shape = (num_heads, num_queries, num_keys, padded_queries)
     shared = (tensors, buffers, barriers, schedule, shape)
@@ -325,7 +319,7 @@ def reducer_backward_kernel(
         [
             (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
             (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
-            (_reducer, (shared, STAGES, CAUSAL, ORDERED)),
+            (_reducer, (shared, turns, CAUSAL, ORDERED)),
             (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
         ],
         [4, 4, 1],

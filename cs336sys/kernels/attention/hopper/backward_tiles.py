@@ -5,16 +5,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper.gluon import tma_load
-from cs336sys.kernels.attention.hopper.schedule import query_tile_at, query_tiles
+from cs336sys.kernels.attention.hopper.schedule import query_tiles, turns_before
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
 # Stands for a key behind the last one.
 NOBODY_SEES = gl.constexpr(2**31 - 1)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+# How many turns to add to dQ may have come and not been used: a reducer is up to three tiles behind the producer.
+TURNS = gl.constexpr(4)
 
 _query_tiles = gluon.jit(query_tiles)
-tile_at = gluon.jit(query_tile_at)
+_turns_before = gluon.jit(turns_before)
 
 
 @gluon.jit
@@ -35,22 +37,21 @@ def load_tiles(
     shape,
     turns,
     turn,
-    added,
     STAGES: gl.constexpr,
-    LAG: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    ENDS_TURNS: gl.constexpr,
 ):
     """The producer: keys and values once, then every tile of queries that sees them; returns (batch, head, first key).
 
-    ``buffers`` and ``barriers`` begin with those that the names below say; ``turns`` to LAG: see ``pass_turns``.
+    ``buffers`` and ``barriers`` begin with those that the names below say. ORDERED: see ``pass_turns``.
     """
     query, key, value, grad_out, statistics, _, _, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring = buffers[4], buffers[5]
     key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
     grad_out_ready, tile_free = barriers[3], barriers[4]
-    num_heads, num_queries, _, padded_queries = shape
+    num_heads, num_queries, num_keys, padded_queries = shape
     first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
@@ -62,14 +63,14 @@ def load_tiles(
         row = first_key + consumer * ROWS
         tma_load(value, [batch, head, row, 0], value_ready.index(0), value_tiles.index(consumer))
     turns += sequence * padded_queries
-    for step in range(first, end + (LAG if ORDERED else 0)):
-        # Turns end a few steps after the last tile.
-        there_is_one = step < end if ORDERED else True
+    for tile in range(first, end + (STAGES if ORDERED else 0)):
+        use = tile - first
+        slot = use % STAGES
+        first_query = tile * ROWS
+        mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
+        # Turns go on for as many tiles as the ring has.
+        there_is_one = tile < end if ORDERED else True
         if there_is_one:
-            use = step - first
-            slot = use % STAGES
-            first_query = tile_at(step, first, end, ORDERED) * ROWS
-            mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
             tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
@@ -77,26 +78,34 @@ def load_tiles(
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if ORDERED:
-            pass_turns(turns, turn, added, step - LAG, first, end, first_key // (2 * ROWS), STAGES)
+            pass_turns(turns, turn, tile, first, end, first_key, num_keys, 2 * ROWS, STAGES, CAUSAL, ENDS_TURNS)
     return batch, head, first_key
 
 
 @gluon.jit
-def pass_turns(turns, turn, added, step, first, end, number, STAGES: gl.constexpr):
-    """Ends this program's turn to add to dQ of the tile at ``step``, and waits for that of the tile at the next step.
+def pass_turns(
+    turns,
+    turn,
+    tile,
+    first,
+    end,
+    first_key,
+    num_keys,
+    KEY_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ENDS_TURNS: gl.constexpr,
+):
+    """When a tile is on its way: ends the turn to add to dQ of the one it replaces, begins that of the one before it.
 
     ``turns``: for each tile of queries of the sequence how many programs have added, at its first query;
-    ``prepare_kernel`` has set it to 0. The first keys come first, as programs begin, so that nobody waits for one that
-    has not begun: ``number`` programs are before this one. ``added``: the barriers of a ring which say that dQ of the
-    tile in a slot is in memory, ``turn``: the one that says that the next may be added. This thread passes on what
-    others have seen and done: it has the time, while a warpgroup would lose the latency of L2 twice in every tile.
+    ``prepare_kernel`` has set it to 0. ``turn``: barriers that tell those who add. The producer reads and writes the
+    counters because it has the time: who adds would lose the latency of L2 twice in every tile. ENDS_TURNS: who
+    releases a tile has added to its dQ; otherwise whoever adds ends its turns itself.
     """
-    if step >= first:
-        use = step - first
-        mbarrier.wait(added.index(use % STAGES), (use // STAGES) & 1)
-        counter = (turns + tile_at(step, first, end, True) * ROWS).to(gl.pointer_type(gl.int32), bitcast=True)
-        gl.atomic_add(counter, 1, sem="release", scope="gpu")
-    if step + 1 >= first and step + 1 < end:
+    if ENDS_TURNS:
+        end_turn(turns, tile - STAGES, tile - STAGES >= first)
+    if tile > first and tile <= end:
         gl.inline_asm_elementwise(
             """{
             .reg .pred early;
@@ -104,14 +113,31 @@ def pass_turns(turns, turn, added, step, first, end, number, STAGES: gl.constexp
             ld.acquire.gpu.global.u32 $0, [$1];
             setp.lt.u32 early, $0, $2;
             @early bra again;
+            fence.proxy.async.global;
             }""",
             "=&r,l,r",
-            [(turns + tile_at(step + 1, first, end, True) * ROWS).to(gl.int64, bitcast=True), number],
+            [
+                (turns + (tile - 1) * ROWS).to(gl.int64, bitcast=True),
+                _turns_before(tile - 1, ROWS, first_key, num_keys, KEY_ROWS, CAUSAL),
+            ],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
         )
-        mbarrier.arrive(turn.index(0), count=1)
+        mbarrier.arrive(turn.index((tile - 1 - first) % TURNS), count=1)
+
+
+@gluon.jit
+def wait_for_turn(turn, use):
+    """Until this program may add to dQ of its tile number ``use``."""
+    mbarrier.wait(turn.index(use % TURNS), (use // TURNS) & 1)
+
+
+@gluon.jit
+def end_turn(turns, tile, there_is_one):
+    """Lets the next program add to dQ of a tile, if there is one, after all that this thread knows to be in memory."""
+    counter = (turns + tile * ROWS).to(gl.pointer_type(gl.int32), bitcast=True)
+    gl.atomic_add(counter, 1, mask=there_is_one, sem="release", scope="gpu")
 
 
 @gluon.jit

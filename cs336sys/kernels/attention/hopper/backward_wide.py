@@ -32,12 +32,13 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     FIRST,
     ROWS,
     SECOND,
+    TURNS,
     add_grad_query,
     grad_weights_start,
     item,
     pass_turns,
     scores_start,
-    tile_at,
+    wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
 
@@ -52,7 +53,7 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, results_ready, turn = barriers[4], barriers[5], barriers[8], barriers[9]
-    num_heads, num_queries, _, padded_queries = shape
+    num_heads, num_queries, num_keys, padded_queries = shape
     first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
     batch = sequence // num_heads
     head = sequence % num_heads
@@ -61,15 +62,15 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
     mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
     tma_load(value, [batch, head, first_key, 0], value_ready.index(0), value_tiles.index(0))
     turns += sequence * padded_queries
-    for step in range(first, end + (STAGES if ORDERED else 0)):
-        # Turns end a few steps after the last tile.
-        there_is_one = step < end if ORDERED else True
+    for tile in range(first, end + (STAGES if ORDERED else 0)):
+        use = tile - first
+        slot = use % STAGES
+        fresh = ((use // STAGES) & 1) ^ 1
+        first_query = tile * ROWS
+        mbarrier.wait(query_free.index(slot), fresh)
+        # Turns go on for as many tiles as the ring has.
+        there_is_one = tile < end if ORDERED else True
         if there_is_one:
-            use = step - first
-            slot = use % STAGES
-            fresh = ((use // STAGES) & 1) ^ 1
-            first_query = tile_at(step, first, end, ORDERED) * ROWS
-            mbarrier.wait(query_free.index(slot), fresh)
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
             tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
@@ -78,8 +79,8 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if ORDERED:
-            # Who releases the queries of a tile has added its share of dQ.
-            pass_turns(turns, turn, query_free, step - STAGES, first, end, first_key // ROWS, STAGES)
+            # Who releases the queries of a tile has added to its dQ.
+            pass_turns(turns, turn, tile, first, end, first_key, num_keys, ROWS, STAGES, CAUSAL, True)
     mbarrier.wait(results_ready.index(0), 0)
     tma_store(grad_key, [batch, head, first_key, 0], key_tiles.index(0))
     tma_store(grad_value, [batch, head, first_key, 0], value_tiles.index(0))
@@ -121,9 +122,8 @@ def _consumer(
     sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
-    for step in range(first, end):
-        use = step - first
-        tile = tile_at(step, first, end, ORDERED)
+    for tile in range(first, end):
+        use = tile - first
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -174,7 +174,7 @@ def _consumer(
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         mbarrier.arrive(grad_out_free.index(slot), count=1)
         if ORDERED:
-            mbarrier.wait(turn.index(0), use & 1)
+            wait_for_turn(turn, use)
         add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
@@ -246,10 +246,11 @@ def wide_backward_kernel(
     weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     grad_scores_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
     results_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout)
     mbarrier.init(key_ready.index(0), count=1)
     mbarrier.init(value_ready.index(0), count=1)
-    mbarrier.init(turn.index(0), count=1)
+    for one in gl.static_range(TURNS):
+        mbarrier.init(turn.index(one), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(query_ready.index(stage), count=1)
         mbarrier.init(grad_out_ready.index(stage), count=1)

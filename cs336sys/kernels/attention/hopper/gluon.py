@@ -9,7 +9,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
-    "fence_async_global",
     "named_barrier_arrive",
     "named_barrier_wait",
     "reduce_wait",
@@ -60,16 +59,11 @@ def named_barrier_wait(number, threads):
 
 
 @gluon.jit
-def reduce_wait():
-    """Until what this thread has added by TMA is in memory; ``store_wait`` waits until shared memory has been read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+def reduce_wait(PENDING: gl.constexpr):
+    """Until all but the last PENDING tiles that this thread has added by TMA are in memory.
 
-
-@gluon.jit
-def fence_async_global():
-    """What this thread does by TMA comes after what it has seen in memory."""
+    ``store_wait`` waits only until shared memory has been read.
+    """
     gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group $2; mov.u32 $0, $1;", "=r,r,n", [0, PENDING], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -134,8 +134,8 @@ class HopperBackwardPlan(BackwardPlan):
         row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
         per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
         num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
-        # The first keys have the most queries under a causal mask. And who adds to dQ in turn waits for those before.
-        items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=False)
+        # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
+        items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=self._takes_turns)
         num_programs = num_tiles * problem.num_sequences
         self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
         scale = 1.0 / math.sqrt(problem.head_dim)

@@ -63,10 +63,11 @@ def query_tiles(first_key, num_queries, query_rows, is_causal):
     return (first_key // query_rows if is_causal else 0), (num_queries + query_rows - 1) // query_rows
 
 
-def query_tile_at(step, first, end, in_turn):
-    """The tile of queries at one of the steps ``first`` to ``end - 1`` of a backward program.
+def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal):
+    """How many programs add to dQ of a tile of queries before that of the keys at ``first_key``, in a fixed order.
 
-    If programs add to dQ in turn, the first keys first, they begin with the last queries, which see all keys: then each
-    is one step behind the program before it, and none waits for long.
+    Those of later keys, and programs begin in this order, too: so nobody waits for one that has not begun, and under a
+    causal mask each begins with queries that the one before it has behind it.
     """
-    return first + end - 1 - step if in_turn else step
+    seen = min(num_keys, (tile + 1) * query_rows) if is_causal else num_keys
+    return (seen - 1) // key_rows - first_key // key_rows

@@ -9,9 +9,9 @@ from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     key_tiles,
     ordered_items,
-    query_tile_at,
     query_tiles,
     share_out,
+    turns_before,
 )
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
@@ -299,13 +299,13 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
                 assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
 
 
-def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns=None):
+def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns=None, num_keys=None):
     """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get.
 
     ``turns``: for each tile of queries how many programs have added to dQ, if they do so in turn.
     """
     is_wide, has_reducer, in_turn = kernel == "wide", kernel == "reducer", turns is not None
-    number = first_key // (64 if is_wide else 128)
+    key_rows = 64 if is_wide else 128
     barriers = Barriers(
         key_ready=1,
         query_ready=1,
@@ -319,12 +319,12 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
         grad_query_done=1,
         results_ready=2 if is_wide else 1,
         turn=1,
-        added=1,
     )
     memory = {}
     sums = collections.defaultdict(list)
     first, end = query_tiles(first_key, num_queries, 64, is_causal)
     grad_query_names = ["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)]
+    waited = set()
 
     def wait(kind, *where, parity):
         while not barriers.passes(kind, *where, parity=parity):
@@ -333,67 +333,72 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
     def producer():
         memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
         barriers.arrive("key_ready")
-        lag = stages + 1 if has_reducer else stages
-        for step in range(first, end + (lag if in_turn else 0)):
-            if step < end:
-                use = step - first
-                slot = use % stages
-                for name in ("query", "grad_out"):
+        for tile in range(first, end + (stages if in_turn else 0)):
+            use = tile - first
+            slot = use % stages
+            for name in ("query", "grad_out"):
+                if tile < end or name == "query":
                     free = f"{name}_free" if is_wide else "tile_free"
                     yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
-                    memory[name, slot] = tile_at(step)
+                if tile < end:
+                    memory[name, slot] = tile
                     barriers.arrive(f"{name}_ready", slot)
                     yield
             if in_turn:
-                yield from pass_turns(step - lag)
+                yield from pass_turns(tile)
         for consumer in range(2):
             yield from wait("results_ready", 0 if is_wide else consumer, parity=0)
             assert memory["grad_key" if kernel == "exchange" else "key", consumer] == "dK"
             assert memory["value", consumer] == "dV"
 
-    def tile_at(step):
-        return query_tile_at(step, first, end, in_turn)
+    def seen_before(tile):
+        return turns_before(tile, 64, first_key, num_keys, key_rows, is_causal)
 
-    def pass_turns(step):
-        if step >= first:
-            use = step - first
-            added = "added" if has_reducer else "query_free" if is_wide else "tile_free"
-            yield from wait(added, use % stages, parity=(use // stages) & 1)
-            assert all(sums[name][use] == tile_at(step) for name in grad_query_names)
-            turns[tile_at(step)] += 1
-        if first <= step + 1 < end:
-            while turns[tile_at(step + 1)] < number:
+    def pass_turns(tile):
+        if not has_reducer and tile - stages >= first:
+            end_turn(tile - stages)
+        if first < tile <= end:
+            while turns[tile - 1] < seen_before(tile - 1):
                 yield
-            barriers.arrive("turn", 0)
+            # Whoever uses the turns sees every one of them.
+            assert tile - 1 - first - len(waited) < 4
+            barriers.arrive("turn", (tile - 1 - first) % 4)
 
-    def turn(use):
+    def end_turn(tile):
+        assert turns[tile] == seen_before(tile)
+        assert all(tile in sums[name] for name in grad_query_names)
+        turns[tile] += 1
+
+    def wait_for_turn(use):
         if in_turn:
-            yield from wait("turn", 0, parity=use & 1)
-            assert turns[tile_at(first + use)] == number
+            yield from wait("turn", use % 4, parity=(use // 4) & 1)
+            assert turns[first + use] == seen_before(first + use)
+            waited.add(use)
 
     def both(name, *where):
         return [memory[name, *where, consumer] for consumer in range(2)]
 
-    def add_grad_query(name, use, *buffer, columns=(0, 1)):
+    def add_grad_query(name, tile, *buffer, columns=(0, 1)):
         """dS of both consumers is there when the product begins, and still there when it is complete."""
-        tile = tile_at(first + use)
         for _ in range(2):
             assert both("grad_scores", *buffer) == [tile, tile]
             assert [memory["key", which] for which in columns] == ["input"] * len(columns)
             yield
-        yield from turn(use)
-        sums[name].append(tile)
+        if name != "dQ":
+            yield from wait_for_turn(tile - first)
+            sums[name].append(tile)
 
-    def scores_of(use):
+    def scores_of(tile):
+        use = tile - first
         yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
         return memory["query", use % stages]
 
     def consumer(me):
         yield from wait("key_ready", parity=0)
         if first < end:
-            scores = yield from scores_of(0)
-        for use in range(end - first):
-            tile = tile_at(first + use)
+            scores = yield from scores_of(first)
+        for tile in range(first, end):
+            use = tile - first
             slot, buffer = use % stages, use % 2
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
             assert scores == memory["grad_out", slot] == tile
@@ -403,11 +408,11 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
             memory["grad_scores", buffer, me] = tile
             barriers.arrive("grad_scores_ready", buffer)
             yield
-            if first + use + 1 < end:
-                scores = yield from scores_of(use + 1)
+            if tile + 1 < end:
+                scores = yield from scores_of(tile + 1)
             if not has_reducer:
                 yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
-                yield from add_grad_query(("dQ", me), use, buffer)
+                yield from add_grad_query(("dQ", me), tile, buffer)
             assert memory["query", slot] == memory["grad_out", slot] == tile
             sums["dK", me].append(tile)
             barriers.arrive("tile_free", slot)
@@ -420,10 +425,10 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
 
     def wide_consumer(me):
         yield from wait("key_ready", parity=0)
-        for use in range(end - first):
-            tile = tile_at(first + use)
+        for tile in range(first, end):
+            use = tile - first
             slot, buffer = use % stages, use % 2
-            scores = yield from scores_of(use)
+            scores = yield from scores_of(tile)
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
             assert scores == memory["grad_out", slot] == tile
             assert both("value") == ["input", "input"]
@@ -437,7 +442,7 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
             barriers.arrive("grad_scores_ready")
             yield
             yield from wait("grad_scores_ready", parity=use & 1)
-            yield from add_grad_query(("dQ", me), use, columns=(me,))
+            yield from add_grad_query(("dQ", me), tile, columns=(me,))
             # dV is complete as well.
             assert both("weights", buffer) == [tile, tile]
             assert memory["grad_out", slot] == tile
@@ -454,24 +459,22 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
 
     def reducer():
         yield from wait("key_ready", parity=0)
-        for use in range(end - first):
+        for tile in range(first, end):
+            use = tile - first
             yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
-            for _ in range(2):
-                assert both("grad_scores", use % 2) == [tile_at(first + use)] * 2
-                assert both("key") == ["input", "input"]
-                yield
+            yield from add_grad_query("dQ", tile, use % 2)
             barriers.arrive("grad_scores_free", use % 2)
-            if use and in_turn:
-                barriers.arrive("added", (use - 1) % stages)
-            yield from turn(use)
-            sums["dQ"].append(tile_at(first + use))
+            if in_turn and use >= 2:
+                end_turn(tile - 2)
+            yield from wait_for_turn(use)
+            sums["dQ"].append(tile)
         barriers.arrive("grad_query_done")
-        if first < end and in_turn:
-            barriers.arrive("added", (end - first - 1) % stages)
+        if in_turn:
+            for tile in range(max(first, end - 2), end):
+                end_turn(tile)
 
     coroutines = [producer(), *((wide_consumer if is_wide else consumer)(me) for me in range(2))]
-    tiles = [tile_at(step) for step in range(first, end)]
-    return [*coroutines, reducer()] if has_reducer else coroutines, sums, tiles
+    return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
 
 
 @CAUSAL
@@ -482,7 +485,7 @@ def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_
         coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel)
         _run_in_random_order([coroutines], seed)
         names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
-        assert [sums[name] for name in names] == [tiles] * len(names)
+        assert [sums[name] for name in names] == [list(tiles)] * len(names)
 
 
 @CAUSAL
@@ -496,12 +499,11 @@ def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(num_queries, 
     for seed in range(4):
         turns = collections.Counter()
         programs = [
-            simulate_backward(tile * key_rows, num_queries, is_causal, kernel, turns=turns)
-            for tile, _ in ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=False)
+            simulate_backward(tile * key_rows, num_queries, is_causal, kernel, turns=turns, num_keys=num_keys)
+            for tile, _ in ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=True)
         ]
         _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
-        seen_by = collections.Counter(tile for _, _, tiles in programs for tile in tiles)
-        assert turns == seen_by
+        assert turns == collections.Counter(tile for _, _, tiles in programs for tile in tiles)
 
 
 def _run_in_random_order(programs, seed, at_once=None):
