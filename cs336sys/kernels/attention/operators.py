@@ -1,5 +1,6 @@
 """FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ def _number_of(options: Options) -> int:
     # What no plan can be for must not look like other options.
     if window is None or number < 0:
         return number
-    return number + window * len(OPTIONS) if window > 0 else UNKNOWN_OPTIONS
+    return number + window * len(OPTIONS) if isinstance(window, int) and window > 0 else UNKNOWN_OPTIONS
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options) -> None:
@@ -167,7 +168,8 @@ def _backward_plan(
     # The Hopper kernels write by TMA.
     written_or_read = (*results, *(() if out is None else (out,)))
     may_take_hopper = all(operand.fits_tma for operand in written_or_read)
-    if may_take_hopper and _takes_hopper(kernels, query, problem, hopper_backward_is_faster):
+    is_faster = functools.partial(hopper_backward_is_faster, deterministic=deterministic)
+    if may_take_hopper and _takes_hopper(kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
     return plan_class(problem, operands, out, results, query.device, deterministic)
 

@@ -129,8 +129,8 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
     return problem.tma_allowed and enough
 
 
-def hopper_backward_is_faster(problem: Problem) -> bool:
-    """As ``hopper_forward_is_faster``, for a backward that need not be deterministic."""
+def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> bool:
+    """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that."""
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
     if problem.head_dim == 16:
         # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257.
@@ -152,6 +152,12 @@ def hopper_backward_is_faster(problem: Problem) -> bool:
         # Yes: 1x16x16384: 4.651, Triton 6.361; 4x25x512: 0.0910, 0.1116; 1x4x8192, 1.9 items a multiprocessor: 0.281,
         # 0.477; 2x12x1024, 1.5 items: 0.0592, 0.0851. No: 1x1x16384, 0.97 items: 0.492, 0.451.
         enough = problem.num_queries >= 512 and load >= 1.4
+    if deterministic and problem.head_dim <= 64:
+        # Yes: 1x16x16384x64: 2.727, Triton 3.395; full 5.769, 6.865; 8x16x2048: 0.484, 0.517; 4x25x512, 3.0 items a
+        # multiprocessor: 0.0629, 0.0642. No: 1x16x2048, 1.9 items: 0.0877, 0.0716; full 1x4x8192, 1.9 items: 0.445,
+        # 0.431. Fewer dimensions are not measured. 128 and 256 win wherever they do in any order: 1x16x2048x128: 0.139,
+        # 0.163; 4x25x512x128: 0.100, 0.112; full 1x4x8192x128: 0.666, 0.913; 1x16x2048x256: 0.320, 0.374.
+        enough = enough and problem.head_dim == 64 and load >= 3
     return problem.tma_allowed and enough
 
 

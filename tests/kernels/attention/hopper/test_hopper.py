@@ -136,6 +136,15 @@ def test_auto_decides_for_either_pass_by_itself(num_sequences, length, head_dim,
     assert hopper_backward_is_faster(measured) == backward
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "head_dim", "chosen"),
+    [(16, 16384, 32, False), (100, 512, 64, True), (16, 2048, 64, False), (16, 2048, 128, True), (16, 2048, 256, True)],
+)
+def test_auto_decides_for_a_deterministic_backward_by_its_own_measurements(num_sequences, length, head_dim, chosen):
+    measured = problem(num_sequences, length, length, head_dim)
+    assert hopper_backward_is_faster(measured, deterministic=True) == chosen
+
+
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
 def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
