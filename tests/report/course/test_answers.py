@@ -398,3 +398,11 @@ def test_gathers_by_blocks_ahead_stand_in_order_and_none_in_time_is_not_called_s
     assert [text.index(f"With prefetch {count} ") for count in (0, 1, 2)] == sorted(
         text.index(f"With prefetch {count} ") for count in (0, 1, 2)
     )
+
+
+def test_a_run_of_one_length_alone_adds_rows_and_no_picture():
+    (block,) = answers(2026, saved("attn-h200", "attn-model-h200"), "pytorch_attention", "a")
+    assert block.missing == []
+    # The last shape of the model's own attention was measured in a run of its own.
+    assert "44.17 ms (context 16384, head dim 128)" in words([block])
+    assert len(block.pictures) == 2

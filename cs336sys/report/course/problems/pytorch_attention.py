@@ -46,7 +46,8 @@ def pytorch_attention(evidence: Evidence, handout: Handout) -> Answer | None:
         *("peak_gib", "status"),
     )
     shown = [table for group in found for table in group.table("attn", *keys)]
-    pictures = pictures_of(found)
+    # Of one length there is nothing over which to draw.
+    pictures = pictures_of([group for group in found if len({_shape(cell)[0] for cell in group.measured}) > 1])
     every = {_shape(cell): cell for cell in cells}
     missing = [
         f"{_CALLED.get(name, name)} at {shape_words(cell)}"

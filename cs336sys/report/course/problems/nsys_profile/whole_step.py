@@ -70,16 +70,14 @@ def softmax(found: list[Found], evidence: Evidence, handout: Handout) -> Answer 
         size: sorted((row for row in rows if row["size"] == size), key=lambda row: row["context"])
         for size in dict.fromkeys(row["size"] for row in rows)
     }
-    changes = [
-        f"{trend([row['time_ratio'] for row in series])} in {size} "
-        f"({joined(times(row['time_ratio']) + ' at ' + str(row['context']) for row in series)})"
-        for size, series in by_size.items()
-        if len(series) > 1
-    ]
+    changes: dict[str, list[str]] = {}
+    for size, series in by_size.items():
+        if len(series) > 1:
+            listed = joined(f"{times(row['time_ratio'])} at {row['context']}" for row in series)
+            changes.setdefault(trend([row["time_ratio"] for row in series]), []).append(f"{size} ({listed})")
     if changes:
-        sentences.append(
-            f"With the context the ratio of times {joined(changes)}, while that of FLOPs does not depend on it."
-        )
+        words = joined(f"{how} in {joined(sizes)}" for how, sizes in changes.items())
+        sentences.append(f"With the context the ratio of times {words}, while that of FLOPs does not depend on it.")
     columns = (
         *("size", "context", "scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio"),
         *("bytes_ratio", "matmul_tflops", "softmax_gbps"),
