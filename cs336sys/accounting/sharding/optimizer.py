@@ -142,16 +142,6 @@ def flat_optimizer_state(
     ]
 
 
-def gradients_in_flight(bucket_bytes: Sequence[float]) -> float:
-    """Bytes of whole gradients alive at most during the backward pass: one bucket filling, two being reduced.
-
-    Args:
-        bucket_bytes: whole gradients of each bucket, in the order of launching.
-    """
-    padded = [*bucket_bytes, 0, 0]
-    return max((sum(window) for window in zip(padded, padded[1:], padded[2:], strict=False)), default=0)
-
-
 def _aligned(size: int, alignment: int) -> int:
     return math.ceil(size / alignment) * alignment
 

@@ -70,7 +70,7 @@ class ParallelStep(TrainStep):
         prepare = (PREPARE | PREPARE_SHARDED | PREPARE_CONTEXT | PREPARE_TENSOR)[workload.strategy]
         self.warmup_of_capture = warmup_of_capture(workload)
         in_graphs = workload.training.cuda_graph == "on"
-        self._recorder = recorder_of(workload, device) if in_graphs else None
+        self._recorder = recorder_of(device) if in_graphs else None
         # torch's DDP holds on to the stream that it is built on.
         with self.aside():
             replica = prepare(workload, device, choice)
@@ -141,7 +141,7 @@ class ParallelStep(TrainStep):
             bucket.launch = launch  # type: ignore[method-assign]  # of this bucket alone
 
 
-def recorder_of(workload: ParallelWorkload, device: torch.device) -> Recorder:
+def recorder_of(device: torch.device) -> Recorder:
     """What captures the step of a rank.
 
     Raises:

@@ -14,7 +14,6 @@ from cs336sys.accounting.sharding.optimizer import (
     Piece,
     flat_optimizer_state,
     flat_pieces,
-    gradients_in_flight,
     greedy_partition,
     sharded_optimizer_state,
 )
@@ -144,12 +143,6 @@ def test_bytes_worked_by_hand():
         TrainingState(2 * 449, 2 * 449, 4 * 256, 0),
         TrainingState(2 * 449, 2 * 449, 4 * 193, 0),
     ]
-
-
-def test_gradients_in_flight_are_three_buckets():
-    assert gradients_in_flight([1, 5, 2, 4, 9, 3]) == 16
-    assert gradients_in_flight([7, 1]) == 8
-    assert gradients_in_flight([]) == 0
 
 
 @pytest.mark.parametrize("count", [lambda n: sharded_optimizer_state([1], n), lambda n: flat_optimizer_state([[1]], n)])
