@@ -285,8 +285,10 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     with implementation(workload, device) as attention:
         base = 0
         if device.type == "cuda":
-            # The first matrix product of a process allocates a workspace that all later ones use.
-            torch.ones(16, 16, device=device).mm(torch.ones(16, 16, device=device))
+            # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own.
+            ones = torch.ones(16, 16, device=device, requires_grad=True)
+            ones.mm(ones).sum().backward()
+            del ones
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)
         out: Tensor | None = None

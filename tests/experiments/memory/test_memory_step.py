@@ -16,6 +16,7 @@ from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import block_changes, summary, timeline_peaks
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
+from cs336sys.measure.cells import release_memory
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload, Workload
 
@@ -285,6 +286,8 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
 
     from torch.cuda import _memory_viz
 
+    # As between the cells of a sweep: a step's modules and hooks refer to each other, so only the collector frees them.
+    release_memory()
     size = ModelSize("gpu", 512, 2048, num_layers=6, num_heads=8, vocab_size=10_000, context=512, batch_size=4)
     training = Workload(size, precision=precision, device="cuda", warmup=1, steps=1)
     cell = MemoryWorkload(training, checkpointing, snapshot=str(tmp_path))
