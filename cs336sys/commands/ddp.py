@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import between, one_of, split_list
+from cs336sys.commands.options.reading import MEASURING, between, one_of, split_list
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
@@ -70,6 +70,9 @@ def ddp(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
+    rounds: Annotated[
+        int, typer.Option(help="Times through all of it, to and fro.", min=1, rich_help_panel=MEASURING)
+    ] = 1,
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
@@ -92,7 +95,7 @@ def ddp(
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables
+    from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables, pool_ddp_rounds
     from cs336sys.report.parallel.scaling import scaling_tables
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
@@ -131,15 +134,27 @@ def ddp(
     sweep = run_sweep(
         "ddp",
         "cs336sys.experiments.parallel.measurement:measure_parallel_training",
-        [workload.configuration() for workload in chosen],
+        _in_rounds([workload.configuration() for workload in chosen], rounds),
         sweeping,
         across_ranks=True,
     )
+    cells = pool_ddp_rounds(sweep.cells)
     sweep.report(
-        lambda: [*ddp_tables(sweep.cells, sweep.run), *scaling_tables(sweep.cells)],
+        lambda: [*ddp_tables(cells, sweep.run), *scaling_tables(cells)],
         output,
-        pictures=_pictures(sweep.cells, plot, plot_buckets, plot_scaling),
+        pictures=_pictures(cells, plot, plot_buckets, plot_scaling),
     )
+
+
+def _in_rounds(configurations: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    """Every second round goes backwards, so that none is always the first, or always measured after the same one."""
+    if rounds == 1:
+        return configurations
+    return [
+        configuration | {"round": number}
+        for number in range(1, rounds + 1)
+        for configuration in (configurations if number % 2 else reversed(configurations))
+    ]
 
 
 def _strategies(

@@ -20,7 +20,7 @@ from cs336sys.report.noise import Interval
 from cs336sys.report.parallel.allreduce import allreduce_tables
 from cs336sys.report.parallel.allreduce_plots import plot_collectives
 from cs336sys.report.parallel.board import is_of_board, sharding_tables
-from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables
+from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_tables, pool_ddp_rounds
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.parallel.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.parallel.shard_plots import plot_memory
@@ -128,7 +128,9 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "allreduce": SavedCommand(
         lambda cells, run, asked: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
     ),
-    "ddp": SavedCommand(lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures),
+    "ddp": SavedCommand(
+        lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures, pool_ddp_rounds
+    ),
     "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
     "shard": SavedCommand(
         lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures

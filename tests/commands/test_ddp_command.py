@@ -11,6 +11,7 @@ from two_agents import run_two_agents
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.sweep.run import Sweep
 from cs336sys.results import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -90,6 +91,22 @@ def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
     result, folder, _ = sweep
     shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
     assert (shown.exit_code, shown.stdout) == (0, result.stdout)
+
+
+def test_rounds_go_to_and_fro(monkeypatch):
+    given = []
+
+    def not_measured(command, measure, configurations, *arguments, **settings):
+        given.extend((one.get("round"), one["strategy"]) for one in configurations)
+        return Sweep((), None)
+
+    monkeypatch.setattr("cs336sys.commands.ddp.run_sweep", not_measured)
+    assert invoke(*TINY, "--mode", "naive,flat", "--rounds", "3").exit_code == 0
+    to = ["naive", "flat"]
+    assert given == [*((1, name) for name in to), *((2, name) for name in reversed(to)), *((3, name) for name in to)]
+    given.clear()
+    assert invoke(*TINY, "--mode", "naive,flat").exit_code == 0
+    assert given == [(None, "naive"), (None, "flat")]
 
 
 def test_cells_keep_their_samples_and_timelines(sweep):

@@ -1,14 +1,16 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cs336sys.accounting.buckets import bucketing_overhead_s, optimal_bucket_on_link_bytes, overhead_on_link_s
 from cs336sys.accounting.collectives import AlphaBeta
+from cs336sys.accounting.exposure import exposed_communication
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report.noise import Interval, difference, ratio
 from cs336sys.report.numbers import format_number, format_quantity
+from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
@@ -22,7 +24,7 @@ from cs336sys.report.titles import (
     unknown_memory,
     wall_columns,
 )
-from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 PARALLEL_SETTING_COLUMNS = {
@@ -35,22 +37,47 @@ PARALLEL_SETTING_COLUMNS = {
 _ALWAYS_SHOWN = ("precision", "compile")
 
 # Settings by which the cells of one comparison differ.
-_COMPARED = ("strategy", "bucket_mb", "trace")
+_COMPARED = ("strategy", "bucket_mb", "trace", "rounds")
 
 STEADIER = "more --steps, fewer ranks than cores"
+_STEADIER = f"--rounds 3, {STEADIER}"
 
 _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
+def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.rounds.pool_cells`).
+
+    Rates and what is exposed are of all steps together, the peak is the largest, and what is left (the timeline, the
+    link, the check) the first round's.
+    """
+    return pool_cells(cells, _derived_of_rounds)
+
+
+def _derived_of_rounds(
+    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
+) -> dict[str, Any]:
+    if not samples:
+        return {}
+    training = ParallelWorkload.from_configuration(configuration).training
+    return (
+        rounds[0].derived
+        | exposed_communication({name: series.median for name, series in samples.items()})
+        | training.throughput(samples["step"])
+        | {"peak_gib": largest_known(rounds, "peak_gib")}
+    )
+
+
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they communicate, their phases, and a sweep of bucket sizes beside the model of its overhead."""
-    shown = shown_settings(cells, PARALLEL_SETTING_COLUMNS, _ALWAYS_SHOWN)
+    settings = PARALLEL_SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
+    shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
     rows = step_rows(cells, "naive", _COMPARED)
     tables = [
         Table(
             "ddp",
-            title("ddp", cells, run, PARALLEL_SETTING_COLUMNS, shown),
+            title("ddp", cells, run, settings, shown),
             (
                 *SIZE_COLUMNS,
                 *own,
@@ -62,7 +89,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             ),
             rows,
             notes=(*_step_notes(cells), *method_notes(cells)),
-            steadier=STEADIER,
+            steadier=_STEADIER,
         )
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -153,6 +180,8 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
             "calls: one of them carries no gradients; it tells the ranks which parameters have any, and torch's DDP "
             "has none such"
         )
+    if any("rounds" in cell.configuration for cell in cells):
+        notes.append("rounds: to and fro through the whole sweep so many times, the steps of all rounds together")
     return [*notes, *check_notes(cells)]
 
 

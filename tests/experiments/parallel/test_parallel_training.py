@@ -114,6 +114,17 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
     assert measure_parallel_training(workload("overlap").configuration(), lambda stage: None).status == "ok"
 
 
+def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its_own(ranks, monkeypatch):
+    ranks()
+    check, checked = measurement._weights_outcome, []
+    monkeypatch.setattr(measurement, "_weights_outcome", lambda *given: checked.append(given) or check(*given))
+    cell = workload("naive", size=SMALL).configuration()
+    first, second = (measure_parallel_training(cell | {"round": number}, lambda stage: None) for number in (1, 2))
+    assert (first.status, second.status, len(checked)) == ("ok", "ok", 1)
+    assert second.derived["relative_difference_percent"] == first.derived["relative_difference_percent"]
+    assert second.samples["unsynchronized"] != first.samples["unsynchronized"]
+
+
 @pytest.mark.parametrize(
     "strategy",
     ["naive", "flat", "overlap", "bucketed", "bucketed-step", "none", "optimizer", "optimizer-flat"],

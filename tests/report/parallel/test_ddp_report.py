@@ -1,8 +1,10 @@
 """The tables and pictures of ``ddp``, from cells that were never measured."""
 
+from dataclasses import replace
+
 import pytest
 
-from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_plan, ddp_tables
+from cs336sys.report.parallel.ddp import bucket_sweeps, ddp_plan, ddp_tables, pool_ddp_rounds
 from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
 from cs336sys.report.rendering import render
 from cs336sys.results import Cell, Samples
@@ -70,6 +72,28 @@ def test_speedup_is_over_naive_in_the_same_precision():
     assert [row["status"] for row in rows] == ["ok", "ok", "ok", "wrong", "ok", "oom"]
     assert "step_ms" not in rows[3]
     assert rows[3]["largest_difference"] == 0.3, "how wrong it is stands in the table"
+
+
+def test_rounds_are_one_row_and_what_follows_from_the_samples_is_made_anew():
+    def of_round(number, one):
+        return replace(one, configuration=one.configuration | {"round": number})
+
+    rounds = [
+        *(of_round(1, one) for one in (cell("naive", 120.0), cell("flat", 100.0, peak_gib=49.0))),
+        *(of_round(2, one) for one in (cell("flat", 90.0, peak_gib=51.0), cell("naive", 130.0))),
+    ]
+    found = ddp_tables(pool_ddp_rounds(rounds), None)[0]
+    naive, flat = found.rows
+    assert (naive["rounds"], flat["rounds"]) == (2, 2)
+    # Medians of six steps: 118, 120, 121, 128, 130, 131 and 88, 90, 91, 98, 100, 101, over one of 80.
+    assert naive["step_ms"].median == 124.5
+    assert flat["exposed_ms"].estimate == 94.5 - 80
+    assert flat["speedup"].estimate == pytest.approx(124.5 / 94.5)
+    # Communication alone takes 1 ms, none of which is hidden.
+    assert (flat["hidden_percent"].estimate, flat["peak_gib"]) == (0.0, 51.0)
+    mean_s = (118 + 120 + 121 + 128 + 130 + 131) / 6e3
+    assert naive["tokens_per_s"] == pytest.approx(4 * 512 / mean_s)
+    assert any(note.startswith("rounds: to and fro") for note in found.notes)
 
 
 def test_notes_say_what_went_wrong_and_what_was_not_compared():
