@@ -84,6 +84,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             whole,
             getattr(model, "buckets", ()),
             scaler_class=ShardedGradScaler,
+            wait_for_gathers=getattr(model, "wait_for_gathers", None),
             share=_share(workload),
             loss=functools.partial(shared.loss, compiles=training.compile != "off"),
         )

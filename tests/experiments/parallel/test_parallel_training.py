@@ -155,10 +155,11 @@ def test_compiled_blocks_train_the_same_weights(ranks, strategy):
     assert [graphs for _, graphs in results] == [2, 2]
 
 
-def test_no_graph_leaves_a_gather_to_the_next(ranks):
+@pytest.mark.parametrize(("strategy", "mesh"), [("fsdp", None), ("fsdp+tensor", "fsdp=2,tp=1")])
+def test_no_graph_leaves_a_gather_to_the_next(ranks, strategy, mesh):
     """FSDP gathers ahead for the backward pass: a graph cannot wait for an event of another."""
     training = Workload(choose_size("tiny", num_layers=4, context=8, batch_size=2, vocab_size=101), device="cpu")
-    cell = ParallelWorkload(training, "fsdp", prefetch=1)
+    cell = ParallelWorkload(training, strategy, prefetch=1, mesh=mesh)
     for launched, captured, difference in ranks().run(training_ranks.gathers_left_by_phases, cell):
         assert launched["forward"] == ["layers.3"]
         assert not any(captured.values()), captured
