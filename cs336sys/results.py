@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cs336sys.earlier_results import with_whole_step
 from cs336sys.errors import UsageError
 from cs336sys.gzip_members import is_compressed, read_members
 
@@ -285,7 +286,8 @@ def read_results(path: Path) -> Results:
                 runs[record["run_id"]] = Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
             elif kind == "cell":
                 _check_types(record, _CELL_TYPES)
-                cells.append(Cell(**record | {"samples": {n: _samples(s) for n, s in record["samples"].items()}}))
+                samples = {name: _samples(values) for name, values in record["samples"].items()}
+                cells.append(Cell(**with_whole_step(record | {"samples": samples})))
         except (TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"{path}: line {number} is no {kind} of this schema") from error
     if not runs and not cells:

@@ -21,6 +21,7 @@ LAYERS = (
             "user_code",
             "training_text",
             "course_package",
+            "earlier_results",
             "results",
             "results_file",
             "gzip_members",

@@ -40,10 +40,11 @@ class ParallelStep(TrainStep):
     pass and optimizer step, and ``optimizer``. Under Nsight Systems they and every launch of a collective by a bucket
     are NVTX ranges.
 
+    A strategy that sends updated parameters does so at the beginning of the next forward pass: they arrive beside it.
+
     In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
-    synchronizes in that phase, one that updates parameters meanwhile does that in it, too, and one that sends updated
-    parameters does so in the forward pass. Weights that are gathered ahead for the backward pass arrive in the forward
-    pass.
+    synchronizes in that phase, and one that updates parameters meanwhile does that in it, too. Weights that are
+    gathered ahead for the backward pass arrive in the forward pass.
 
     Args:
         optimizer_settings: for the optimizer, beyond those of the workload's choice.
@@ -99,7 +100,8 @@ class ParallelStep(TrainStep):
             self.phases["optimizer"] = optimizer
         if in_graphs and replica.optimizer_synchronizes:
             self.phases["backward"] = functools.partial(_in_turn, self.backward, self.phases.pop("optimizer"))
-        if in_graphs and replica.sharded is not None:
+        if replica.sharded is not None:
+            # Sent after the last phase they would arrive while the step is waited for, and cost nothing that is timed.
             replica.sharded.defer_exchange()
             exchange = (replica.sharded.start_exchange, self.forward, replica.sharded.wait_for_parameters)
             self.phases["forward"] = functools.partial(_in_turn, *exchange)

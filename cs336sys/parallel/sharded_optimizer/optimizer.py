@@ -185,9 +185,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def defer_exchange(self) -> None:
         """Let :meth:`step` leave it to :meth:`start_exchange` to send the updated parameters.
 
-        For a step in CUDA graphs, one a phase: each graph must wait for the collectives that it launched. Called at the
-        beginning of the forward pass, :meth:`start_exchange` brings parameters while earlier parts compute. What the
-        last replay has updated is sent by the next: replays do not come through this object.
+        For steps that are timed one by one, and for a step in CUDA graphs, one a phase: each graph must wait for the
+        collectives that it launched. Called at the beginning of the forward pass, :meth:`start_exchange` brings
+        parameters while earlier parts compute. What the last replay has updated is sent by the next: replays do not
+        come through this object.
         """
         self._partition.exchange.is_deferred = True
 

@@ -36,6 +36,19 @@ def observe_all(workloads):
     return observed
 
 
+def bytes_by_phase(workload):
+    """What the second step sends in each of its phases, and what it has left under way."""
+    step, sent = ParallelStep(workload, torch.device("cpu")), {}
+    step()
+    for name, run in step.phases.items():
+        with recorded_communication() as communications:
+            run()
+        sent[name] = sum(one.sent_bytes for one in communications if not one.is_flags)
+    with recorded_communication() as after:
+        step.replica.whole_parameters()
+    return sent, sum(one.sent_bytes for one in after)
+
+
 def break_fsdp() -> None:
     """From now on fsdp loses the gradients of the LM head's rows on this rank."""
 

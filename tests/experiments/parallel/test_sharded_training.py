@@ -9,6 +9,7 @@ import pytest
 import sharding_ranks
 import torch
 
+from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.models import build_model, initialize_layer
@@ -45,6 +46,18 @@ def test_checkpoints_change_no_weights(ranks):
     cells += [workload(strategy, "keep=1", attention="sdpa") for strategy in ("none", "fsdp", "torch-fsdp")]
     for cell, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
         assert largest(differences) < TOLERANCES["fp32"] / 50, cell.strategy
+
+
+@pytest.mark.parametrize("strategy", ["optimizer", "optimizer-flat"])
+def test_updated_parameters_are_sent_in_a_phase_that_is_timed(ranks, strategy):
+    """Sent behind the optimizer phase they arrived while the step was waited for: 27 of 588 ms were in no phase."""
+    weights = 4 * count_parameters(SIZE)
+    found = ranks().run(sharding_ranks.bytes_by_phase, workload(strategy))
+    assert {sent["optimizer"] for sent, _ in found} == {0}
+    # Of two ranks; a parameter may be padded to be cut in halves.
+    assert sum(sent["forward"] for sent, _ in found) == pytest.approx(weights, rel=0.01)
+    # The last update has not been sent yet, and is before weights are looked at.
+    assert sum(left for _, left in found) == pytest.approx(weights, rel=0.01)
 
 
 def test_half_precision_without_autocast_is_compared_with_the_same_on_one_process(ranks):
