@@ -135,7 +135,7 @@ def test_naive_on_a_busy_cpu_hides_no_one_knows_how_much():
     assert "-11.80" not in text
     assert f"< {row['exposed_ms'].high:.2f}" in text
     assert "0.00 to 100" in text
-    assert "steadier: more --steps" in text
+    assert "steadier: --rounds 3, more --steps" in text
 
 
 def test_a_step_that_communication_made_shorter_is_noise_however_sure_it_looks():
