@@ -7,7 +7,8 @@ INTERRUPTED = 130
 READER_LEFT = 141
 TERMINATED = 143
 
-# Set where the tracebacks of the user's own code are asked for, which a sentence stands for otherwise.
+# Set where the tracebacks of the user's own code are asked for, and of lost processes: a sentence stands for them
+# otherwise.
 DEBUG_VARIABLE = "CS336SYS_DEBUG"
 
 
@@ -31,6 +32,10 @@ class UserCodeError(RuntimeError):
 
 class CaptureError(CapabilityError):
     """Work cannot be captured in a CUDA graph, as was noticed on the way: the process should compute nothing more."""
+
+
+class LostProcessError(RuntimeError):
+    """A process that this one works with died or hangs. The first line says which, and no traceback explains it."""
 
 
 class OutputError(RuntimeError):

@@ -18,7 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, UsageError, UserCodeError
+from cs336sys.errors import (
+    DEBUG_VARIABLE,
+    CapabilityError,
+    CaptureError,
+    LostProcessError,
+    UsageError,
+    UserCodeError,
+)
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results import Run, Samples, Status
@@ -216,6 +223,10 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
             traceback.print_exc()
         # A GPU on which an assertion failed is of no use to this process any more.
         return Outcome("error", reason=str(error), refused="CUDA error" not in str(error))
+    except LostProcessError as error:
+        if DEBUG_VARIABLE in os.environ:
+            traceback.print_exc()
+        return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
             return Outcome("unsupported", reason="needs the package triton, which is not installed")

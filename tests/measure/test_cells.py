@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from running import is_held, is_running, wait_for_ids, wait_until
 
-from cs336sys.errors import CapabilityError
-from cs336sys.measure.cells import Outcome, Worker, _Child
+from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
+from cs336sys.measure.cells import Outcome, Worker, _Child, guarded
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,22 @@ def test_measured_cell_comes_back_with_samples_and_stages(worker):
     assert outcome.status == "ok"
     assert outcome.samples["step"].mean == 2.0
     assert stages == ["forward"]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_lost_process_is_one_sentence_unless_more_is_asked_for(debug, monkeypatch, capfd):
+    def measure(configuration, progress):
+        progress("timing naive")
+        raise LostProcessError("rank 1 of 2: was killed by SIGKILL\n\nrank 0 was here:\nin wait")
+
+    if debug:
+        monkeypatch.setenv(DEBUG_VARIABLE, "1")
+    else:
+        monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
+    outcome = guarded(measure, {}, lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("error", "rank 1 of 2: was killed by SIGKILL, at timing naive")
+    assert not outcome.leaves_worker_sound
+    assert ("rank 0 was here" in capfd.readouterr().err) == debug
 
 
 def test_run_describes_the_machine_and_the_arguments(worker):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.errors import CapabilityError, LostProcessError, UsageError, UserCodeError
 from cs336sys.parallel.ranks.process import Failure, serve, stacks_path
 from cs336sys.processes import RankIdentity
 from cs336sys.processes.child import run_spawned
@@ -39,6 +39,10 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int):
         super().__init__(message)
         self.rank = rank
+
+
+class LostRankError(RankError, LostProcessError):
+    """A rank died without a word, or did not come to where others waited for it: behind the first line, its stack."""
 
 
 @dataclass
@@ -198,16 +202,19 @@ class SpawnedRanks:
             stacks += self._stacks_now(others)
         also = "\n".join(f"rank {failure.rank}: {failure.reason}" for failure in consequences)
         parts = (heading, cause.details, stacks, also)
-        error = RankError("\n\n".join(part.strip() for part in parts if part), cause.rank)
+        is_lost = cause.exit_code is not None or cause.is_timeout
+        error = (LostRankError if is_lost else RankError)(
+            "\n\n".join(part.strip() for part in parts if part), cause.rank
+        )
         error.__cause__ = raised
         return error
 
-    def _hang_error(self, hanging: list[_Rank], done: list[int]) -> RankError:
+    def _hang_error(self, hanging: list[_Rank], done: list[int]) -> LostRankError:
         heading = (
             f"rank {_enumerated(rank.number for rank in hanging)} of {len(self._ranks)} hangs: "
             f"not done {self._timeout_s:g} s after rank {_enumerated(done)}"
         )
-        return RankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
+        return LostRankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
 
     def _stacks_now(self, ranks: list[_Rank]) -> str:
         """Where running ranks are: they react to SIGUSR1 even inside a collective or an endless loop."""

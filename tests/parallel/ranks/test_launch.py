@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from running import is_running, wait_until
 
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.errors import CapabilityError, LostProcessError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.process import Failure, stacks_path
 from cs336sys.parallel.ranks.spawned import RankError, SpawnedRanks, _cause_before_consequence, _Rank
@@ -121,6 +121,7 @@ def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, 
     assert str(caught.value).startswith(heading)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, cause)
+    assert isinstance(caught.value, LostProcessError) == (how != "raise"), "what it raised has a traceback to show"
     assert list(temporary_directory.iterdir()) == []
     assert children() == before
     if how in ("raise", "crash"):
@@ -189,6 +190,7 @@ def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
         launch.run(launch_ranks.fail, "hang", world_size=2, backend="gloo", timeout_s=HANG_TIMEOUT_S)
     assert HANG_TIMEOUT_S < time.monotonic() - started < HANG_TIMEOUT_S + FAILURE_LIMIT_S
     heading, *rest = str(caught.value).split("\n")
+    assert isinstance(caught.value, LostProcessError)
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert heading.endswith("(in all_reduce); still running: rank 1")
     stacks = "\n".join(rest).split("rank 1 was here:")[1]
