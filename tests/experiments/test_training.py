@@ -137,20 +137,26 @@ def test_gpu_cell_counts_memory_and_busy_time():
 
 
 def test_a_step_is_launched_without_importing_the_compiler():
-    """Which takes longer than all that a tiny cell does, in every worker and every rank; torch's optimizers ask it."""
+    """Which takes longer than all that a tiny cell does, in every worker and every rank.
+
+    torch's optimizers ask it, and so do modes that watch operators and torch's profiler.
+    """
     script = """
 import sys
 import torch
 import cs336sys.experiments.parallel.measurement
+from cs336sys.experiments.parallel.communication import recorded_communication
 from cs336sys.experiments.training import TrainStep
+from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 
 size = choose_size("tiny", context=8, batch_size=1, vocab_size=50, num_layers=1)
 step = TrainStep(Workload(size, device="cpu"), torch.device("cpu"))
-step()
-step()
-print(step.loss.item() > 0, "torch._dynamo" in sys.modules)
+with recorded_communication(), TorchProfiler([torch.profiler.ProfilerActivity.CPU]):
+    step()
+    step()
+print(step.loss.item() > 0, "torch._dynamo" in sys.modules, hasattr(torch, "_inductor"))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["True", "False", "True"]

@@ -28,35 +28,38 @@ ROWS = 64
 MEMORY_INSTRUCTIONS = {"load_bits": "LDG", "staged_load_bits": "LDGSTS", "store_bits": "STG"}
 
 
+# By the hash of what was compiled: ptxas sees each once.
+descriptions = {}
+cubins = {}
+
+
 class Recorder:
     """A kernel in its module's place, which describes what each launch compiles."""
 
     def __init__(self, kernel, report):
         self._kernel = kernel
         self._report = report
-        self._descriptions = {}  # by the hash of what was compiled: ptxas sees each once
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             log = io.StringIO()
             with contextlib.redirect_stdout(log):
                 compiled = self._kernel[grid](*args, **kwargs)
-            if compiled.hash not in self._descriptions:
-                self._descriptions[compiled.hash] = describe(compiled, log.getvalue())
-            self._report.append({"kernel": self._kernel.__name__, **self._descriptions[compiled.hash]})
+            if compiled.hash not in descriptions:
+                descriptions[compiled.hash] = describe(compiled, log.getvalue())
+                cubins[compiled.hash] = compiled.asm["cubin"]
+            self._report.append((self._kernel.__name__, descriptions[compiled.hash]))
 
         return launch
 
 
 def describe(compiled: triton.compiler.CompiledKernel, ptxas_log: str) -> dict:
-    """What ptxas says of a kernel, and the bits that its instructions read and write memory by."""
-    sass = disassemble(compiled.asm["cubin"])
+    """What ptxas says of a kernel."""
     return {
         "registers": int(re.search(r"Used (\d+) registers", ptxas_log)[1]),
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", ptxas_log)[1]),
         "num_warps": compiled.metadata.num_warps,
         "shared_bytes": compiled.metadata.shared,
-        **{name: bits_of(instruction, sass) for name, instruction in MEMORY_INSTRUCTIONS.items()},
     }
 
 
@@ -144,7 +147,7 @@ CONFIGURATIONS = {
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    launches: list[dict] = []
+    launches: list[tuple[str, dict]] = []
     for module in (rms_norm, rope, embedding, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None
     for module in (rms_norm, partial_sums, rope, embedding, swiglu, linear_cross_entropy, adamw_kernels):
@@ -156,6 +159,12 @@ def main() -> None:
         launches.clear()
         CONFIGURATIONS[name]()
         reports[name] = list(launches)
+    for name, sass in zip(cubins, disassemble(list(cubins.values())), strict=True):
+        # The bits that its instructions read and write memory by.
+        descriptions[name].update(
+            (bits, bits_of(instruction, sass)) for bits, instruction in MEMORY_INSTRUCTIONS.items()
+        )
+    reports = {name: [{"kernel": kernel, **of} for kernel, of in launches] for name, launches in reports.items()}
     json.dump(reports, sys.stdout)
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cs336sys.measure.dispatch_mode import DispatchMode
 
 # torch's functional collectives, which torch.compile knows.
 _FUNCTIONAL = "_c10d_functional"
@@ -96,7 +97,7 @@ class Communication:
         return lambda: _work(self._operator(**arguments))
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(DispatchMode):
     """Sees every collective that goes through torch's dispatcher, those of the C++ reducer of torch's DDP too.
 
     Args:

@@ -6,7 +6,6 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.measure.allocations.history import AllocationHistory, code_line, python_frames
 from cs336sys.measure.allocations.module_stack import ModuleStack
@@ -20,6 +19,7 @@ from cs336sys.measure.allocations.timeline import (
     Span,
     build_timeline,
 )
+from cs336sys.measure.dispatch_mode import DispatchMode
 
 
 class StepRecorder:
@@ -111,7 +111,7 @@ class StepRecorder:
         return note
 
 
-class _OperationObserver(TorchDispatchMode):
+class _OperationObserver(DispatchMode):
     """Notes before and after each operation which module, operation and line of code it belongs to.
 
     An operation of the backward pass belongs to the operation of the forward pass that made its node of the graph: both

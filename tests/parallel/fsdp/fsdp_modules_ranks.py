@@ -162,7 +162,7 @@ def layers_of_torch():
 
 
 def compiled(when):
-    """Graphs compiled for twelve blocks, and whole weights after training; in eager mode if ``when`` is None."""
+    """Graphs compiled for four blocks, and whole weights after training; in eager mode if ``when`` is None."""
     torch._dynamo.reset()
     graphs = []
 
@@ -170,7 +170,7 @@ def compiled(when):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
 
-    model = transformer(layers=12)
+    model = transformer(layers=4)
     for index, block in enumerate(model.layers):
         if when == "before":
             block.compile(backend=backend, dynamic=False)

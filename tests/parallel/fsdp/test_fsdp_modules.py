@@ -41,20 +41,24 @@ def test_layers_of_torch(ranks):
     assert of_gradients == {torch.float32}
 
 
+@pytest.fixture(scope="module")
+def trained_in_eager_mode(ranks):
+    _, weights, _ = ranks(2).run(fsdp_modules_ranks.compiled, None)[0]
+    return weights
+
+
 @pytest.mark.parametrize("when", ["before", "after", "instead", "checkpointed"])
-def test_compiled_blocks_share_one_graph(ranks, when):
-    _, eager, _ = ranks(2).run(fsdp_modules_ranks.compiled, None)[0]
+def test_compiled_blocks_share_one_graph(ranks, when, trained_in_eager_mode):
     for graphs, weights, (kind, message) in ranks(2).run(fsdp_modules_ranks.compiled, when):
         assert graphs == 1
-        assert_same(weights, eager)
+        assert_same(weights, trained_in_eager_mode)
         assert (kind, message.partition(" is compiled as a whole")[0]) == ("UsageError", "BasicsTransformerLM")
 
 
-def test_wrapper_that_is_compiled_runs_uncompiled(ranks):
-    _, eager, _ = ranks(2).run(fsdp_modules_ranks.compiled, None)[0]
+def test_wrapper_that_is_compiled_runs_uncompiled(ranks, trained_in_eager_mode):
     graphs, weights, _ = ranks(2).run(fsdp_modules_ranks.compiled, "around")[0]
     assert graphs == 0
-    assert_same(weights, eager)
+    assert_same(weights, trained_in_eager_mode)
 
 
 def test_checkpoints_may_be_around_parts_of_units_and_around_several(ranks):

@@ -26,6 +26,7 @@ DDP_CLASSES = {
     "optimizer": lambda model, case: BucketedDDP(model, case.cap_mb),
 }
 WRAPPERS = (*DDP_CLASSES, "optimizer-flat", "fsdp")
+DROPS_GRADIENTS = ("optimizer-flat",)
 
 
 def train_all(seeds: range, every_wrapper: bool) -> list[str]:
@@ -34,21 +35,31 @@ def train_all(seeds: range, every_wrapper: bool) -> list[str]:
     Args:
         every_wrapper: train each model by all of :data:`WRAPPERS`, not by two that change from seed to seed.
     """
+    cases = {seed: random_case(seed, dist.get_world_size()) for seed in seeds}
+    shifts = range(len(WRAPPERS)) if every_wrapper else (0, 3)
+    trained = [(seed, WRAPPERS[(seed + shift) % len(WRAPPERS)]) for seed in seeds for shift in shifts]
+    expected = _references(cases, trained)
     wrong = []
-    for seed in seeds:
-        case = random_case(seed, dist.get_world_size())
-        expected = {drops: reference(case, drops) for drops in (False, True)}
-        chosen = WRAPPERS if every_wrapper else [WRAPPERS[(seed + k) % len(WRAPPERS)] for k in (0, 3)]
-        for wrapper in chosen:
-            found = train(case, wrapper)
-            errors = {
-                name: (found[name].double() - whole.double()).abs().max().item()
-                for name, whole in expected[wrapper == "optimizer-flat"].items()
-            }
-            worst = max(errors, key=errors.__getitem__)
-            if not errors[worst] <= case.tolerance:
-                wrong.append(f"{wrapper}: {worst} is {errors[worst]:.1e} off; {case}")
+    for seed, wrapper in trained:
+        case = cases[seed]
+        found = train(case, wrapper)
+        errors = {
+            name: (found[name].double() - whole.double()).abs().max().item()
+            for name, whole in expected[seed, wrapper in DROPS_GRADIENTS].items()
+        }
+        worst = max(errors, key=errors.__getitem__)
+        if not errors[worst] <= case.tolerance:
+            wrong.append(f"{wrapper}: {worst} is {errors[worst]:.1e} off; {case}")
     return wrong
+
+
+def _references(cases: dict[int, Case], trained: list[tuple[int, str]]) -> dict[tuple[int, bool], dict[str, Tensor]]:
+    """What each case is compared with, by seed and whether gradients are dropped; each rank computes a share of it."""
+    wanted = dict.fromkeys((seed, wrapper in DROPS_GRADIENTS) for seed, wrapper in trained)
+    share = list(wanted)[dist.get_rank() :: dist.get_world_size()]
+    shares: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, {(seed, drops): reference(cases[seed], drops) for seed, drops in share})
+    return {key: weights for one in shares for key, weights in one.items()}
 
 
 def train(case: Case, wrapper: str) -> dict[str, Tensor]:
@@ -60,7 +71,7 @@ def train(case: Case, wrapper: str) -> dict[str, Tensor]:
     rank = dist.get_rank()
     reverse = rank % 2 == 1 and wrapper != "fsdp"
     for step in case.steps:
-        optimizer.zero_grad(set_to_none=step.set_to_none or wrapper == "optimizer-flat")
+        optimizer.zero_grad(set_to_none=step.set_to_none or wrapper in DROPS_GRADIENTS)
         if step.toggled is not None:
             _toggle(case, model, step.toggled)
             synchronizer.refresh()
