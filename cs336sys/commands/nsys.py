@@ -150,10 +150,10 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
         raise UsageError(f"one report can hold one run, not {len(workloads)}: give each list option one value")
     if "torch" in profilers:
         raise UsageError("--profiler torch: this process runs under nsys, and a GPU takes one profiler at a time")
-    from cs336sys.experiments.profiling import run_for_nsys
+    from cs336sys.experiments.profiling import run_checked_for_nsys
     from cs336sys.measure.cells import guarded
 
-    outcome = guarded(run_for_nsys, workloads[0].configuration(), lambda stage: None)
+    outcome = guarded(run_checked_for_nsys, workloads[0].configuration(), lambda stage: None)
     if outcome.status == "unsupported":
         raise CapabilityError(outcome.reason)
     if outcome.status != "ok":

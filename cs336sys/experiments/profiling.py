@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.bench import check_few_blocks
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
@@ -50,6 +51,9 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
 def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
     device = choose_device(workload.training.device)
     nsys, why_not = _choose_nsys(workload.profiler, device)
+    found, wrong = _check(workload.training, device, progress)
+    if wrong is not None:
+        return wrong
     samples, counted = _time_without_profiler(workload.training, device, progress)
     release_memory()
     with OwnedFolder() as folder:
@@ -65,6 +69,8 @@ def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
                 why_not = str(error)
         if profile is None:
             profile = _under_torch_profiler(workload, device, folder, progress)
+    if found:
+        counted["notes"] = [*counted.get("notes", ()), *found]
     derived = {
         **counted,
         "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
@@ -83,6 +89,21 @@ def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
     with telling_user_errors(workload):
         _run_annotated(workload, device, NvtxMarks(), torch.cuda.profiler.profile(), progress)
     return Outcome("ok")
+
+
+def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """:func:`run_for_nsys` where no worker has checked the step before."""
+    workload = Workload.from_configuration(configuration)
+    with telling_user_errors(workload):
+        _, wrong = _check(workload, choose_device(workload.device), progress)
+    return wrong or run_for_nsys(configuration, progress)
+
+
+def _check(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
+    set_matmul_precision(workload)
+    found = check_few_blocks(workload, device, progress)
+    release_memory()
+    return found
 
 
 def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, str | None]:
@@ -110,7 +131,6 @@ def _time_without_profiler(
     Returns:
         these samples, and what :func:`~cs336sys.experiments.training.counted_columns` counts.
     """
-    set_matmul_precision(workload)
     progress("building the model")
     step = TrainStep(workload, device)
     counted = counted_columns(step, progress)

@@ -258,7 +258,19 @@ def test_attn_cell_times_forward_and_backward():
         "step": 3,
         "wall": 3,
     }
+    errors = {name: outcome.derived.pop(name) for name in ("out_error", "dq_error", "dk_error", "dv_error")}
+    assert 0 < max(errors.values()) < outcome.derived.pop("error_of_a_row") < 1e-5
     assert outcome.derived == {"held_gib": None, "peak_gib": None}
+
+
+def test_attn_cell_that_is_wrong_gets_no_time(monkeypatch):
+    """It was timed, whatever it computed; of ``model`` the user may have written the softmax."""
+    configuration = workload("model", causal=False).configuration() | {"warmup": 1, "steps": 3}
+    attention = "cs336sys.experiments.attention.model_attention"
+    monkeypatch.setattr(attention, lambda q, k, v, is_causal: reference_attention(1.01 * q, k, v, is_causal)[0])
+    outcome = measure_attn(configuration, lambda stage: None)
+    assert (outcome.status, outcome.samples) == ("wrong", {})
+    assert outcome.reason.startswith("relative error over 0.0001: out by ")
 
 
 @pytest.mark.gpu

@@ -8,17 +8,19 @@ import torch
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import bench
+from cs336sys.experiments.memory.measurement import measure_memory
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.summary import timeline_peaks
 from cs336sys.experiments.models import build_compared_model
 from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
+from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import FUSED_KERNELS, MemoryWorkload, ParallelWorkload, Workload
+from cs336sys.workload import FUSED_KERNELS, MemoryWorkload, ParallelWorkload, ProfileWorkload, Workload
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,18 +60,19 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
     assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
 
 
+def _with_wrong_gradient(query, *args, **named):
+    return flash_attention(1.1 * query - 0.1 * query.detach(), *args, **named)
+
+
 @pytest.mark.parametrize("mode", ["train", "forward-backward"])
 def test_a_wrong_gradient_of_attention_is_wrong_before_anything_is_timed(mode, monkeypatch):
-    def with_wrong_gradient(query, *args, **named):
-        return flash_attention(1.1 * query - 0.1 * query.detach(), *args, **named)
-
     cell = workload(kernels="reference", precision="fp32", optimizer="course", attention="flash", mode=mode)
     cell = replace(cell, size=replace(SMALLEST, num_layers=3))
     difference, wrong = bench.check_training(cell, DEVICE, silent)
     assert wrong is None
     assert difference.relative < 1e-3
     assert difference.num_layers == 1, "blocks are alike"
-    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", with_wrong_gradient)
+    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
     difference, wrong = bench.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
     assert difference.parameter == "layers.0.attn.q_proj.weight"
@@ -254,3 +257,32 @@ def test_every_state_is_compared_with_a_plain_model(state_dtype):
     in_bf16 = [name for name, weight in started.items() if weight.dim() > 1 and torch.equal(weight, weight.bfloat16())]
     assert len(in_bf16) == (7 if state_dtype == "split" else 0)
     assert {weight.dtype for weight in started.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("command", ["nsys", "memprof"])
+def test_what_looks_into_steps_checks_kernels_first(command, monkeypatch):
+    """Neither compared anything: it would have profiled wrong attention, and shown it."""
+    cell = workload(kernels="reference", precision="fp32", optimizer="course", attention="flash")
+    cell = replace(cell, size=replace(SMALLEST, num_layers=3), steps=1)
+    measure, cell = {
+        "nsys": (measure_profile, ProfileWorkload(cell, "torch")),
+        "memprof": (measure_memory, MemoryWorkload(cell, trace=False)),
+    }[command]
+    right = measure(cell.configuration(), silent)
+    assert right.status == "ok"
+    assert any(note.startswith("checked first, 1 block against") for note in right.derived["notes"])
+    monkeypatch.setattr(bench, "_of_few_blocks", {})
+    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
+    wrong = measure(cell.configuration(), silent)
+    assert (wrong.status, wrong.samples) == ("wrong", {})
+    assert "layers.0.attn.q_proj.weight is off by" in wrong.reason
+
+
+def test_fused_kernels_are_checked_with_the_addition_that_ends_a_block(monkeypatch):
+    checked = []
+    monkeypatch.setattr(bench, "_of_few_blocks", {})
+    monkeypatch.setattr(bench, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
+    cell = workload(size=replace(SMALLEST, num_layers=9))
+    for steps in (1, 3):
+        assert bench.check_few_blocks(replace(cell, steps=steps), DEVICE, silent) == ([], None)
+    assert [few.size for few in checked] == [replace(SMALLEST, num_layers=2)]

@@ -150,17 +150,24 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def reference_results(workload: AttentionWorkload, device: torch.device) -> dict[str, Tensor]:
-    """Output and gradients of :func:`random_inputs` in float64, computed a few rows of scores at a time.
+    """:func:`exact_results` of :func:`random_inputs`.
 
-    Plain softmax attention and its derivative (FlashAttention-2 handout, equations 4 to 6 and 13 to 19). The last
-    result is kept, because every implementation of a sweep is compared with the same one.
+    The last result is kept, because every implementation of a sweep is compared with the same one.
     """
-    inputs = random_inputs(workload, device)
+    return exact_results(random_inputs(workload, device), workload)
+
+
+def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tensor]:
+    """Output and gradients in float64, computed a few rows of scores at a time.
+
+    Plain softmax attention and its derivative (FlashAttention-2 handout, equations 4 to 6 and 13 to 19).
+    """
+    device = inputs.query.device
     query, key, value, grad_out = (tensor.detach().double() for tensor in (*inputs.differentiable, inputs.grad_out))
     scale, group = 1 / math.sqrt(workload.head_dim), workload.heads // workload.key_heads
     out, grad_query = torch.empty_like(query), torch.empty_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-    for batch in range(workload.batch_size):
+    for batch in range(len(query)):
         for head in range(workload.heads):
             for start in range(0, workload.context, _REFERENCE_ROWS):
                 at = batch, head, slice(start, start + _REFERENCE_ROWS)
@@ -196,10 +203,23 @@ def attention_errors(
     workload = replace(workload, implementation="")
     inputs = random_inputs(workload, device)
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
+    return relative_errors(_results(attention, inputs), reference_results(workload, device))
+
+
+def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
     out = attention(*inputs.differentiable)
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
-    results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
-    return relative_errors(results, reference_results(workload, device))
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+
+def _errors_of_first_sequence(
+    attention: Attention, workload: AttentionWorkload, device: torch.device
+) -> dict[str, RelativeError]:
+    """As :func:`attention_errors` of one call, whose first sequence alone is looked at: in float64 all take long."""
+    inputs = random_inputs(workload, device)
+    results = {name: tensor[:1] for name, tensor in _results(attention, inputs).items()}
+    first = Inputs(*(tensor.detach()[:1] for tensor in (*inputs.differentiable, inputs.grad_out)))
+    return relative_errors(results, exact_results(first, workload))
 
 
 def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -273,7 +293,9 @@ def _time(
 
 
 def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
-    """Time plain attention and the memory it holds: a cell of ``attn``, run in the worker process.
+    """Check, then time plain attention and the memory it holds: a cell of ``attn``, run in the worker process.
+
+    An implementation that is ``wrong``, as of :func:`measure_flash`, is not timed.
 
     Samples (ms): ``forward`` and ``backward``; the device is synchronized after each step of both. Derived: memory in
     use when the forward pass is done and the backward pass has not begun, and the peak, both including the inputs.
@@ -281,8 +303,14 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     warmup, steps = configuration["warmup"], configuration["steps"]
     workload = AttentionWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    progress("building the inputs")
+    progress("checking")
     with implementation(workload, device) as attention:
+        errors = _errors_of_first_sequence(attention, workload, device)
+        derived = error_columns(errors)
+        reason = why_wrong(errors, TOLERANCES[workload.dtype])
+        if reason is not None:
+            return Outcome("wrong", {}, derived, reason)
+        progress("building the inputs")
         base = 0
         if device.type == "cuda":
             # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own.
@@ -306,7 +334,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
             {"forward": forward, "backward": backward}, warmup=warmup, steps=steps, device=device, progress=progress
         )
         peak_gib = peak_memory_gib(device)
-        derived: dict[str, Any] = {"held_gib": None, "peak_gib": None}
+        derived |= {"held_gib": None, "peak_gib": None}
         if peak_gib is not None:
             derived["peak_gib"] = peak_gib - base / GIB
             forward()

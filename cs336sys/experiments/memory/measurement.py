@@ -10,6 +10,7 @@ import torch
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.experiments.bench import check_few_blocks
 from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
@@ -39,6 +40,9 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     training = workload.training
     device = choose_device(training.device)
     set_matmul_precision(training)
+    found, wrong = check_few_blocks(training, device, progress)
+    if wrong is not None:
+        return wrong
     derived: dict[str, Any] = {}
     failure = ""
     if workload.trace:
@@ -52,8 +56,8 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     progress("building the model")
     step = MemoryStep(workload, device)
     derived |= counted_columns(step, progress)
-    if failure:
-        derived["notes"] = [*derived["notes"], failure]
+    if more := [*([failure] if failure else []), *found]:
+        derived["notes"] = [*derived.get("notes", ()), *more]
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
