@@ -11,6 +11,8 @@ def ranks(ranks):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
-        yield lambda world_size=2: (
-            launch.kept(2, backend="gloo", timeout_s=120.0) if world_size == 2 else ranks(world_size)
+        yield (
+            lambda world_size=2: (
+                launch.kept(2, backend="gloo", timeout_s=120.0) if world_size == 2 else ranks(world_size)
+            )
         )
