@@ -41,17 +41,6 @@ class WrongAnswer(ValueError):
 def fail(how, rank=1):
     """Go wrong on one rank while the others wait for it in an all-reduce."""
     if dist.get_rank() == rank:
-        if how == "raise":
-            raise ValueError("the numbers are wrong\nin every column")
-        if how == "raise unpicklable":
-            raise WrongAnswer("6 x 7", 43)
-        if how == "usage":
-            raise UsageError("3 sequences: 2 ranks do not divide them")
-        if how == "out of memory":
-            try:
-                raise MemoryError("no room")
-            except MemoryError as error:
-                raise RuntimeError("the compiler failed") from error
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "exit":
@@ -62,9 +51,24 @@ def fail(how, rank=1):
             time.sleep(600)
         if how == "unpicklable result":
             return lambda: None
+        go_wrong(how)
     total = torch.ones(1000, device=group_device())
     dist.all_reduce(total)
     return total.sum().item()
+
+
+def go_wrong(how):
+    if how == "raise":
+        raise ValueError("the numbers are wrong\nin every column")
+    if how == "raise unpicklable":
+        raise WrongAnswer("6 x 7", 43)
+    if how == "usage":
+        raise UsageError("3 sequences: 2 ranks do not divide them")
+    if how == "out of memory":
+        try:
+            raise MemoryError("no room")
+        except MemoryError as error:
+            raise RuntimeError("the compiler failed") from error
 
 
 def hang_after_the_last_collective():
@@ -83,7 +87,7 @@ def say_and_hang(path):
 
 def run_and_report(queue, base):
     """The life of a spawned process that starts ranks of its own."""
-    results = launch.run(rank_and_sum, base, world_size=2, backend="gloo")
+    results = launch.run(rank_and_sum, base, world_size=1, backend="gloo")
     queue.put([(rank, total.item()) for rank, _, total in results])
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from running import is_running, wait_until
 
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError
 from cs336sys.parallel.ranks import launch
-from cs336sys.parallel.ranks.process import Failure, stacks_path
+from cs336sys.parallel.ranks.process import Failure, _failure, stacks_path
 from cs336sys.parallel.ranks.spawned import RankError, SpawnedRanks, _cause_before_consequence, _Rank
 from cs336sys.processes.folders import remove_abandoned
 
@@ -61,12 +62,11 @@ def children():
     return {process.pid for process in multiprocessing.active_children()}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_run_returns_what_ranks_returned_and_leaves_nothing(world_size, temporary_directory):
+def test_run_returns_what_ranks_returned_and_leaves_nothing(temporary_directory):
     before = children()
-    results = launch.run(launch_ranks.rank_and_sum, 5, world_size=world_size, backend="gloo")
-    assert [(rank, size) for rank, size, _ in results] == [(rank, world_size) for rank in range(world_size)]
-    assert all(total.item() == 5 * world_size + sum(range(world_size)) for *_, total in results)
+    results = launch.run(launch_ranks.rank_and_sum, 5, world_size=3, backend="gloo")
+    assert [(rank, size) for rank, size, _ in results] == [(0, 3), (1, 3), (2, 3)]
+    assert all(total.item() == 15 + 3 for *_, total in results)
     assert list(temporary_directory.iterdir()) == []
     assert children() == before
 
@@ -89,19 +89,17 @@ def test_function_that_cannot_be_sent_is_refused_and_the_ranks_live_on(pair):
     assert len(pair.run(launch_ranks.process_id)) == 2
 
 
-def test_what_ranks_print_goes_to_stderr(capfd):
-    launch.run(launch_ranks.say, "a line of a rank", world_size=1, backend="gloo")
+def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(monkeypatch, capfd):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with launch.start(1, backend="gloo") as ranks:
+        ((environment, threads),) = ranks.run(launch_ranks.environment_and_threads)
+        ranks.run(launch_ranks.say, "a line of a rank")
+    assert environment == {"NCCL_NVLS_ENABLE": "0", "RANK": None}
+    assert 1 <= threads <= os.cpu_count()
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "a line of a rank" in captured.err
-
-
-def test_ranks_inherit_the_environment_and_share_the_cores(monkeypatch):
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    ((environment, threads),) = launch.run(launch_ranks.environment_and_threads, world_size=1, backend="gloo")
-    assert environment == {"NCCL_NVLS_ENABLE": "0", "RANK": None}
-    assert 1 <= threads <= os.cpu_count()
 
 
 @pytest.mark.parametrize(
@@ -158,30 +156,36 @@ def test_answer_that_cannot_be_read_here_is_a_failure():
     assert failure.reason == "its result cannot be read here: ModuleNotFoundError: No module named 'no_such_module'"
 
 
+def raised_by_run(how):
+    """What ``run`` raises where the only rank has raised what :func:`launch_ranks.fail` raises."""
+    ours, theirs = multiprocessing.Pipe()
+    rank = _Rank(0, None, ours)
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        launch_ranks.go_wrong(how)
+    theirs.send_bytes(pickle.dumps(_failure(0, raised.value)))
+    ranks = object.__new__(SpawnedRanks)
+    ranks._ranks = [rank]
+    return ranks._error(rank.receive(), [])
+
+
 def test_usage_error_of_a_rank_keeps_its_type_and_sentence():
-    with pytest.raises(UsageError) as caught:
-        launch.run(launch_ranks.fail, "usage", 0, world_size=1, backend="gloo")
-    assert str(caught.value) == "3 sequences: 2 ranks do not divide them"
-    assert caught.value.__notes__ == ["on rank 0 of 1"]
+    error = raised_by_run("usage")
+    assert type(error) is UsageError
+    assert str(error) == "3 sequences: 2 ranks do not divide them"
+    assert error.__notes__ == ["on rank 0 of 1"]
 
 
 def test_error_that_cannot_be_sent_is_told_in_words():
-    with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.fail, "raise unpicklable", 0, world_size=1, backend="gloo")
-    assert str(caught.value).startswith("rank 0 of 1: WrongAnswer: 6 x 7 is not 43\n\nTraceback")
-    assert caught.value.__cause__ is None
-
-
-def test_result_that_cannot_be_sent_is_an_error():
-    with pytest.raises(RankError, match=r"rank 0 of 1: .*pickle"):
-        launch.run(launch_ranks.fail, "unpicklable result", 0, world_size=1, backend="gloo")
+    error = raised_by_run("raise unpicklable")
+    assert str(error).startswith("rank 0 of 1: WrongAnswer: 6 x 7 is not 43\n\nTraceback")
+    assert error.__cause__ is None
 
 
 def test_wrapped_out_of_memory_keeps_its_chain_of_causes():
-    with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.fail, "out of memory", 0, world_size=1, backend="gloo")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert isinstance(caught.value.__cause__.__cause__, MemoryError)
+    error = raised_by_run("out of memory")
+    assert isinstance(error, RankError)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert isinstance(error.__cause__.__cause__, MemoryError)
 
 
 def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
@@ -238,10 +242,10 @@ def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(tmp_path):
     assert stacks.rstrip().endswith("in <module>")
 
 
-def test_ranks_that_ended_refuse_to_run():
+def test_result_that_cannot_be_sent_is_an_error_and_ranks_that_ended_refuse_to_run():
     with launch.start(1, backend="gloo") as ranks:
-        with pytest.raises(RankError):
-            ranks.run(launch_ranks.fail, "raise", 0)
+        with pytest.raises(RankError, match=r"rank 0 of 1: .*pickle"):
+            ranks.run(launch_ranks.fail, "unpicklable result", 0)
         with pytest.raises(UsageError, match="have ended"):
             ranks.run(launch_ranks.process_id)
 
@@ -301,7 +305,7 @@ def test_process_that_was_spawned_itself_can_run_ranks():
     process.start()
     results = queue.get()
     process.join()
-    assert results == [(0, 15), (1, 15)]
+    assert results == [(0, 7)]
     assert process.exitcode == 0
 
 
@@ -312,15 +316,10 @@ def torchrun(*args, timeout=80):
     )
 
 
-def test_run_joins_the_ranks_that_torchrun_started():
-    """Both runs of the script: each gets a process group of its own from torchrun's one store."""
-    answer = torchrun("2")
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout == "[(0, 2, 21), (1, 2, 21)]\n[(0, 2, 41), (1, 2, 41)]\n"
-
-
-def test_rank_of_torchrun_that_fails_names_itself_and_ends_the_others():
+def test_run_joins_the_ranks_that_torchrun_started_and_one_that_fails_ends_the_others():
+    """Both runs of the script: each gets a process group of its own from torchrun's one store. A third fails."""
     answer = torchrun("2", "fail")
+    assert answer.stdout == "[(0, 2, 21), (1, 2, 21)]\n[(0, 2, 41), (1, 2, 41)]\n", answer.stderr
     assert answer.returncode == 1
     assert "ValueError: the numbers are wrong" in answer.stderr
     assert "on rank 1 of 2" in answer.stderr
@@ -389,16 +388,16 @@ def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monk
 
 
 def test_kept_ranks_stay_until_others_are_asked_for():
-    first = launch.kept(1, backend="gloo")
-    assert launch.kept(1, backend="gloo") is first
-    assert first.run(launch_ranks.rank_and_sum, 4) == [(0, 1, torch.tensor([4]))]
-    second = launch.kept(2, backend="gloo")
+    first = launch.kept(2, backend="gloo")
+    assert launch.kept(2, backend="gloo") is first
+    assert len(first.run(launch_ranks.process_id)) == 2
+    second = launch.kept(1, backend="gloo")
     assert (first.alive, second.alive) == (False, True)
-    with pytest.raises(RankError):
-        second.run(launch_ranks.fail, "raise")
-    third = launch.kept(2, backend="gloo")
+    with pytest.raises(RankError, match="rank 0 of 1: ValueError"):
+        second.run(launch_ranks.fail, "raise", 0)
+    third = launch.kept(1, backend="gloo")
     assert third is not second
-    assert len(third.run(launch_ranks.process_id)) == 2
+    assert third.run(launch_ranks.rank_and_sum, 4) == [(0, 1, torch.tensor([4]))]
     launch.end_kept()
     assert not third.alive
 
