@@ -33,8 +33,9 @@ def workload(strategy, **settings):
         name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace", "transport") if name in settings
     }
     bucket_mb = settings.pop("bucket_mb", 0.5) if strategy.startswith("bucketed") else None
+    prefetch = 1 if strategy == "fsdp" else None
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
-    return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, **own)
+    return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, prefetch=prefetch, **own)
 
 
 def largest(differences):
@@ -336,7 +337,9 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
 @pytest.mark.multigpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "strategy", [*DATA_PARALLEL_STRATEGIES, "none", "optimizer", "optimizer-flat"], ids=lambda strategy: strategy
+    "strategy",
+    [*DATA_PARALLEL_STRATEGIES, "none", "optimizer", "optimizer-flat", "fsdp"],
+    ids=lambda strategy: strategy,
 )
 def test_gpus_replay_what_one_process_launches(strategy, precision):
     """Weights are compared before anything is timed; communication is captured where it can overlap."""
