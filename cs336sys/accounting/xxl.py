@@ -89,22 +89,6 @@ class TpuMesh:
         return self.flops_per_s / self.bytes_per_s
 
 
-def forward_times(batch: Number, stack: FeedForwardStack, mesh: TpuMesh) -> tuple[Number, Number, Number]:
-    """Seconds of one block's forward pass: computing, FSDP's all-gathers, TP's all-gather and reduce-scatter.
-
-    ``4 B D F / (X Y C)``, ``4 D F / (Y W M_X)``, ``4 B D / (X W M_Y)``: two matrices of two FLOPs and two bytes an
-    element. The book leaves out the factor ``(n - 1) / n`` of collectives.
-
-    Args:
-        batch: tokens of all devices.
-    """
-    d, f = stack.d_model, stack.d_ff
-    computing = 4 * batch * d * f / (mesh.x * mesh.y * mesh.flops_per_s)
-    along_x = 4 * d * f / (mesh.y * mesh.bytes_per_s * mesh.m_x)
-    along_y = 4 * batch * d / (mesh.x * mesh.bytes_per_s * mesh.m_y)
-    return computing, along_x, along_y
-
-
 def largest_tp(d_ff: Number, alpha: Number, m_y: Number) -> Number:
     """Largest Y at which TP's communication is no longer than computing, whatever the batch: ``F M_Y / alpha``."""
     return d_ff * m_y / alpha

@@ -294,7 +294,11 @@ def set_matmul_precision(workload: Workload) -> None:
 
 
 def time_steps(
-    step: TrainStep, phases: Mapping[str, Callable[[], None]], progress: Progress, *, warmup: int | None = None
+    step: TrainStep,
+    phases: Mapping[str, Callable[[], None]],
+    progress: Progress = lambda stage: None,
+    *,
+    warmup: int | None = None,
 ) -> dict[str, Samples]:
     """Time phases of the step as its workload says (:func:`~cs336sys.measure.timing.time_phases`).
 

@@ -10,7 +10,7 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.noise import ratio
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, steps_words, title
+from cs336sys.report.titles import SETTING_COLUMNS, reasons, shown_settings, steps_words, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
 
@@ -65,7 +65,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("status", "status"),
     ]
     note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
-    notes = [note, *_reasons(cells)]
+    notes = [note, *reasons(cells, "implementation")]
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
     heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)
@@ -104,7 +104,7 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = [_attn_row(cell) for cell in cells]
     notes = [f"{steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
     heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
-    tables = [Table("attn", heading, columns, rows, (*notes, *_reasons(cells)), "more --steps")]
+    tables = [Table("attn", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
         tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_memory(cell).peak)))
@@ -177,10 +177,3 @@ def _growth(cells: Sequence[Cell]) -> Table | None:
 
 def _shape(cell: Cell) -> str:
     return configuration_key(cell.configuration, ignore=("implementation", "rounds"))
-
-
-def _reasons(cells: Sequence[Cell]) -> list[str]:
-    failed = [cell for cell in cells if cell.reason]
-    return list(
-        dict.fromkeys(f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in failed)
-    )

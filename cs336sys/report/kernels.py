@@ -7,7 +7,7 @@ from typing import Any
 from cs336sys.report.noise import ratio
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, reasons, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 
 _SHAPE_COLUMNS = {
@@ -54,7 +54,9 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
     heading = title("kernels", cells, run, settings, varying)
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
-    return [Table("kernels", heading, columns, rows, (*notes, *_reasons(cells)), "more --repetition-ms")]
+    return [
+        Table("kernels", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --repetition-ms")
+    ]
 
 
 def _words(part: str) -> str:
@@ -77,13 +79,6 @@ def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 def _shape(cell: Cell) -> str:
     return configuration_key(cell.configuration, ignore=("implementation",))
-
-
-def _reasons(cells: Sequence[Cell]) -> tuple[str, ...]:
-    failed = [cell for cell in cells if cell.reason]
-    return tuple(
-        dict.fromkeys(f"{cell.configuration['implementation']} {cell.status}: {cell.reason}" for cell in failed)
-    )
 
 
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:

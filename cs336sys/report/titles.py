@@ -162,6 +162,12 @@ def found_in_models(cells: Sequence[Cell]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(note for cell in cells for note in cell.derived.get("notes", ())))
 
 
-def reasons(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Why cells have no numbers, each reason once."""
-    return tuple(dict.fromkeys(f"{cell.status}: {cell.reason}" for cell in cells if cell.reason))
+def reasons(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
+    """Why cells have no numbers, each reason once.
+
+    Args:
+        of: a setting whose value is said with the reason.
+    """
+    failed = [cell for cell in cells if cell.reason]
+    names = ["" if of is None else f"{cell.configuration[of]} " for cell in failed]
+    return tuple(dict.fromkeys(f"{name}{cell.status}: {cell.reason}" for name, cell in zip(names, failed, strict=True)))

@@ -12,7 +12,6 @@ from cs336sys.accounting.xxl import (
     batch_of_best_mesh,
     batch_overlapped,
     batch_shared,
-    forward_times,
     largest_tp,
     saved_bytes,
     sharded_bytes,
@@ -21,6 +20,20 @@ from cs336sys.accounting.xxl import (
     weight_copy_bytes,
 )
 from cs336sys.errors import UsageError
+
+
+def forward_times(batch, stack, mesh):
+    """Seconds of one block's forward pass: computing, FSDP's all-gathers, TP's all-gather and reduce-scatter.
+
+    ``4 B D F / (X Y C)``, ``4 D F / (Y W M_X)``, ``4 B D / (X W M_Y)``: two matrices of two FLOPs and two bytes an
+    element. The book leaves out the factor ``(n - 1) / n`` of collectives.
+    """
+    d, f = stack.d_model, stack.d_ff
+    computing = 4 * batch * d * f / (mesh.x * mesh.y * mesh.flops_per_s)
+    along_x = 4 * d * f / (mesh.y * mesh.bytes_per_s * mesh.m_x)
+    along_y = 4 * batch * d / (mesh.x * mesh.bytes_per_s * mesh.m_y)
+    return computing, along_x, along_y
+
 
 MESH = TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10)
 

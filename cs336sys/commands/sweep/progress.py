@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
 _TRACER_LINES = b"USDT:"
+# A cell that takes longer says what it has come to, so that one that waits for ever is no silence.
+_SILENT_S = 30.0
 # Stands in a pipe after all that was written before, and in no text.
 _MARK = b"\0\0 all of it\n"
 
@@ -52,8 +54,11 @@ def showing_progress(
         with _stderr_by_lines(write, is_read=not measured_here), _bar(console, command, len(configurations)) as bar:
             yield bar
     else:
-        with _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here):
-            yield _Lines(command, configurations)
+        with (
+            _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here),
+            contextlib.closing(_Lines(command, configurations)) as lines,
+        ):
+            yield lines
 
 
 class _Unseen:
@@ -65,7 +70,10 @@ class _Unseen:
 
 
 class _Lines:
-    """``bench: 2 of 8: ok: size small, precision bf16: 12.3 s, about 1 min 14 s left``"""
+    """``bench: 2 of 8: ok: size small, precision bf16: 12.3 s, about 1 min 14 s left``
+
+    And of a cell that takes long, at 30 s, 1 min, 2 min, ...: ``bench: 3 of 8: timing steps, after 30.0 s``
+    """
 
     def __init__(self, command: str, configurations: Sequence[Mapping[str, Any]]):
         self._command = command
@@ -73,13 +81,40 @@ class _Lines:
         self._settings = distinguishing_settings(configurations)
         self._done = 0
         self._durations_s: list[float] = []
+        self._stage = ""
+        self._timer: threading.Timer | None = None
 
     def at_stage(self, stage: str) -> None:
-        pass
+        self._stage = stage
+        if self._timer is None:
+            self._tell_after(_SILENT_S, so_far_s=0.0)
+
+    def close(self) -> None:
+        """Tell no more of the cell."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell_after(self, wait_s: float, so_far_s: float) -> None:
+        number = self._done + 1
+
+        def tell() -> None:
+            from cs336sys.report.numbers import format_duration
+
+            if timer is not self._timer:
+                return
+            waited_s = so_far_s + wait_s
+            say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
+            self._tell_after(waited_s, waited_s)
+
+        self._timer = timer = threading.Timer(wait_s, tell)
+        timer.daemon = True
+        timer.start()
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
         from cs336sys.report.numbers import format_duration
 
+        self.close()
         self._done += 1
         settings = ", ".join(f"{name} {cell.configuration.get(name)}" for name in self._settings)
         outcome = cell.status if cell.reason is None else f"{cell.status} ({cell.reason})"

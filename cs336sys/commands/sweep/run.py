@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +139,23 @@ def run_sweep(
     worker = ranks or Worker(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
     run = None
-    interruption = None
+    interruption: int | None = None
     fault_is_told = stopped = False
     is_shown = ranks is None or ranks.is_first
+
+    def tell(interrupt: KeyboardInterrupt) -> None:
+        nonlocal interruption
+        if interruption is None:
+            interruption = interruption_code(interrupt)
+            if is_shown:
+                word = "terminated" if interruption == TERMINATED else "interrupted"
+                say(f"{word}: {len(cells)} of {len(configurations)} cells measured")
+
     try:
         with (
             showing_progress(command, configurations, is_shown=is_shown, measured_here=ranks is not None) as progress,
             contextlib.closing(worker),
+            _told_at_once(tell),
         ):
             failure = worker.start(timeout_s=cell_timeout)
             run = worker.run
@@ -198,10 +208,7 @@ def run_sweep(
             count = f"{len(cells)} of {len(configurations)} cells measured"
             say(f"rank {ranks.identity.rank}: {cells[-1].status}: {cells[-1].reason}; {count}")
     except KeyboardInterrupt as interrupt:
-        interruption = interruption_code(interrupt)
-        if is_shown:
-            word = "terminated" if interruption == TERMINATED else "interrupted"
-            say(f"{word}: {len(cells)} of {len(configurations)} cells measured")
+        tell(interrupt)
     finally:
         tracking.close()
         if file is not None:
@@ -209,6 +216,16 @@ def run_sweep(
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
     return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
+
+
+@contextlib.contextmanager
+def _told_at_once(tell: Callable[[KeyboardInterrupt], None]) -> Iterator[None]:
+    """Tell of an interruption before what was started is ended: processes that fill their GPUs take seconds to end."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        tell(interrupt)
+        raise
 
 
 def unsaved(file: ResultsFile | None) -> list[OutputError]:

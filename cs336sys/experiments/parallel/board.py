@@ -25,10 +25,10 @@ from cs336sys.experiments.parallel.timeline import (
     profile_shares,
     write_trace,
 )
+from cs336sys.experiments.training import time_steps
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
-from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import ParallelWorkload
 
@@ -73,7 +73,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     ranks = kept_ranks(workload)
     # First, because it is ready from empty caches that counts.
     progress("timing steps")
-    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload, trace_path(workload))
+    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload, trace_path(configuration))
     progress("checking the gradients of a few blocks against one process")
     derived, wrong = gradients_outcome(ranks, workload)
     if wrong is not None:
@@ -100,14 +100,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Bo
     ready_s = time.perf_counter() - started
     reset_peak_memory(device)
     dist.barrier()
-    training = workload.training
-    samples = time_phases(
-        step.phases,
-        warmup=training.warmup,
-        steps=training.steps,
-        device=device,
-        synchronize_steps=training.synchronize == "step",
-    )
+    samples = time_steps(step, step.phases)
     peak_gib = peak_memory_gib(device)
     values = torch.stack(losses).tolist()
     shares = None

@@ -1,5 +1,6 @@
 """Measures one cell of ``ddp`` or ``shard``: checked first, then timed beside the same step without communication."""
 
+import hashlib
 import os
 import re
 import statistics
@@ -67,7 +68,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         progress("timing steps without communication")
         _unsynchronized[key] = ranks.run(measure_on_rank, workload.unsynchronized)
     progress(f"timing {workload.strategy}")
-    measured = ranks.run(measure_on_rank, workload, trace_path(workload))
+    measured = ranks.run(measure_on_rank, workload, trace_path(configuration))
     samples = slowest(measured)
     if has_baseline and key in _unsynchronized:
         samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
@@ -211,8 +212,13 @@ def _backend(workload: ParallelWorkload) -> str:
     return ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
 
 
-def trace_path(workload: ParallelWorkload) -> Path | None:
-    """A file of its own for each cell."""
+def trace_path(configuration: Mapping[str, Any]) -> Path | None:
+    """A file of its own for each cell: its name says what cells usually differ in, and ends in a digest of everything.
+
+    Args:
+        configuration: of a cell, with what a sweep has added.
+    """
+    workload = ParallelWorkload.from_configuration(dict(configuration))
     if workload.trace is None:
         return None
     size, training = workload.training.size, workload.training
@@ -228,6 +234,7 @@ def trace_path(workload: ParallelWorkload) -> Path | None:
         "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
         *(ahead, checkpoints),
+        hashlib.sha256(configuration_key(configuration, ignore=("trace", "timeout_s")).encode()).hexdigest()[:8],
     )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, words)))
     return Path(workload.trace) / f"{name}.json.gz"

@@ -22,6 +22,7 @@ from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import verify
 from cs336sys.experiments.step_counts import count_step
+from cs336sys.experiments.training import time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
@@ -134,13 +135,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     step.capture()
     # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
-    samples = time_phases(
-        step.phases,
-        warmup=training.warmup,
-        steps=training.steps,
-        device=device,
-        synchronize_steps=training.synchronize == "step",
-    )
+    samples = time_steps(step, step.phases)
     peak_gib = peak_memory_gib(device)
     if workload.strategy.endswith("unsynchronized"):
         # Its time is all that others are compared with, and a step may take seconds.

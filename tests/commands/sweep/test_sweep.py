@@ -15,6 +15,8 @@ import pytest
 import typer
 
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.sweep import progress as progress_module
+from cs336sys.commands.sweep.progress import showing_progress
 from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome
@@ -223,6 +225,31 @@ def test_sigterm_keeps_what_was_measured(fake_worker, capsys):
     ended = sweep(("measure", "terminate", "measure"))
     assert ([cell.status for cell in ended.cells], ended.interruption) == (["ok"], TERMINATED)
     assert capsys.readouterr().err.endswith("\nterminated: 1 of 3 cells measured\n")
+
+
+def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
+    """A command in a batch job was as silent about a cell that hung as about one that was measured."""
+    monkeypatch.setattr(progress_module, "_SILENT_S", 0.05)
+    with showing_progress("bench", [{}, {}], is_shown=True, measured_here=True) as progress:
+        progress.at_stage("building")
+        progress.at_stage("timing steps")
+        time.sleep(0.15)
+        progress.cell_done(Cell("bench", {}, "ok"), 1.0)
+        progress.at_stage("quick")
+    time.sleep(0.1)
+    *told, done = capsys.readouterr().err.splitlines()
+    assert done == "bench: 1 of 2: ok: 1.0 s, about 1.0 s left"
+    assert told
+    assert all(line.startswith("bench: 1 of 2: timing steps, after 0.") for line in told)
+
+
+def test_an_interruption_is_told_before_processes_are_ended(fake_worker, monkeypatch, capsys):
+    """Those of the 8B step took longer to end than their time limit had left: nothing was said at all."""
+    told_before = []
+    monkeypatch.setattr(FakeWorker, "close", lambda worker: told_before.append(capsys.readouterr().err))
+    sweep(("measure", "terminate", "measure"))
+    assert told_before[-1].endswith("terminated: 1 of 3 cells measured\n")
+    assert "terminated" not in capsys.readouterr().err
 
 
 def test_a_full_disk_costs_only_what_it_had_no_room_for(fake_worker, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.parallel import measurement
-from cs336sys.experiments.parallel.measurement import measure_parallel_training, slowest
+from cs336sys.experiments.parallel.measurement import measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.experiments.weight_check import TOLERANCES
@@ -285,6 +285,25 @@ def test_a_cell_has_what_its_columns_need(ranks, tmp_path, monkeypatch):
     # Steps without communication serve all strategies.
     measure_parallel_training(workload("torch").configuration(), stages.append)
     assert stages[4:] == ["checking torch against one process", "timing torch"]
+
+
+def test_no_cell_writes_over_the_trace_of_another(tmp_path):
+    """Those of meshes, of seeds, of a board and of the same cell of ``shard`` had one name, and the last was kept."""
+    training = {"tf32": True, "seed": 1, "synchronize": "none", "warmup": 7, "steps": 9}
+    training |= {"state_dtype": "bf16", "size": replace(SIZE, d_ff=96), "precision": "bf16", "optimizer": "fused"}
+    parallel = {"transport": "copy-engines", "high_priority": True, "backend": "gloo", "check_layers": 1}
+    cells = [workload("bucketed", trace=str(tmp_path), optimizer="adamw").configuration()]
+    cells += [cells[0] | one for one in ({"board": True}, {"round": 2})]
+    for mesh in ("fsdp=2,tp=2", "fsdp=1,tp=4"):
+        of_both = ParallelWorkload(Workload(SIZE), "fsdp+tensor", 4, prefetch=1, mesh=mesh, trace=str(tmp_path))
+        cells.append(of_both.configuration())
+    cells += [cells[0] | {name: value} for name, value in parallel.items()]
+    for name, value in training.items():
+        changed = workload("bucketed", trace=str(tmp_path), **{"optimizer": "adamw", name: value}).configuration()
+        cells.append(changed)
+    paths = [trace_path(cell) for cell in cells]
+    assert len(set(paths)) == len(cells) == 5 + len(training) + len(parallel)
+    assert trace_path(cells[0] | {"timeout_s": 9.0}) == paths[0]
 
 
 def test_three_ranks_share_a_batch_of_six(ranks):
