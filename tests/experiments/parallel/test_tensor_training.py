@@ -95,6 +95,27 @@ def test_gpus_send_what_the_formula_says_beside_products(strategy, compile_mode)
             assert outcome.derived["overlap_percent"] > 10
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        *((f"{outer}{inner}", None) for outer in ("", "ddp+", "fsdp+") for inner in ("tensor", "tensor-sequence")),
+        *((f"{outer}{inner}", None) for outer in ("", "fsdp+") for inner in ("context-ring", "context-all-to-all")),
+        ("fsdp+tensor", "fsdp=2,tp=1"),
+    ],
+)
+def test_gpus_replay_strategies_that_share_layers_or_sequences(strategy, mesh, checkpointing):
+    """Weights are compared before anything is timed."""
+    size = choose_size("small", num_layers=3, batch_size=2, context=256)
+    settings = {"precision": "bf16", "optimizer": "fused", "attention": "flash", "device": "cuda", "cuda_graph": "on"}
+    cell = workload(strategy, size=size, mesh=mesh, checkpointing=checkpointing, **settings)
+    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.derived["capture_s"] < 5
+    assert outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
