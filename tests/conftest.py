@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     group = parser.getgroup("random training")
-    group.addoption("--random-models", type=int, default=210, help="How many random models to train on ranks.")
+    group.addoption("--random-models", type=int, default=120, help="How many random models to train on ranks.")
     group.addoption("--random-seed", type=int, default=0, help="The seed of the first.")
     group.addoption("--every-wrapper", action="store_true", help="Train each by every wrapper, not by two.")
     group = parser.getgroup("random attention")
