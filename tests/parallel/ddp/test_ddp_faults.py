@@ -65,6 +65,7 @@ def test_wrapper_without_a_process_group_is_refused(mode):
 
 
 def test_rank_that_dies_in_a_step_is_the_error():
+    """As in any other step: a rank that waits in a collective is killed, whatever launched that."""
     with pytest.raises(RankError) as caught:
         launch.run(ddp_faults_ranks.lost_peer, "raise", world_size=2, backend="gloo")
     assert str(caught.value).startswith("rank 1 of 2: ValueError: out of data\n")

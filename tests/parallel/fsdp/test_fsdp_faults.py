@@ -64,15 +64,9 @@ def test_ranks_that_build_something_else_are_told_on_every_rank(ranks, what, dif
         assert difference in message
 
 
-def test_rank_that_dies_in_a_step_is_the_error():
-    with pytest.raises(RankError) as caught:
-        launch.run(fsdp_faults_ranks.lost_peer, "raise", world_size=2, backend="gloo")
-    assert str(caught.value).startswith("rank 1 of 2: ValueError: out of data\n")
-
-
 def test_rank_that_hangs_in_a_step_is_named_with_the_weights_that_wait_for_it():
     with pytest.raises(RankError) as caught:
-        launch.run(fsdp_faults_ranks.lost_peer, "hang", world_size=2, backend="gloo")
+        launch.run(fsdp_faults_ranks.lost_peer, world_size=2, backend="gloo")
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert "in the all-gather of weights of token_embeddings" in heading

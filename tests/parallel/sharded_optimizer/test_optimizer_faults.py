@@ -101,19 +101,12 @@ def test_optimizer_without_a_process_group_is_refused():
         ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
 
 
-@each_mode
-def test_rank_that_dies_in_a_step_is_the_error(mode):
-    with pytest.raises(RankError) as caught:
-        launch.run(optimizer_faults_ranks.lost_peer, mode, "raise", world_size=2, backend="gloo")
-    assert str(caught.value).startswith("rank 1 of 2: ValueError: out of data\n")
-
-
 @pytest.mark.parametrize(
     ("mode", "waiting"), [("default", "in the broadcast of "), ("flat", "in the reduce-scatter of gradients of ")]
 )
 def test_rank_that_hangs_in_a_step_is_named_with_what_waits_for_it(mode, waiting):
     with pytest.raises(RankError) as caught:
-        launch.run(optimizer_faults_ranks.lost_peer, mode, "hang", world_size=2, backend="gloo")
+        launch.run(optimizer_faults_ranks.lost_peer, mode, world_size=2, backend="gloo")
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert waiting in heading

@@ -6,6 +6,7 @@ where their shared memory is laid out, and prints how much they take as JSON.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -120,6 +121,7 @@ def bytes_on(capability: tuple[int, int]) -> list[tuple[str, list[int], list[int
 
 
 def main() -> None:
+    gc.disable()  # as compile_for_hopper does
     with compiling_to_the_layout_of_shared_memory():
         json.dump([bytes_on(capability) for capability in LARGEST], sys.stdout)
 
