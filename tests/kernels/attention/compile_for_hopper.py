@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from cs336sys.kernels.attention import native_call, operators
-from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
 from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel, prepare_kernel
@@ -72,6 +72,7 @@ HOPPER_CONFIGURATIONS = {
 MORE_HOPPER_CONFIGURATIONS = {
     "hopper, head dim 32 full": ((1, 16, 16384, 32), torch.float16, False),
     "hopper, head dim 128 full": ((1, 16, 16384, 128), torch.float16, False),
+    "hopper, head dim 128 full uncut": ((8, 16, 2048, 128), torch.float16, False),
     "hopper, head dim 256 full": ((1, 16, 16384, 256), torch.float16, False),
     "hopper, head dim 64 deterministic": ((1, 16, 16384, 64), torch.bfloat16, True, None, None, True),
     "hopper, head dim 128 deterministic": ((1, 16, 16384, 128), torch.bfloat16, True, None, None, True),
@@ -264,7 +265,7 @@ def compile_configuration(
     tensors = query, key, value, out, grad_out
     backward = _backward_plan(tensors, grads, is_causal, "tf32x3", deterministic, kernels, window)
     passes = [launch._kernel for launch, _ in backward.steps]
-    others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel
+    others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel, sum_pieces_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
     step_names = [None if one in others else next(names) for one in passes]
     compile_steps(backward, step_names, report, query, key, value, out, logsumexp, grad_out, *grads)

@@ -158,6 +158,7 @@ SPILLED_BY_LATER_TRITON = {
     ("hopper, head dim 64", "backward"): 36,
     ("hopper, head dim 64 full", "backward"): 20,
     ("hopper, head dim 128", "backward"): 532,
+    ("hopper, head dim 128 full", "backward"): 12,
     ("hopper, head dim 256", "backward"): 28,
     ("hopper, head dim 64 deterministic", "forward"): 720,
     ("hopper, head dim 256 deterministic", "forward"): 112,

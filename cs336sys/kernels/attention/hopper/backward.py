@@ -35,40 +35,46 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     TURNS,
     add_grad_query,
     grad_weights_start,
+    is_piece,
     item,
     load_tiles,
+    piece_number,
     scores_start,
+    store_piece,
     wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
 
 @gluon.jit
-def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, CUT: gl.constexpr):
     tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, grad_key, grad_value, _ = tensors
     value_tiles, grad_key_tiles = buffers[1], buffers[7]
     results_ready, turn = barriers[6], barriers[7]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True, CUT
     )
-    for consumer in gl.static_range(2):
-        mbarrier.wait(results_ready.index(consumer), 0)
-        row = first_key + consumer * ROWS
-        tma_store(grad_key, [batch, head, row, 0], grad_key_tiles.index(consumer))
-        tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
-    store_wait(0)
+    if not is_piece(schedule, CUT):
+        for consumer in gl.static_range(2):
+            mbarrier.wait(results_ready.index(consumer), 0)
+            row = first_key + consumer * ROWS
+            tma_store(grad_key, [batch, head, row, 0], grad_key_tiles.index(consumer))
+            tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
+        store_wait(0)
 
 
 @gluon.jit
 def _consumer(
     shared,
+    pieces,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, grad_query_sum = tensors
@@ -86,7 +92,7 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
+    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL, CUT)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -160,13 +166,18 @@ def _consumer(
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it has
-    # registers to spare for the coordinates.
-    value_tiles.index(CONSUMER).store(grad_value_sum.to(dtype))
-    grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(results_ready.index(CONSUMER), count=1)
+    if is_piece(schedule, CUT):
+        share = pieces + (4 * piece_number(schedule) + CONSUMER).to(gl.int64) * (ROWS * HEAD_DIM)
+        store_piece(share, grad_key_sum * scale)
+        store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+    else:
+        # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it
+        # has registers to spare for the coordinates.
+        value_tiles.index(CONSUMER).store(grad_value_sum.to(dtype))
+        grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(results_ready.index(CONSUMER), count=1)
 
 
 @gluon.jit(
@@ -187,6 +198,7 @@ def backward_kernel(
     grad_value,
     grad_query_sum,
     turns,
+    pieces,
     schedule,
     num_heads,
     num_queries,
@@ -198,13 +210,15 @@ def backward_kernel(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    CUT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ORDERED: in turn, which ``turns`` counts (``pass_turns``).
+    ORDERED: in turn, which ``turns`` counts (``pass_turns``). CUT: some programs have a piece of the queries only, and
+    leave dK and dV in ``pieces``, float32, (piece, dK or dV, first or second 64 keys, as ``convert.py`` describes).
     """
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -266,9 +280,9 @@ def backward_kernel(
     # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
-            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
-            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, CUT)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

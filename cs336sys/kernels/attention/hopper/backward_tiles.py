@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper.gluon import tma_load
-from cs336sys.kernels.attention.hopper.schedule import query_tiles, turns_before
+from cs336sys.kernels.attention.hopper.schedule import piece_tiles, query_tiles, turns_before
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -17,15 +17,37 @@ TURNS = gl.constexpr(4)
 
 _query_tiles = gluon.jit(query_tiles)
 _turns_before = gluon.jit(turns_before)
+_piece_tiles = gluon.jit(piece_tiles)
 
 
 @gluon.jit
-def item(schedule, num_queries, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first key, sequence, first tile of queries, end of the tiles) of this program, which has KEY_ROWS keys."""
+def item(schedule, num_queries, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr = False):
+    """(first key, sequence, first tile of queries, end of the tiles) of this program, which has KEY_ROWS keys.
+
+    CUT: the schedule is ``as_table_of_pieces``.
+    """
     entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
     first, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
+    if CUT:
+        num_pieces = gl.load(schedule + gl.program_id(0) * 2) % 256
+        first, end = _piece_tiles(first, end, piece_number(schedule) % num_pieces, num_pieces)
     return first_key, gl.load(entry + 1), first, end
+
+
+@gluon.jit
+def piece_number(schedule):
+    """Which of all pieces of items this program has."""
+    return gl.load(schedule + gl.program_id(0) * 2) // 256
+
+
+@gluon.jit
+def is_piece(schedule, CUT: gl.constexpr):
+    """Whether other programs have other queries of this one's keys, so that dK and dV are the sum of all of theirs."""
+    piece = False
+    if CUT:
+        piece = gl.load(schedule + gl.program_id(0) * 2) % 256 > 1
+    return piece
 
 
 @gluon.jit
@@ -41,6 +63,7 @@ def load_tiles(
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
     ENDS_TURNS: gl.constexpr,
+    CUT: gl.constexpr = False,
 ):
     """The producer: keys and values once, then every tile of queries that sees them; returns (batch, head, first key).
 
@@ -52,7 +75,7 @@ def load_tiles(
     key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
     grad_out_ready, tile_free = barriers[3], barriers[4]
     num_heads, num_queries, num_keys, padded_queries = shape
-    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
+    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL, CUT)
     batch = sequence // num_heads
     head = sequence % num_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
@@ -190,21 +213,42 @@ def grad_weights_start(deltas):
 
 
 @gluon.jit
+def _in_fours(sums, values):
+    """Addresses of four float32 numbers for each thread, 16 bytes, and the four: as ``convert.py`` describes."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    fours = values.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16 * COLUMNS, 2, 2])
+    left, right = gl.split(fours)
+    first, third = gl.split(left)
+    second, fourth = gl.split(right)
+    addresses = sums + 4 * gl.arange(0, 16 * COLUMNS, first.type.layout)
+    return addresses.to(gl.int64, bitcast=True), first, second, third, fourth
+
+
+@gluon.jit
 def add_grad_query(sums, grad_query):
     """Adds a warpgroup's tile of 64 queries and N columns of dQ to 64 N float32 numbers, 16 bytes a thread at a time.
 
     They lie in memory as ``convert.py`` describes.
     """
-    COLUMNS: gl.constexpr = grad_query.shape[1]
-    fours = grad_query.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16 * COLUMNS, 2, 2])
-    left, right = gl.split(fours)
-    first, third = gl.split(left)
-    second, fourth = gl.split(right)
-    addresses = sums + 4 * gl.arange(0, 16 * COLUMNS, first.type.layout)
+    addresses, first, second, third, fourth = _in_fours(sums, grad_query)
     gl.inline_asm_elementwise(
         "{ red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
         "=r,l,f,f,f,f",
-        [addresses.to(gl.int64, bitcast=True), first, second, third, fourth],
+        [addresses, first, second, third, fourth],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_piece(sums, grad):
+    """Writes a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
+    addresses, first, second, third, fourth = _in_fours(sums, grad)
+    gl.inline_asm_elementwise(
+        "{ st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "=r,l,f,f,f,f",
+        [addresses, first, second, third, fourth],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -41,3 +41,38 @@ def convert_register_order_kernel(
     pointers = grad_query + batch.to(tl.int64) * grad_query_strides[0] + head.to(tl.int64) * grad_query_strides[1]
     pointers += queries.to(tl.int64)[:, None] * grad_query_strides[2] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(pointers, rows.to(grad_query.dtype.element_ty), mask=(queries < num_queries)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_whole", "num_pieces", "num_heads", "num_keys"])
+def sum_pieces_kernel(
+    pieces,
+    grad_key,
+    grad_value,
+    schedule,
+    grad_key_strides,
+    grad_value_strides,
+    num_whole,
+    num_pieces,
+    num_heads,
+    num_keys,
+    HEAD_DIM: tl.constexpr,
+):
+    """dK and dV of 64 keys of an item in pieces: the sum over these, which lie as ``backward_kernel`` wrote them."""
+    item = tl.program_id(0) // 2
+    half = tl.program_id(0) % 2
+    entry = schedule + tl.load(schedule + (num_whole + item * num_pieces) * 2 + 1) * 2
+    keys = (tl.load(entry) * 2 + half) * ROWS + tl.arange(0, ROWS)
+    sequence = tl.load(entry + 1)
+    batch = (sequence // num_heads).to(tl.int64)
+    head = (sequence % num_heads).to(tl.int64)
+    columns = tl.arange(0, HEAD_DIM)
+    for which in tl.static_range(2):
+        sums = tl.zeros([ROWS * HEAD_DIM], tl.float32)
+        for piece in range(num_pieces):
+            share = 4 * (item * num_pieces + piece) + 2 * which + half
+            sums += tl.load(pieces + share.to(tl.int64) * (ROWS * HEAD_DIM) + tl.arange(0, ROWS * HEAD_DIM))
+        rows = sums.reshape([HEAD_DIM // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, HEAD_DIM])
+        grad = grad_key if which == 0 else grad_value
+        strides = grad_key_strides if which == 0 else grad_value_strides
+        pointers = grad + batch * strides[0] + head * strides[1] + keys.to(tl.int64)[:, None] * strides[2]
+        tl.store(pointers + columns[None, :], rows.to(grad.dtype.element_ty), mask=(keys < num_keys)[:, None])

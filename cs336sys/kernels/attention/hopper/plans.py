@@ -10,10 +10,18 @@ from triton.experimental.gluon import language as gl
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
 from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
-from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.forward import forward_kernel
 from cs336sys.kernels.attention.hopper.gluon import TensorDescriptor
-from cs336sys.kernels.attention.hopper.schedule import as_table, key_tiles, ordered_items, share_out
+from cs336sys.kernels.attention.hopper.schedule import (
+    as_table,
+    as_table_of_pieces,
+    cut_the_rest,
+    key_tiles,
+    longest_first_at_the_end,
+    ordered_items,
+    share_out,
+)
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_settings, hopper_forward_settings
 from cs336sys.kernels.attention.plan import (
     BACKWARD_L2_BYTES,
@@ -22,6 +30,7 @@ from cs336sys.kernels.attention.plan import (
     Descriptors,
     Launch,
     Plan,
+    Scratch,
     sequences_per_group,
 )
 from cs336sys.kernels.attention.problem import Operand, Problem
@@ -31,6 +40,13 @@ from cs336sys.kernels.attention.triton.plans import BackwardPlan
 WARPGROUP_ROWS = 64
 # A program of the backward kernel streams tiles of these many queries.
 BACKWARD_QUERY_ROWS = 64
+
+# Of the multiprocessors, each of which runs one program: how many programs that add to dQ in turn may begin before one
+# that they wait for. If other kernels kept more than the rest to themselves, it would never begin.
+BEGUN_TOGETHER = 0.75
+
+# What a piece of an item takes beside its tiles of queries, in tiles: its keys and values, and dK and dV to be summed.
+PIECE_COST = 5
 
 _BACKWARD_KERNELS = {
     "exchange": backward_kernel,
@@ -71,8 +87,8 @@ def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonD
     return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], dtype)
 
 
-def _table(shares: list[list[tuple[int, int]]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(as_table(shares), dtype=torch.int32, device=device)
+def _table(rows: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 class HopperForwardPlan(Plan):
@@ -90,13 +106,17 @@ class HopperForwardPlan(Plan):
             1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)[1]
             for first_query in range(0, problem.num_queries, item_rows)
         ]
-        streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
-        per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
+        # In full attention one sequence after another: then nearly all programs read the same keys at the same time.
+        # 1x16x16384x128: 3.001 ms, in groups that fill L2 3.063; 1x16x16384x64: 1.854, 1.885.
+        per_group = 1
+        if problem.is_causal:
+            streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
+            per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
         items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
         num_programs = len(costs) * problem.num_sequences
         if settings.persistent:
             num_programs = min(num_programs, problem.num_multiprocessors)
-        schedule = self._own("schedule", _table(share_out(items, costs, num_programs), device))
+        schedule = self._own("schedule", _table(as_table(share_out(items, costs, num_programs)), device))
         launch = Launch(
             forward_kernel,
             num_programs,
@@ -135,9 +155,21 @@ class HopperBackwardPlan(BackwardPlan):
         per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
         num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
         # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
-        items = ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=self._takes_turns)
-        num_programs = num_tiles * problem.num_sequences
-        self._own("schedule", _table(share_out(items, [1] * num_tiles, num_programs), self._device))
+        items = list(ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=self._takes_turns))
+        if self._takes_turns and problem.is_causal and problem.head_dim >= 128:
+            # Over the backward pass in any order, 1x16x16384x128: 1.084, not turned round 1.101; 8x16x2048x128: 1.156,
+            # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
+            items = longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
+        self._num_whole, self._num_pieces = len(items), 1
+        exchange = settings.kernel == "exchange"
+        if exchange and not self._takes_turns and not problem.is_causal:
+            query_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
+            self._num_whole, self._num_pieces = cut_the_rest(
+                len(items), problem.num_multiprocessors, query_tiles, PIECE_COST
+            )
+        self._num_cut = len(items) - self._num_whole
+        num_programs = self._num_whole + self._num_cut * self._num_pieces
+        self._own("schedule", _table(as_table_of_pieces(items, self._num_whole, self._num_pieces), self._device))
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
@@ -155,6 +187,7 @@ class HopperBackwardPlan(BackwardPlan):
                 settings.num_stages,
                 problem.is_causal,
                 self._takes_turns,
+                *([self._num_cut > 0] if exchange else []),
                 *settings.registers,
             ),
             self._only_pass_descriptors(),
@@ -182,7 +215,12 @@ class HopperBackwardPlan(BackwardPlan):
         if self._settings.kernel == "reducer":
             results = grad_query_sum, *grads[1:]
         turns = "turns" if self._takes_turns else statistics  # stands in for what is not touched
-        return *self._read_by_pass, statistics, *results, turns, "schedule"
+        own = [turns, "schedule"]
+        if self._settings.kernel == "exchange":
+            rows = self._num_cut * self._num_pieces * 2 * self._settings.key_rows
+            pieces = Scratch((rows, self._problem.head_dim))
+            own.insert(1, self._own("pieces", pieces) if self._num_cut else statistics)
+        return *self._read_by_pass, statistics, *results, *own
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
         problem = self._problem
@@ -201,3 +239,17 @@ class HopperBackwardPlan(BackwardPlan):
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2)),
         )
         self._then(convert, sums[0], "grad_query")
+        if self._num_cut:
+            sum_pieces = Launch(
+                sum_pieces_kernel,
+                2 * self._num_cut,
+                (
+                    *self._grad_strides[1:],
+                    self._num_whole,
+                    self._num_pieces,
+                    self._operands[0].shape[1],
+                    problem.num_keys,
+                ),
+                (problem.head_dim,),
+            )
+            self._then(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

@@ -11,9 +11,11 @@ from attention_checks import STRIDES, TOLERANCES, assert_exact, assert_matches_f
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, flash_attention, operators
 from cs336sys.kernels.attention.hopper import availability
-from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel
+from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
+from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan
+from cs336sys.kernels.attention.hopper.schedule import as_table_of_pieces
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
-from cs336sys.kernels.attention.problem import Problem
+from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -78,10 +80,11 @@ def test_refusal_reaches_the_user():
         FlashAttentionTriton.apply(query, query, query, False, "tf32x3", False, "cuda")
 
 
-def problem(num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tma_allowed=True):
-    return Problem(
-        head_dim, torch.bfloat16, "tf32x3", True, num_sequences, num_queries, num_keys, (9, 0), 132, tma_allowed
-    )
+def problem(
+    num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tma_allowed=True, is_causal=True
+) -> Problem:
+    lengths = num_sequences, num_queries, num_keys
+    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, (9, 0), 132, tma_allowed)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,51 @@ def test_auto_decides_for_a_deterministic_backward_by_its_own_measurements(num_s
     assert hopper_backward_is_faster(measured, deterministic=True) == chosen
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "is_causal", "deterministic", "chosen"),
+    [
+        (4, 2048, False, False, True),
+        (4, 2048, True, False, False),
+        (4, 2048, False, True, False),
+        (8, 1024, False, False, False),
+        (6, 2048, False, False, False),
+    ],
+)
+def test_auto_takes_a_full_backward_that_fills_the_gpu_when_cut_in_two(
+    num_sequences, length, is_causal, deterministic, chosen
+):
+    measured = problem(num_sequences, length, length, 128, is_causal=is_causal)
+    assert hopper_backward_is_faster(measured, deterministic) == chosen
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "is_causal", "deterministic", "programs"),
+    [
+        (16, 128, False, False, 1980 + 3 * 68),
+        (16, 128, True, False, 2048),
+        (16, 128, False, True, 2048),
+        (16, 64, False, False, 2048),
+        (17, 128, False, False, 2112 + 2 * 64),
+        (33, 128, False, False, 32 * 132),
+    ],
+)
+def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
+    num_heads, head_dim, is_causal, deterministic, programs
+):
+    """As on an H200: 16 heads of 16384 keys are 15 rounds of 132 programs and 68, 17 heads 16 rounds and 64."""
+    tensors = [torch.empty(1, num_heads, 16384, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(8)]
+    operands = [Operand(tensor) for tensor in tensors]
+    described = problem(num_heads, head_dim=head_dim, is_causal=is_causal)
+    cpu = torch.device("cpu")
+    plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], cpu, deterministic)
+    launches = [launch for launch, _ in plan.steps]
+    assert launches[1].num_programs == programs
+    (schedule,) = (one for one in plan.own if isinstance(one, torch.Tensor))
+    assert len(schedule) == programs + 128 * num_heads
+    num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
+    assert [launch.num_programs for launch in launches[3:]] == ([2 * num_cut] if num_cut else [])
+
+
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
 def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
@@ -181,19 +229,43 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 def test_converts_sums_that_lie_as_a_matrix_product_leaves_them_in_registers(head_dim, columns, device):
     num_heads, num_queries = 3, 100
     expected = torch.randn(2, num_heads, num_queries, head_dim, device=device)
-    sums = torch.empty(2 * num_heads * 2, head_dim // columns, columns // 8, 4, 8, 4, 2, 2, device=device)
     padded = torch.nn.functional.pad(expected, (0, 0, 0, 28)).view(12, 64, head_dim)
-    for part, eight, warp, lane, register in itertools.product(
-        range(head_dim // columns), range(columns // 8), range(4), range(32), range(4)
-    ):
-        row = 16 * warp + lane // 4 + 8 * (register // 2)
-        column = columns * part + 8 * eight + 2 * (lane % 4) + register % 2
-        sums[:, part, eight, warp, lane // 4, lane % 4, register // 2, register % 2] = padded[:, row, column]
+    sums = torch.stack(
+        [in_register_order(padded[..., part : part + columns]) for part in range(0, head_dim, columns)], 1
+    )
     grad_query = torch.empty_like(expected)
     convert_register_order_kernel[(12,)](
         sums, grad_query, grad_query.stride()[:3], 2, num_heads, num_queries, 0.5, head_dim, columns
     )
     torch.testing.assert_close(grad_query, expected / 2)
+
+
+def in_register_order(tiles):
+    """(n, 64, columns) as a matrix product leaves each: eight columns, warp, lane, register."""
+    num_eights = tiles.shape[-1] // 8
+    ordered = torch.empty(len(tiles), num_eights, 4, 32, 4, device=tiles.device)
+    for eight, warp, lane, register in itertools.product(range(num_eights), range(4), range(32), range(4)):
+        row = 16 * warp + lane // 4 + 8 * (register // 2)
+        ordered[:, eight, warp, lane, register] = tiles[:, row, 8 * eight + 2 * (lane % 4) + register % 2]
+    return ordered
+
+
+def test_pieces_of_grad_key_and_value_are_summed(device):
+    """Two heads of 200 keys: the first item is whole, the other three are in two pieces each."""
+    head_dim, num_whole, num_pieces = 16, 1, 2
+    items = [(tile, sequence) for tile in range(2) for sequence in range(2)]
+    schedule = torch.tensor(as_table_of_pieces(items, num_whole, num_pieces), dtype=torch.int32, device=device)
+    shares = torch.randn(3, num_pieces, 2, 128, head_dim, device=device)
+    pieces = in_register_order(shares.view(-1, 64, head_dim))
+    expected = torch.full((2, 1, 2, 256, head_dim), -1.0, device=device)  # -1: of whole items, not written
+    for (tile, sequence), share in zip(items[num_whole:], shares.sum(1), strict=True):
+        expected[:, 0, sequence, 128 * tile : 128 * tile + 128] = share
+    grads = torch.full((2, 1, 2, 200, head_dim), -1.0, device=device)
+    strides = grads[0].stride()[:3]
+    sum_pieces_kernel[(6,)](
+        pieces, grads[0], grads[1], schedule, strides, strides, num_whole, num_pieces, 2, 200, head_dim
+    )
+    torch.testing.assert_close(grads, expected[..., :200, :])
 
 
 @on_hopper

@@ -7,8 +7,12 @@ import pytest
 
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
+    as_table_of_pieces,
+    cut_the_rest,
     key_tiles,
+    longest_first_at_the_end,
     ordered_items,
+    piece_tiles,
     query_tiles,
     share_out,
     turns_before,
@@ -44,6 +48,22 @@ def test_sharing_out_balances_a_causal_mask(num_tiles, num_sequences, per_group)
     shares = share_out(ordered_items(num_tiles, num_sequences, per_group, True), costs, 132)
     loads = [sum(costs[tile] for tile, _ in share) for share in shares]
     assert max(loads) < 1.03 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_sequences", "per_group"), [(128, 16, 2), (16, 128, 19), (16, 16, 16)])
+def test_the_gpu_is_full_until_the_end_although_the_shortest_begin_first(num_tiles, num_sequences, per_group):
+    """Backward, in turn: 16 heads of 16384, 128 of 2048 and 16 of 2048 queries, 132 programs at a time."""
+    costs = [2 * (num_tiles - tile) for tile in range(num_tiles)]
+
+    def longest(items):
+        loads = [sum(costs[tile] for tile, _ in share) for share in share_out(items, costs, 132)]
+        return max(loads) / (sum(loads) / len(loads))
+
+    items = list(ordered_items(num_tiles, num_sequences, per_group, last_tile_first=True))
+    turned = longest_first_at_the_end(items, 99)
+    assert sorted(turned) == sorted(items)
+    assert turned[:-99] == items[:-99]
+    assert longest(turned) - 1 < 0.35 * (longest(items) - 1)
 
 
 def test_as_many_programs_as_items_get_one_each_in_order():
@@ -86,6 +106,37 @@ def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, 
                         assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
             # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
             assert item_end == max(ends)
+
+
+@pytest.mark.parametrize(
+    ("num_items", "num_tiles", "expected"),
+    [
+        (2048, 256, (1980, 3)),  # 15 rounds of 132 and 68 more: two rounds of thirds instead of one
+        (2048, 32, (2048, 1)),  # thirds of 32 tiles would gain nothing
+        (512, 64, (512, 1)),  # 116 in the last round, of which halves would take two
+        (132, 256, (132, 1)),
+        (64, 32, (0, 2)),
+        (30, 64, (0, 4)),
+        (1, 1, (1, 1)),
+    ],
+)
+def test_items_of_a_last_round_that_fills_but_half_of_the_gpu_are_cut(num_items, num_tiles, expected):
+    assert cut_the_rest(num_items, 132, num_tiles, piece_cost=5) == expected
+
+
+@pytest.mark.parametrize(("num_whole", "num_pieces"), [(6, 1), (4, 3), (0, 2)])
+def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces):
+    items = [(tile, sequence) for tile in range(3) for sequence in range(2)]
+    table = as_table_of_pieces(items, num_whole, num_pieces)
+    num_programs = num_whole + (6 - num_whole) * num_pieces
+    seen = collections.Counter()
+    for pieces, at in table[:num_programs]:
+        number = pieces // 256
+        assert (pieces % 256 == 1) == (at - num_programs < num_whole)
+        assert number // num_pieces == max(0, at - num_programs - num_whole)
+        first, end = piece_tiles(1, 12, number % (pieces % 256), pieces % 256)
+        seen.update((table[at], query_tile) for query_tile in range(first, end))
+    assert seen == collections.Counter((item, query_tile) for item in items for query_tile in range(1, 12))
 
 
 @CAUSAL
@@ -494,13 +545,18 @@ def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_
     ("num_queries", "num_keys", "at_once"), [(1, 1, 1), (500, 700, 3), (700, 300, 1), (300, 900, 9)]
 )
 def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(num_queries, num_keys, at_once, kernel, is_causal):
-    """``at_once`` programs have a multiprocessor; the next begins when one ends, in the order of the schedule."""
+    """``at_once`` programs have a multiprocessor; the next begins when one ends, in the order of the schedule.
+
+    Under a causal mask as many of them may wait for one that begins after them.
+    """
     key_rows = 64 if kernel == "wide" else 128
     for seed in range(4):
         turns = collections.Counter()
         programs = [
             simulate_backward(tile * key_rows, num_queries, is_causal, kernel, turns=turns, num_keys=num_keys)
-            for tile, _ in ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=True)
+            for tile, _ in longest_first_at_the_end(
+                ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=True), at_once if is_causal else 1
+            )
         ]
         _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
         assert turns == collections.Counter(tile for _, _, tiles in programs for tile in tiles)
