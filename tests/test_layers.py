@@ -61,6 +61,7 @@ SHARED_AMONG_SIBLINGS = {
             "options.output",
             "options.reading",
             "options.settings_file",
+            "options.sharding",
             "options.training",
             "options.variables",
             "sweep.progress",

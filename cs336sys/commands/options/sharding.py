@@ -1,0 +1,162 @@
+"""The options of ``shard`` about who holds what, and the cells that they ask for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Annotated, Any
+
+import typer
+
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.sharding.mesh import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
+from cs336sys.commands.options.board import (
+    chosen_by_memory,
+    chosen_for_board,
+    is_given,
+    read_memory_limit,
+    require_for_board,
+    room_for_tensors,
+)
+from cs336sys.commands.options.completion import among
+from cs336sys.commands.options.reading import at_least, one_of, split_list
+from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.workload import (
+    BLOCK_CHECKPOINTING,
+    CONTEXT_STRATEGIES,
+    SHARD_STRATEGIES,
+    SHARDING_STRATEGIES,
+    TENSOR_STRATEGIES,
+    ParallelWorkload,
+    Workload,
+)
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Strategies, and what is chosen with them."""
+
+    strategy: Annotated[
+        list[str],
+        typer.Option(
+            "--strategy",
+            help=f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
+            autocompletion=among(SHARD_STRATEGIES),
+            show_default=False,
+        ),
+    ] = field(default_factory=lambda: [",".join(SHARDING_STRATEGIES)])
+    prefetch: Annotated[list[str], typer.Option("--prefetch", help="For fsdp: blocks gathered ahead of use.")] = field(
+        default_factory=lambda: ["1"]
+    )
+    keep_gathered: Annotated[
+        list[str],
+        typer.Option(
+            "--keep-gathered",
+            help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.",
+        ),
+    ] = field(default_factory=lambda: ["0"])
+    checkpoint: Annotated[
+        list[str],
+        typer.Option(
+            "--checkpoint",
+            help="none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
+            autocompletion=among((*BLOCK_CHECKPOINTING, "auto")),
+        ),
+    ] = field(default_factory=lambda: ["none"])
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="130GiB, for --checkpoint auto. Default: by GPU.")
+    ] = None
+    board: Annotated[bool, typer.Option("--board", help="The leaderboard's step, by the fastest parts.")] = False
+    mesh: Annotated[str | None, typer.Option(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
+
+    @property
+    def ranks_of_mesh(self) -> list[str]:
+        """What ``--world-size`` is where it is not given: empty without a mesh."""
+        return [] if self.mesh is None else [str(mesh_ranks(read_mesh(self.mesh)))]
+
+    def cells(
+        self,
+        trainings: Sequence[Workload],
+        world_sizes: Sequence[int],
+        device: str,
+        *,
+        keeps_gathered: bool,
+        tells: bool,
+        **settings: Any,
+    ) -> list[ParallelWorkload]:
+        """A cell for each number of ranks, workload, checkpointing and strategy.
+
+        Args:
+            device: whose memory ``--checkpoint auto`` fills without ``--memory-limit``.
+            keeps_gathered, tells: as of :func:`~cs336sys.commands.options.board.chosen_by_memory`.
+            settings: of every cell.
+
+        Raises:
+            UsageError: a value is none of the choices, or settings do not go together.
+        """
+        limit_bytes = None if self.memory_limit is None else read_memory_limit(self.memory_limit)
+        if self.board:
+            for training in trainings:
+                require_for_board(training)
+        # Beside strategies that have a mesh, others may be measured on as many ranks.
+        grouped = {*split_list(self.strategy, "--strategy", str)} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
+        chosen = []
+        for ranks, training, checkpointing, (name, ahead, staying) in product(
+            world_sizes, trainings, split_list(self.checkpoint, "--checkpoint", _checkpointing), self._strategies()
+        ):
+            workload = ParallelWorkload(
+                training,
+                name,
+                ranks,
+                prefetch=ahead,
+                keep_gathered=staying,
+                checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
+                mesh=self.mesh if name in grouped or not grouped else None,
+                **settings,
+            )
+            if checkpointing == "auto":
+                workload = chosen_by_memory(
+                    workload,
+                    room_for_tensors(device) if limit_bytes is None else limit_bytes,
+                    keeps_gathered=keeps_gathered,
+                    tells=tells,
+                )
+            chosen.append(workload)
+        return chosen
+
+    def _strategies(self) -> list[tuple[str, int | None, int]]:
+        """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""
+        ahead = split_list(self.prefetch, "--prefetch", at_least(0))
+        staying = split_list(self.keep_gathered, "--keep-gathered", at_least(0))
+        return [
+            (name, units, blocks)
+            for name in split_list(self.strategy, "--strategy", one_of(SHARD_STRATEGIES))
+            for units in (ahead if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
+            for blocks in (staying if name == "fsdp" else [0])
+        ]
+
+
+def completed(
+    context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
+) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
+    """The options with what a board or a mesh chooses where nothing was asked for.
+
+    Raises:
+        UsageError: the mesh, the memory limit or the strategy of a board is none.
+    """
+    if sharding.board:
+        strategy, checkpoint, implementation, steps = chosen_for_board(
+            context, sharding.strategy, sharding.checkpoint, implementation, steps
+        )
+        sharding = replace(sharding, strategy=strategy, checkpoint=checkpoint)
+    if sharding.memory_limit is not None:
+        read_memory_limit(sharding.memory_limit)
+    if sharding.mesh is not None and not is_given(context, "strategy"):
+        sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])
+    return sharding, implementation, steps
+
+
+def _checkpointing(text: str) -> str:
+    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
+        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
+    return text
