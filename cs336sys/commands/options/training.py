@@ -116,7 +116,7 @@ BlocksOption = Annotated[
     str | None,
     typer.Option("--blocks", help="Its blocks: 'layers.*'. Default: found.", show_default=False),
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks of your code, and of lost ranks.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks: your code, lost ranks.")]
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING),
