@@ -25,6 +25,7 @@ LAYERS = (
             "results",
             "results_file",
             "gzip_members",
+            "late_compiler",
         ),
         "accounting",
     },

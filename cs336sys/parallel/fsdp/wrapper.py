@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
+from cs336sys.late_compiler import importing_no_compiler
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
@@ -156,7 +157,7 @@ class FSDP(nn.Module):
                 compute_in_own_dtype(owner, compute_dtype)
         self._watch_gradients()
 
-    # torch.compiler.disable would import the compiler here and now.
+    @importing_no_compiler
     @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.

@@ -1,12 +1,13 @@
 """Brings updated parameters to every rank while the next forward pass already runs."""
 
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cs336sys.late_compiler import importing_no_compiler
 from cs336sys.parallel.collectives import Broadcasts, SliceGather
 
 # Modules without a forward pass of their own, or with one that only calls their children.
@@ -82,9 +83,7 @@ class ParameterExchange:
         for part in _parts(module):
             buckets: list[ExchangeBucket] = []
             self._awaited.append((frozenset(part.parameters()), buckets))
-            # Not traced: if the module is compiled, the hook runs before the compiled code.
-            hook = torch.compiler.disable(lambda *_, buckets=buckets: _wait_for(buckets))
-            part.register_forward_pre_hook(hook)
+            part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
         self._assign()
         module.register_state_dict_pre_hook(lambda *_: self.wait())
         module.register_load_state_dict_pre_hook(lambda *_: self.wait())
@@ -101,6 +100,13 @@ def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
     """Move a dense parameter into ``memory``, (n,), from element ``start`` on, with its elements in the same order."""
     view = memory.as_strided(parameter.shape, parameter.stride(), start)
     parameter.data = view.copy_(parameter.detach())
+
+
+def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """If the module is compiled, the hook runs before the compiled code."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.disable(hook)
+    return importing_no_compiler(torch._disable_dynamo(hook))
 
 
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
