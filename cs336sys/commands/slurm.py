@@ -1,5 +1,7 @@
 """``cs336sys slurm``: a batch script for a command, to be submitted with sbatch."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,12 @@ from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.invocation.lazy import LazyGroup
 from cs336sys.commands.options.reading import OUTPUT, at_least, split_list
 from cs336sys.errors import UsageError, choose_from
+
+# Commands whose --dry-run starts no process.
+_PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
+# Options that name files, and those that choose of the results' tables: a plan has others.
+_WRITTEN = frozenset(("output", "save", "plot", "plot_scaling", "trace", "keep", "track", "sort"))
+_SELECTED = ("table", "columns")
 
 # What stands behind the command's name is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -79,4 +87,11 @@ def _checked(ctx: typer.Context, arguments: list[str]) -> dict:
     if name not in saving:
         raise UsageError(f"'{name}' is no command that measures and saves: {choose_from(name, saving)}")
     command = ctx.parent.command.get_command(ctx.parent, name)
-    return command.make_context(name, options, parent=ctx.parent).params
+    context = command.make_context(name, options, parent=ctx.parent)
+    asked = dict(context.params)
+    if name in _PLANNED:
+        # The values of its options are read by the command itself: let it plan, and write nothing here.
+        context.params |= dict.fromkeys(_WRITTEN.intersection(asked)) | dict.fromkeys(_SELECTED, ()) | {"dry_run": True}
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.invoke(context)
+    return asked

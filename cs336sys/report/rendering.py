@@ -82,14 +82,23 @@ def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
         )
 
 
+# Names of files that no table can be written as: it would have been Markdown.
+_NO_TABLES = (".pdf", ".png", ".svg", ".html", ".docx", ".xlsx", ".jsonl", ".gz")
+
+
 def check_output(output: Path | None, format: str | None = None) -> None:
     """Find out before anything is measured whether :func:`emit` will be able to write; a file there keeps its content.
 
     Raises:
-        UsageError: the format is unknown, or ``output`` cannot be written.
+        UsageError: the format is unknown, ``output`` cannot be written, or its name ends as a picture's or a page's.
     """
     if format is not None:
         _check_format(format)
+    elif output is not None and output.suffix.lower() in _NO_TABLES:
+        raise UsageError(
+            f"--output {output}: holds tables, whose names end in {', '.join(FORMAT_OF_ENDING)}; give one of these, or "
+            "--format (pictures are asked for by --plot)"
+        )
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
 

@@ -55,7 +55,11 @@ def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--from", "x.jsonl"], "--year 0: choose from 2025, 2026"),
+        (["--from", "x.jsonl"], "no --year: choose from 2025, 2026"),
+        (["--year", "2024"], "--year 2024: choose from 2025, 2026"),
+        (["--year", "2025", "--from", "x", "--output", "x.docx"], "--output x.docx: the name must end in .html, .htm,"),
+        (["--year", "2025", "--from", "x", "--folder", "here"], "--folder here: is where --run saves; give --run"),
+        (["--year", "2025", "--run", "--dry-run", "--output", "x.html"], "--output x.html: --dry-run prints its plan"),
         (["--year", "2025"], "give results with --from, or measure them with --run"),
         (["--year", "2025", "--from", "nothing-*.jsonl"], "--from nothing-*.jsonl: no results file is there"),
         (["--year", "2025", "--from", "missing.jsonl"], "cannot read results from missing.jsonl"),

@@ -133,6 +133,9 @@ def test_every_form_of_a_time(time):
         (["show", "a.jsonl"], "'show' is no command that measures and saves"),
         ([], "missing argument 'COMMAND'"),
         (["bench", "--sise", "xl"], "no such option: --sise"),
+        (["bench", "--size", "xll"], "--size 'xll': choose from tiny"),
+        (["shard", "--strategy", "zero"], "--strategy 'zero': choose from none, optimizer"),
+        (["ddp", "--batch-size", "3", "--world-size", "2"], "2 ranks do not divide the batch of 3"),
         (["ddp", "--size"], "requires an argument"),
         (["--nodes", "2", "bench"], "--nodes 2: bench runs in one process, on one machine"),
         (["--nodes", "0", "ddp"], "--nodes '0': must be at least 1"),
@@ -148,3 +151,13 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_plan_is_made_and_nothing_of_it_written(tmp_path, monkeypatch):
+    """Values were read when the job ran: hours in a queue for a slip. Files are of the machine that it runs on."""
+    monkeypatch.chdir(tmp_path)
+    files = ["--save", "out/r.jsonl", "--output", "out/r.md", "--plot", "out/r.png", "--columns", "step_ms"]
+    result = slurm("bench", "--size", "tiny", *files)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].endswith(" ".join(["bench", "--size", "tiny", *files]))
+    assert list(tmp_path.iterdir()) == []

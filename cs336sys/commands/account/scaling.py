@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.options.board import read_memory_limit
+from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 _SCALINGS = ("strong", "weak")
 _MESHES = ("any", "ddp", "fsdp", "tp")
 
+# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
+_MOST_DEVICES = 1_000_000
+
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 _FLOPS = 4e14
 
 
 def scaling(
+    ctx: typer.Context,
     size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.", autocompletion=among(SIZES))] = "10b",
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the size's own.")] = None,
     precision: Annotated[str, typer.Option(help="What is computed in.", autocompletion=among(PRECISIONS))] = "bf16",
@@ -91,11 +95,21 @@ def scaling(
     check_choice(state_dtype, "--state-dtype", STATE_DTYPES)
     check_choice(checkpoint, "--checkpoint", CHECKPOINTING)
     counts = split_list(devices, "--devices", at_least(1))
+    if max(counts) > _MOST_DEVICES:
+        raise UsageError(f"--devices {max(counts)}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
     batches = {"strong": batch_size, "weak": device_batch_size}
-    for name, batch in (("--batch-size", batch_size), ("--device-batch-size", device_batch_size)):
-        if batch < 1:
-            raise UsageError(f"{name} {batch}: must be at least 1")
+    positive = {"--batch-size": batch_size, "--device-batch-size": device_batch_size, "--node-size": node_size}
+    for name, number in positive.items():
+        if number < 1:
+            raise UsageError(f"{name} {number}: must be at least 1")
+    for name, rate in {"--bandwidth": bandwidth, "--node-bandwidth": node_bandwidth}.items():
+        if rate is not None and rate <= 0:
+            raise UsageError(f"{name} {rate:g}: must be positive")
     scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
+    for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
+        if name not in scalings and is_given(ctx, option):
+            given = f"--{option.replace('_', '-')} {batches[name]}"
+            raise UsageError(f"{given}: is of {name} scaling; add that to --scaling, or leave it out")
     meshes = split_list(mesh, "--mesh", one_of(_MESHES))
     if plot is not None and "any" not in meshes:
         raise UsageError(f"--plot {plot} draws the fastest mesh and others beside it: give --mesh any, too")

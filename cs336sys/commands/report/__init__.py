@@ -84,7 +84,7 @@ def report(
     from cs336sys.report.rendering import STDOUT, emit, render
 
     if year not in HANDOUTS:
-        raise UsageError(f"--year {year}: choose from {', '.join(map(str, HANDOUTS))}")
+        raise UsageError(f"{f'--year {year}' if year else 'no --year'}: choose from {', '.join(map(str, HANDOUTS))}")
     check_choice(device, "--device", DEVICES)
     if size is not None:
         check_choice(size, "--size", tuple(SIZES))
@@ -94,7 +94,9 @@ def report(
     problems = [problem for problem in PROBLEMS[year] if problem.name in chosen and problem.name not in left_out]
     if not problems:
         raise UsageError("--only and --skip leave no problem")
-    named = _FORMATS.get(output.suffix.lower(), "html") if output is not None else "markdown"
+    if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
+        raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
+    named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
     written = format or named
     if written not in _FORMATS.values():
         raise UsageError(f"unknown format '{written}': {choose_from(written, list(dict.fromkeys(_FORMATS.values())))}")
@@ -103,7 +105,11 @@ def report(
 
     target = target_of(HANDOUTS[year], size, device)
     plan = planned(problems, target)
+    if folder is not None and not run and not dry_run:
+        raise UsageError(f"--folder {folder}: is where --run saves; give --run, or results with --from")
     if dry_run:
+        if output is not None:
+            raise UsageError(f"--output {output}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
     given = [*source, *(files or [])]
