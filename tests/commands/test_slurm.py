@@ -135,7 +135,7 @@ def test_every_form_of_a_time(time):
         (["bench", "--sise", "xl"], "no such option: --sise"),
         (["bench", "--size", "xll"], "--size 'xll': choose from tiny"),
         (["shard", "--strategy", "zero"], "--strategy 'zero': choose from none, optimizer"),
-        (["ddp", "--batch-size", "3", "--world-size", "2"], "2 ranks do not divide the batch of 3"),
+        (["ddp", "--batch-size", "3", "--world-size", "2"], "--batch-size 3: 2 ranks cannot share it equally"),
         (["ddp", "--size"], "requires an argument"),
         (["--nodes", "2", "bench"], "--nodes 2: bench runs in one process, on one machine"),
         (["--nodes", "0", "ddp"], "--nodes '0': must be at least 1"),
