@@ -1,9 +1,8 @@
-"""``allreduce`` as a user runs it, on the CPU, alone and as two torchrun agents."""
+"""``allreduce`` as a user runs it, on the CPU."""
 
 import json
 
 import pytest
-from two_agents import run_two_agents
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -101,35 +100,6 @@ def test_samples_are_kept_with_their_warm_up(sweep):
     assert (len(cell.samples["back_to_back"].warmup), len(cell.samples["synchronized"].measured)) == (5, 4)
     assert cell.samples["back_to_back"].unit == "us"
     assert CollectiveWorkload(**cell.configuration).size_bytes == 1000
-
-
-def test_two_machines_run_the_command_together(tmp_path):
-    """Two torchrun agents: every rank runs the command, rank 0 alone prints and saves."""
-    path = tmp_path / "r.jsonl"
-    options = [
-        "--backend",
-        "gloo",
-        "--world-size",
-        "2,4",
-        "--message",
-        "1KB,40KB",
-        "--collective",
-        "all_reduce,broadcast",
-    ]
-    options += ["--steps", "3", "--format", "json", "--save", str(path)]
-    first, second = run_two_agents("-m", "cs336sys", "allreduce", *options)
-    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
-    assert second.stdout == ""
-    found = {table["name"]: table for table in json.loads(first.stdout)["tables"]}
-    rows = [(row["world_size"], row["collective"], row["status"]) for row in found["allreduce"]["rows"]]
-    assert rows[::2] == [
-        (2, "all_reduce", "ok"),
-        (2, "broadcast", "ok"),
-        (4, "all_reduce", "unsupported"),
-        (4, "broadcast", "unsupported"),
-    ]
-    assert "unsupported: world size 4: 2 ranks were started, ask for those" in found["allreduce"]["notes"]
-    assert [cell.status for cell in read_results(path).cells] == ["ok"] * 4 + ["unsupported"] * 4
 
 
 def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):

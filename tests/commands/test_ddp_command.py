@@ -1,4 +1,4 @@
-"""``ddp`` as a user runs it, on the CPU, alone and as two torchrun agents."""
+"""``ddp`` as a user runs it, on the CPU."""
 
 import csv
 import json
@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from two_agents import run_two_agents
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -181,20 +180,6 @@ def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
-
-
-def test_two_torchrun_agents_run_one_sweep(tmp_path):
-    """With a cell that the ranks refuse, in agreement, after which they go on."""
-    arguments = ["ddp", *TINY, "--mode", "torch,flat", "--gradient-dtype", "bf16", "--save", str(tmp_path / "r.jsonl")]
-    answers = run_two_agents("-m", "cs336sys", *arguments, "--format", "json", timeout_s=120)
-    assert [answer.exit_code for answer in answers] == [0, 0], answers
-    assert answers[1].stdout == "", "only rank 0 reports"
-    table = json.loads(answers[0].stdout)["tables"][0]
-    assert [(row["strategy"], row["status"]) for row in table["rows"]] == [("torch", "unsupported"), ("flat", "ok")]
-    assert table["rows"][0]["step_ms_mean"] is None
-    assert table["rows"][1]["communicated_bytes"] == 2 * 652_928 + 21
-    assert any("sends gradients in bf16 through NCCL alone" in note for note in table["notes"])
-    assert len(read_results(tmp_path / "r.jsonl").cells) == 2
 
 
 def test_help_is_fast_and_needs_no_torch():
