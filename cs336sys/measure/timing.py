@@ -93,6 +93,9 @@ def time_phases(
     Returns:
         Samples in milliseconds by phase name, and for ``step`` and ``wall``.
     """
+    if device.type == "cuda":
+        # What was launched before is no part of the first step's wall, where there is no warm-up.
+        torch.cuda.synchronize(device)
     timer = StepTimer(phases, device, synchronize_steps=synchronize_steps)
     for index in range(warmup + steps):
         kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)
