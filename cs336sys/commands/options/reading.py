@@ -4,8 +4,9 @@ import copy
 import functools
 import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -29,6 +30,9 @@ LARGEST_NUMBER = 1e18
 # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 LONGEST_S = 1e6
 
+
+# Options that name a file which the command writes.
+_WRITTEN = ("save", "output", "plot", "plot_scaling", "html")
 
 # What help calls the value of an option, by its type. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>", str: "<name>"}
@@ -61,6 +65,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, (option, convert) in converters.items():
             if values[name] is not None:
                 values[name] = split_list([values[name]], option, convert)[0]
+        _refuse_one_file_for_two(values)
         read = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
@@ -71,6 +76,18 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         [_as_text(option) if option.name in converters else option for option in options]
     )
     return run
+
+
+def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
+    """Raise a UsageError where two options would write the same file: the table over the results, for one."""
+    written: dict[str, str] = {}
+    for name in _WRITTEN:
+        path = values.get(name)
+        if isinstance(path, Path) and str(path) != "-":
+            option = f"--{name.replace('_', '-')} {path}"
+            other = written.setdefault(os.path.realpath(path), option)
+            if other != option:
+                raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
 
 
 def _number_converter(parameter: inspect.Parameter) -> tuple[str, Callable[[str], float]] | None:

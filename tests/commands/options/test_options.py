@@ -162,3 +162,19 @@ def test_wide_text_is_not_cut_or_turned():
     drawn = CliRunner().invoke(app, ["bench", "--size", "tiny", "--dry-run", "--wide"]).stdout.splitlines()
     assert drawn[1].startswith("╭─")
     assert len(drawn[1]) > 200
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (["--save", "r.md", "--output", "./r.md"], "--save r.md and --output r.md: one file cannot hold both"),
+        (["--output", "p.txt", "--plot", "p.txt"], "--output p.txt and --plot p.txt: one file cannot hold both"),
+    ],
+)
+def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
+    """The table was written over the results, when they had been measured."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["attn", *files])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert list(tmp_path.iterdir()) == []
