@@ -31,14 +31,16 @@ def test_unknown_command_is_refused():
     assert "benhc" in result.stderr
 
 
-def processor_s(*arguments):
-    """Of the best of several runs, because other processes share the cores; help waits for nothing."""
+def processor_s(*arguments, limit_s=0.0):
+    """Of the best of several runs, because other processes share the cores, or of the first within the limit."""
     durations = []
     for _ in range(7):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, *arguments, "--help"], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if durations[-1] < limit_s:
+            break
     return min(durations)
 
 
@@ -50,7 +52,8 @@ def empty_program_s():
 
 @pytest.mark.parametrize(("arguments", "limit_s", "times_empty"), [([], 0.3, 1.8), (["bench"], 0.5, 2.6)])
 def test_help_is_fast(arguments, limit_s, times_empty, empty_program_s):
-    assert processor_s("-m", "cs336sys", *arguments) < max(limit_s, times_empty * empty_program_s)
+    limit_s = max(limit_s, times_empty * empty_program_s)
+    assert processor_s("-m", "cs336sys", *arguments, limit_s=limit_s) < limit_s
 
 
 @pytest.mark.parametrize("columns", [80, 100])

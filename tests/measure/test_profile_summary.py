@@ -467,7 +467,7 @@ def test_an_unfinished_report_names_its_mend(tmp_path):
         open_capture(tmp_path / "report.qdstrm")
 
 
-READ_A_MILLION = r"""
+READ_ALL = r"""
 import re, resource, sys
 from pathlib import Path
 from cs336sys.measure.profile.reading import open_capture
@@ -487,8 +487,9 @@ print(profile.step.kernels, seconds, cpu_seconds() - seconds, gib)
 """
 
 
-def test_a_report_of_a_million_kernels_is_read_in_under_10_seconds_and_1_gib(report):
-    count = 1_000_000
+def test_kernels_are_read_at_a_million_in_10_seconds_and_1_gib(report):
+    """A quarter of a million in a quarter of that: what takes longer the more there are is seen here, too."""
+    count = 250_000
     train_step(report)
     report.range("forward", 0, 1)
     for table in ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"):
@@ -512,13 +513,13 @@ def test_a_report_of_a_million_kernels_is_read_in_under_10_seconds_and_1_gib(rep
     path = report.write()
     # Other processes on the machine can slow one attempt down.
     for _ in range(3):
-        command = [sys.executable, "-c", READ_A_MILLION, str(path)]
+        command = [sys.executable, "-c", READ_ALL, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
         kernels, seconds, sorting_seconds, gib = map(float, done.stdout.split())
-        # A slow machine gets more: 25 times what sorting the rows once takes, which is 10 s where that takes 0.4.
-        limit = max(10, 25 * sorting_seconds)
+        # A slow machine gets more: 25 times what sorting the rows once takes, which is 2.5 s where that takes 0.1.
+        limit = max(2.5, 25 * sorting_seconds)
         if seconds < limit:
             break
     assert kernels == count
     assert seconds < limit
-    assert gib < 1
+    assert gib < 0.25

@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+import torch
 from cs336_basics.model import BasicsTransformerLM
 
 from cs336sys.accounting.memory import TrainingState
@@ -95,15 +96,16 @@ def test_every_element_has_one_owner_and_slices_are_aligned():
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_parameter_shapes_are_those_of_the_model(name):
     size = SIZES[name]
-    model = BasicsTransformerLM(
-        vocab_size=size.vocab_size,
-        context_length=size.context,
-        d_model=size.d_model,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        d_ff=size.d_ff,
-        rope_theta=10_000.0,
-    ).to("meta")
+    with torch.device("meta"):
+        model = BasicsTransformerLM(
+            vocab_size=size.vocab_size,
+            context_length=size.context,
+            d_model=size.d_model,
+            num_layers=size.num_layers,
+            num_heads=size.num_heads,
+            d_ff=size.d_ff,
+            rope_theta=10_000.0,
+        )
     assert list(parameter_shapes(size).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 
