@@ -28,9 +28,9 @@ def parallel(
     strategy: Annotated[
         list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.", autocompletion=among(PARALLELISMS))
     ] = [",".join(PARALLELISMS)],
-    tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.")] = 131072,
-    d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.")] = SIZES["2.7b"].d_model,
-    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.")] = SIZES["2.7b"].d_ff,
+    tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.", min=1)] = 131072,
+    d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
     flops: Annotated[
         float | None,
         typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_H200_FLOPS:g}.", show_default=False),
@@ -107,23 +107,23 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
 
 
 def xxl(
-    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.")] = XXL_SHAPE["d_model"],
-    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.")] = XXL_SHAPE["d_ff"],
-    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.")] = XXL_SHAPE[
+    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
+    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE[
         "num_blocks"
     ],
-    tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.")] = 4 * 512,
+    tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
     weight_copies: Annotated[
         bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
     ] = False,
-    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).")] = 80.0,
-    device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).")] = 95.0,
+    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).", min=1e-9)] = 80.0,
+    device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).", min=1e-9)] = 95.0,
     flops: FlopsOption = 4.6e14,
     bandwidth: Annotated[float, typer.Option("--bandwidth", help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
-    x: Annotated[int, typer.Option("--x", help="Devices for FSDP, X.")] = 16,
-    y: Annotated[int, typer.Option("--y", help="Devices for TP, Y.")] = 4,
-    m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.")] = 2,
-    m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.")] = 1,
+    x: Annotated[int, typer.Option("--x", help="Devices for FSDP, X.", min=1)] = 16,
+    y: Annotated[int, typer.Option("--y", help="Devices for TP, Y.", min=1)] = 4,
+    m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.", min=1)] = 2,
+    m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.", min=1)] = 1,
     devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
