@@ -7,18 +7,18 @@ import pytest
 from cs336sys.earlier_results import with_whole_step
 from cs336sys.results import Samples, read_results
 
-SAVED = Path(__file__).parent.parent / "docs/results/shard-2.7b-fp32-h200.jsonl.gz"
+SAVED = Path(__file__).parent.parent / "docs/results/shard-2.7b-first-h200.jsonl.gz"
 
 
 def test_a_step_lasts_until_its_parameters_are_sent():
-    """The one that shares the optimizer's work was 5 % faster by its events, and takes 1 % less time."""
+    """The one that shares the optimizer's work was 22 % faster by its events, and is 9 % by the clock, or noise."""
     whole, shared = read_results(SAVED).cells
     assert [cell.configuration["strategy"] for cell in (whole, shared)] == ["none", "optimizer"]
     assert whole.samples["step"].method == "cuda events, maximum over ranks"
     assert shared.samples["step"] == shared.samples["wall"]
-    assert whole.samples["step"].median / shared.samples["step"].median == pytest.approx(1.0073, abs=1e-4)
-    assert shared.derived["exposed_ms"] == pytest.approx(588.29 - 584.54, abs=0.1)
-    assert shared.derived["tokens_per_s"] == pytest.approx(2048 / 0.58824, rel=1e-4)
+    assert whole.samples["step"].median / shared.samples["step"].median == pytest.approx(1.091, abs=1e-3)
+    assert shared.derived["exposed_ms"] == pytest.approx(29.38, abs=0.01)
+    assert shared.derived["tokens_per_s"] == pytest.approx(2048 / (shared.samples["wall"].mean / 1e3), rel=1e-4)
 
 
 @pytest.mark.parametrize(
