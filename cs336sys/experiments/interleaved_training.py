@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from cs336sys.experiments.bench import check_training, training_outcome
+from cs336sys.experiments.bench import training_outcome
 from cs336sys.experiments.models import use_attention
 from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
+from cs336sys.experiments.training_check import Checked, check_training
 from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.gpu_readings import reading_gpu
@@ -63,7 +63,7 @@ class _Warm:
 
     step: TrainStep
     timer: StepTimer
-    checked: Difference | None
+    checked: Checked | None
     counted: Mapping[str, Any]
     build_s: float
     peak_gib: float | None
@@ -81,7 +81,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     held_at_first = held_memory_gib(device)
     warm: dict[str, _Warm] = {}
     outcomes: dict[str, Outcome] = {}
-    differences: dict[str, Difference | None] = {}
+    differences: dict[str, Checked | None] = {}
     for name, workload in workloads.items():
         # Alone: for a check the model is built twice.
         differences[name], wrong = check_training(workload, device, functools.partial(_tell, progress, name))
@@ -128,7 +128,7 @@ def _warm_up(
     device: torch.device,
     others_gib: float,
     stage: str,
-    checked: Difference | None,
+    checked: Checked | None,
     progress: Progress,
 ) -> _Warm:
     progress(f"{stage}: building the model")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.bench import check_few_blocks
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
+from cs336sys.experiments.training_check import check_few_blocks
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device

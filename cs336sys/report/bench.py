@@ -35,6 +35,15 @@ _CHECKED = (
     "of PyTorch's operations take it, in percent of how far they move it; 0 is bit by bit the same. The check has "
     "compiled what is compiled: first step ready is without it"
 )
+_REPLAYED = (
+    "replays off, launched again off: replayed steps, and launched ones once more, beside launched ones of the same "
+    "kernels; the latter where the former are not bit by bit the same"
+)
+_CHECK_COLUMNS = (
+    Column("relative_difference_percent", "off launched", "percent"),
+    Column("replayed_difference_percent", "replays off", "percent"),
+    Column("repeated_difference_percent", "launched again off", "percent"),
+)
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 
@@ -174,13 +183,14 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
         CLOCK_COLUMN,
         *graph_columns(cells),
     ]
-    if any("relative_difference_percent" in cell.derived for cell in cells):
-        columns.append(Column("relative_difference_percent", "off launched", "percent"))
+    columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
     notes = (*method_notes(cells), *_resident_notes(cells), *clock_notes(cells))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
+    if any("replayed_difference_percent" in cell.derived for cell in cells):
+        notes = (*notes, _REPLAYED)
     if any("rounds" in cell.configuration for cell in cells):
         notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
     for setting, values in sorted(_interleaved(cells)):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import bench, user_models
+from cs336sys.experiments import training_check, user_models
 from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.optimizers import build_optimizer
@@ -247,7 +247,7 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     """Of a step in CUDA graphs, which draws other random numbers than a launched one."""
     x = torch.ones(1000)
     kept = []
-    monkeypatch.setattr(bench, "_checked", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
-    bench.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
+    monkeypatch.setattr(training_check, "_checked", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
+    training_check.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
     assert kept == [True]
     assert not torch.equal(F.dropout(x, 0.5), x)
