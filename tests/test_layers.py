@@ -74,7 +74,10 @@ SHARED_AMONG_SIBLINGS = {
     },
     "experiments": {
         f"experiments.{name}"
-        for name in ("bench", "models", "optimizers", "step_counts", "training", "user_models", "weight_check")
+        for name in (
+            *("bench", "models", "optimizers", "step_counts", "training", "training_check", "user_models"),
+            "weight_check",
+        )
     },
 }
 
