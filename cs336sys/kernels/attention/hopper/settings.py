@@ -77,10 +77,11 @@ def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
         # by mbarriers 3.029. While the loop took maxima: 2.913; taking turns 3.248, an item a program 3.246.
         # 8x16x2048x256: 0.434, 0.462, 0.498.
         return HopperForwardSettings(consumers=2, key_rows=64, num_stages=2)
-    # 1x16x16384x128: 1.519; taking turns 1.576. 8x16x2048x128: 0.230, 0.225. Full: 3.066, 3.106. By mbarriers: 1.561;
-    # 0.234; 3.073. While the loop took maxima 1x16x16384x128: 1.722; three consumers with 64 keys 1.813, an item a
-    # program 1.749. 8x16x2048x128: 0.253, 0.275, 0.290.
-    take_turns = problem.is_causal and problem.num_keys <= 2048
+    # 1x16x16384x128: 1.519; taking turns 1.576. 8x16x2048x128: 0.230, 0.225. Full 1x16x16384x128: 3.013, 3.067;
+    # 1x16x4096x128: 0.194, 0.186; 8x16x2048x128: 0.378, 0.377. By mbarriers: 1.561; 0.234; full 3.073. While the loop
+    # took maxima 1x16x16384x128: 1.722; three consumers with 64 keys 1.813, an item a program 1.749. 8x16x2048x128:
+    # 0.253, 0.275, 0.290.
+    take_turns = problem.num_keys <= (2048 if problem.is_causal else 4096)
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
