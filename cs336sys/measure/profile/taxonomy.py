@@ -56,7 +56,7 @@ _PATTERNS = (
     # This project's kernels, by the names of their functions.
     (
         ATTENTION_SOFTMAX,
-        r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|combine)_kernel$",
+        r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|sum_pieces|combine)_kernel$",
     ),
     (ELEMENTWISE, r"^(_?rope(_qkv)?|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
     (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums|_embedding_sum)_kernel$"),

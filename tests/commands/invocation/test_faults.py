@@ -72,11 +72,11 @@ def fill_disk(monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
 
 
-@pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_the_table_is_printed_where_a_file_finds_no_room(monkeypatch, tmp_path, option):
+@pytest.mark.parametrize(("option", "name"), [("--output", "file.md"), ("--plot", "file.svg")])
+def test_the_table_is_printed_where_a_file_finds_no_room(monkeypatch, tmp_path, option, name):
     arguments = ["account", "parallel"]
     table = CliRunner().invoke(app, arguments).stdout
-    path = tmp_path / "file.svg"
+    path = tmp_path / name
     fill_disk(monkeypatch)
     result = CliRunner().invoke(app, [*arguments, option, str(path)])
     assert (result.exit_code, result.stdout) == (1, table)
