@@ -163,8 +163,9 @@ class Worker:
         child = self._child
         assert child is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        child.send(configuration)
+        # First: an interruption between these two would find a worker to wait for, though it measures.
         self._is_busy = True
+        child.send(configuration)
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             message = child.receive(remaining)
@@ -185,23 +186,36 @@ class Worker:
         child = self._child
         if child is None:
             return
-        child.connection.close()
         if not self._is_busy:
+            child.connection.close()
             child.guarded.has_ended(_EXIT_S)
         child.guarded.kill()
+        child.connection.close()
         self._child = None
         self._is_busy = False
 
 
+class _ParentGone(BaseException):
+    """Nobody waits for this cell any more; not an Exception, which would be the cell's own."""
+
+
 def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:
     """What a worker does: describe this machine, then measure configurations until the parent closes the pipe."""
+
+    def send(message: Run | Outcome | str) -> None:
+        try:
+            connection.send(message)
+        except ConnectionError:
+            raise _ParentGone from None
+
     measure_cell = imported(measure)
     new_run = imported("cs336sys.measure.environment:new_run")
-    connection.send(new_run(arguments))
-    with contextlib.suppress(EOFError):
+    # A parent that left messages unread has not closed the pipe but reset it.
+    with contextlib.suppress(EOFError, ConnectionResetError, _ParentGone):
+        send(new_run(arguments))
         while True:
             configuration = connection.recv()
-            connection.send(guarded(measure_cell, configuration, connection.send))
+            send(guarded(measure_cell, configuration, send))
             release_memory()
 
 

@@ -47,6 +47,9 @@ def measure(configuration, progress):
         subprocess.Popen([sys.executable, program, configuration["folder"]], start_new_session=True)
         progress(str(OwnedFolder().path))
         time.sleep(600)
+    if action == "tell for ever":
+        while True:
+            progress("another step")
     if action == "unsupported":
         raise CapabilityError("no such unit here")
     if action == "capture":

@@ -141,6 +141,35 @@ def test_idle_worker_ends_by_itself_and_a_measuring_one_is_killed():
     worker.close()
 
 
+def test_a_worker_interrupted_as_its_cell_begins_is_killed_in_silence(monkeypatch, capfd):
+    def send(child, configuration):
+        child.connection.send(configuration)
+        assert child.connection.poll(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Child, "send", send)
+    worker = Worker("fake_cells:measure")
+    with pytest.raises(KeyboardInterrupt):
+        run(worker, "tell for ever")
+    process = worker._child.guarded.process
+    worker.close()
+    assert process.returncode == -signal.SIGKILL
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_nobody_listens_to_ends_in_silence(capfd):
+    worker = Worker("fake_cells:measure")
+    worker.start()
+    child = worker._child
+    child.send({"action": "tell for ever"})
+    assert child.connection.poll(60)
+    child.connection.close()
+    assert child.guarded.has_ended(60)
+    assert child.guarded.process.returncode == 0
+    worker.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_what_a_cell_prints_goes_to_stderr(worker, capfd):
     run(worker, "print")
     captured = capfd.readouterr()
