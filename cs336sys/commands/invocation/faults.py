@@ -1,10 +1,12 @@
 """How a command ends that cannot go on: one sentence on standard error and an exit code, for all commands alike."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
@@ -80,6 +82,25 @@ def end_like_ctrl_c_on_sigterm() -> None:
         outside = started_outside()
     if outside is None:
         signal.signal(signal.SIGTERM, _terminate)
+
+
+@contextlib.contextmanager
+def interruptions_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that come during this context raise what they raise at its end."""
+    came: list[Callable[[], Any]] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Python runs handlers in its main thread alone, which alone may set them.
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: handler for number, handler in before.items() if is_main and callable(handler)}
+    for number, handler in handlers.items():
+        signal.signal(number, lambda *told, handler=handler: came.append(functools.partial(handler, *told)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for raise_now in came:
+            raise_now()
 
 
 def _terminate(*_: Any) -> None:

@@ -72,7 +72,7 @@ class _Unseen:
 class _Lines:
     """``bench: 2 of 8: ok: size small, precision bf16: 12.3 s, about 1 min 14 s left``
 
-    And of a cell that takes long, at 30 s, 1 min, 2 min, ...: ``bench: 3 of 8: timing steps, after 30.0 s``
+    And of a cell that takes long, at 30 s, 1 min, 2 min, ...: ``bench: 3 of 8: timing steps, after 30 s``
     """
 
     def __init__(self, command: str, configurations: Sequence[Mapping[str, Any]]):
@@ -83,17 +83,21 @@ class _Lines:
         self._durations_s: list[float] = []
         self._stage = ""
         self._timer: threading.Timer | None = None
+        # A timer that runs out as its cell ends would else speak, and set the next, for the cell after it.
+        self._timer_lock = threading.Lock()
 
     def at_stage(self, stage: str) -> None:
         self._stage = stage
-        if self._timer is None:
-            self._tell_after(_SILENT_S, so_far_s=0.0)
+        with self._timer_lock:
+            if self._timer is None:
+                self._tell_after(_SILENT_S, so_far_s=0.0)
 
     def close(self) -> None:
         """Tell no more of the cell."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        with self._timer_lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _tell_after(self, wait_s: float, so_far_s: float) -> None:
         number = self._done + 1
@@ -101,11 +105,12 @@ class _Lines:
         def tell() -> None:
             from cs336sys.report.numbers import format_duration
 
-            if timer is not self._timer:
-                return
-            waited_s = so_far_s + wait_s
-            say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
-            self._tell_after(waited_s, waited_s)
+            with self._timer_lock:
+                if timer is not self._timer:
+                    return
+                waited_s = so_far_s + wait_s
+                say(f"{self._command}: {number} of {self._count}: {self._stage}, after {format_duration(waited_s)}")
+                self._tell_after(waited_s, waited_s)
 
         self._timer = timer = threading.Timer(wait_s, tell)
         timer.daemon = True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cs336sys.commands.invocation.faults import interruption_code, say
+from cs336sys.commands.invocation.faults import interruption_code, interruptions_deferred, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import one_of, split_list
 from cs336sys.commands.sweep.progress import showing_progress
@@ -187,20 +187,24 @@ def run_sweep(
                     failure, run = None, worker.run
                     cell = _cell(command, configuration, outcome, run)
                     took_s = time.monotonic() - started_s
-                    if file is not None:
-                        if run is not None and not run_is_saved:
-                            file.append(run)
-                            run_is_saved = True
-                        file.append(cell)
-                        if file.fault is not None and not fault_is_told:
-                            say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
-                            fault_is_told = True
+                    # A cell is in the file once, and in the tables, or in neither.
+                    with interruptions_deferred():
+                        cells.append(cell)
+                        if file is not None:
+                            if run is not None and not run_is_saved:
+                                file.append(run)
+                                run_is_saved = True
+                            file.append(cell)
+                    if file is not None and file.fault is not None and not fault_is_told:
+                        say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
+                        fault_is_told = True
                     tracking.track(cell, run, took_s)
                     if fresh_worker and ranks is None:
                         worker.close()
                     # Ranks that torchrun started cannot be replaced.
                     stopped = ranks is not None and not outcome.leaves_worker_sound
-                cells.append(cell)
+                else:
+                    cells.append(cell)
                 progress.cell_done(cell, took_s)
                 if stopped:
                     break

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import types
 import pytest
 import typer
 
+from cs336sys.commands.invocation import faults
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import progress as progress_module
 from cs336sys.commands.sweep.progress import showing_progress
@@ -229,18 +231,65 @@ def test_sigterm_keeps_what_was_measured(fake_worker, capsys):
 
 def test_a_cell_that_takes_long_says_what_it_has_come_to(monkeypatch, capsys):
     """A command in a batch job was as silent about a cell that hung as about one that was measured."""
-    monkeypatch.setattr(progress_module, "_SILENT_S", 0.05)
+    timers = []
+
+    class Timer:
+        def __init__(self, wait_s, run_out):
+            self.wait_s, self.run_out, self.is_cancelled = wait_s, run_out, False
+            timers.append(self)
+
+        def start(self):
+            assert self.daemon
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    monkeypatch.setattr(progress_module.threading, "Timer", Timer)
     with showing_progress("bench", [{}, {}], is_shown=True, measured_here=True) as progress:
         progress.at_stage("building")
         progress.at_stage("timing steps")
-        time.sleep(0.15)
+        for _ in range(2):
+            timers[-1].run_out()
         progress.cell_done(Cell("bench", {}, "ok"), 1.0)
+        # Too late to be cancelled, it says nothing of the next cell.
+        timers[-1].run_out()
         progress.at_stage("quick")
-    time.sleep(0.1)
-    *told, done = capsys.readouterr().err.splitlines()
-    assert done == "bench: 1 of 2: ok: 1.0 s, about 1.0 s left"
-    assert told
-    assert all(line.startswith("bench: 1 of 2: timing steps, after 0.") for line in told)
+    timers[-1].run_out()
+    assert [timer.wait_s for timer in timers] == [30.0, 30.0, 60.0, 30.0]
+    assert [timer.is_cancelled for timer in timers] == [False, False, True, True]
+    assert capsys.readouterr().err.splitlines() == [
+        "bench: 1 of 2: timing steps, after 30 s",
+        "bench: 1 of 2: timing steps, after 1 min 00 s",
+        "bench: 1 of 2: ok: 1.0 s, about 1.0 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "interruption"),
+    [(signal.SIGINT, signal.default_int_handler, INTERRUPTED), (signal.SIGTERM, faults._terminate, TERMINATED)],
+)
+def test_a_cell_is_saved_and_shown_though_an_interruption_comes_meanwhile(
+    fake_worker, monkeypatch, tmp_path, capsys, number, handler, interruption
+):
+    append = ResultsFile.append
+
+    def interrupted(file, record):
+        signal.raise_signal(number)
+        append(file, record)
+
+    monkeypatch.setattr(ResultsFile, "append", interrupted)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(number, handler)
+    try:
+        ended = sweep(("measure", "measure"), save=tmp_path / "r.jsonl")
+        assert signal.getsignal(signal.SIGINT) in (before[signal.SIGINT], handler)
+    finally:
+        for each, old in before.items():
+            signal.signal(each, old)
+    assert ended.interruption == interruption
+    assert read_results(tmp_path / "r.jsonl").cells == ended.cells
+    assert [cell.status for cell in ended.cells] == ["ok"]
+    assert capsys.readouterr().err.endswith(": 1 of 2 cells measured\n")
 
 
 def test_an_interruption_is_told_before_processes_are_ended(fake_worker, monkeypatch, capsys):
