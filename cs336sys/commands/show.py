@@ -53,8 +53,7 @@ def show(
     """
     from cs336sys.report.outputs import check_plot, write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.saved import invocations, saved_pictures, saved_tables, shown_cells
-    from cs336sys.report.saved_page import Shown, saved_page
+    from cs336sys.report.saved import Shown, invocations, saved_page, saved_pictures, saved_tables, shown_cells
 
     statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
     output.check()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336sys.report.page import html_page, html_picture, html_table
-from cs336sys.report.saved import Invocation, Pictures
+from cs336sys.report.saved.commands import Pictures
+from cs336sys.report.saved.invocation import Invocation
 from cs336sys.report.tables import Table
 
 
