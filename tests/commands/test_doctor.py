@@ -1,7 +1,7 @@
 """``doctor`` as a user runs it."""
 
 import json
-import time
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -20,9 +20,11 @@ def doctor(*arguments):
 
 
 def test_this_machine_is_described_in_time():
-    started = time.monotonic()
+    before = os.times()
     result = doctor("--format", "json")
-    assert time.monotonic() - started < 20
+    after = os.times()
+    # Of the processor: others may share the cores.
+    assert sum(after[:4]) - sum(before[:4]) < 20
     assert result.exit_code == 0, result.output
     (table,) = json.loads(result.stdout)["tables"]
     rows = {row["name"]: row for row in table["rows"]}

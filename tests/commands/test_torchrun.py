@@ -25,7 +25,7 @@ def job(tmp_path_factory):
         shlex.join([*arguments, "--format", "json", "--save", str(folder / name)])
         for name, arguments in commands.items()
     ]
-    first, second = run_two_agents(SCRIPT, *lines, timeout_s=120)
+    first, second = run_two_agents(SCRIPT, *lines)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert second.stdout == "", "only rank 0 reports"
     printed, found = first.stdout, {}

@@ -1,5 +1,6 @@
 """What the ranks of test_collective_timing run."""
 
+import itertools
 import time
 from functools import partial
 from unittest import mock
@@ -52,11 +53,16 @@ def time_faulty(workload, fault):
 
 
 def times_with_a_late_rank(workload, sleep_s):
-    """The times of a collective in which rank 1 is late by ``sleep_s`` in every call."""
-    call = dist.all_reduce
+    """The times of a collective to which rank 1 comes later than rank 0 by ``sleep_s`` in every call."""
+    call, numbers = dist.all_reduce, itertools.count()
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
 
     def late(tensor):
-        if dist.get_rank() == 1:
+        has_come = f"rank 0 at call {next(numbers)}"
+        if dist.get_rank() == 0:
+            store.set(has_come, "")
+        else:
+            store.wait([has_come])
             time.sleep(sleep_s)
         call(tensor)
 

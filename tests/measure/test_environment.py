@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +52,11 @@ def test_runs_differ_but_their_machine_does_not():
 
 
 def test_describing_takes_under_a_second():
-    started = time.monotonic()
+    """Of the processor, this one's and that of the tools it asks: others may share the cores."""
+    before = os.times()
     new_run([])
-    assert time.monotonic() - started < 1
+    after = os.times()
+    assert sum(after[:4]) - sum(before[:4]) < 1
 
 
 def test_matmul_precision_and_tf32_are_those_that_hold():

@@ -14,7 +14,7 @@ def test_a_tool_that_is_missing_fails_or_hangs_has_no_answer(tmp_path):
     assert system.run_tool([sys.executable, "-c", "print('half'); raise SystemExit(3)"]) is None
     started = time.monotonic()
     assert system.run_tool(["sleep", "60"], timeout_s=0.2) is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_tool_gets_the_variables_besides_its_own():

@@ -1,42 +1,65 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.benchmark
 
+from cs336sys.measure import timing
 from cs336sys.measure.timing import covered, time_calls, time_phases
 
 CPU = torch.device("cpu")
 
 
-def test_phases_run_in_order_and_are_charged_with_their_own_time():
+@pytest.fixture
+def clock(monkeypatch):
+    """The CPU's clock as ``timing`` reads it: only ``pass_ms`` moves it on."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+
+    def pass_ms(duration_ms):
+        clock.now_s += duration_ms / 1e3
+
+    clock.pass_ms = pass_ms
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_phases_run_in_order_and_are_charged_with_their_own_time(clock):
     calls = []
     phases = {
-        "short": lambda: (calls.append("short"), time.sleep(0.002)),
-        "long": lambda: (calls.append("long"), time.sleep(0.02)),
+        "short": lambda: (calls.append("short"), clock.pass_ms(2)),
+        "long": lambda: (calls.append("long"), clock.pass_ms(20)),
     }
     stages = []
     samples = time_phases(phases, warmup=1, steps=2, device=CPU, progress=stages.append)
     assert calls == ["short", "long"] * 3
     assert stages == ["warm-up 1/1", "step 1/2", "step 2/2"]
-    assert all(2 <= duration < 15 for duration in samples["short"].measured)
-    assert all(20 <= duration < 60 for duration in samples["long"].measured)
+    assert samples["short"].measured == pytest.approx([2, 2])
+    assert samples["long"].measured == pytest.approx([20, 20])
+    assert samples["step"].measured == samples["wall"].measured == pytest.approx([22, 22])
     assert (samples["step"].unit, samples["step"].method) == ("ms", "cpu clock")
     assert [len(samples["step"].warmup), len(samples["step"].measured)] == [1, 2]
 
 
-def test_calls_on_a_cpu_are_warmed_up_for_as_long_as_asked_for():
-    called_at = []
+@pytest.mark.parametrize(("warmup_ms", "warm_calls"), [(39, 16), (0, 0)])
+def test_calls_on_a_cpu_are_warmed_up_for_as_long_as_asked_for(clock, monkeypatch, warmup_ms, warm_calls):
+    calls, calls_before = [], []
+    timer = torch.utils.benchmark.Timer
+
+    def started(*arguments, **options):
+        calls_before.append(len(calls))
+        return timer(*arguments, **options)
 
     def call():
-        called_at.append(time.perf_counter())
+        calls.append(None)
+        clock.pass_ms(2.5)
         time.sleep(0.002)
 
-    samples = time_calls(call, CPU, warmup_ms=40, repetition_ms=1)
+    monkeypatch.setattr(torch.utils.benchmark, "Timer", started)
+    samples = time_calls(call, CPU, warmup_ms, repetition_ms=1)
+    assert calls_before == [warm_calls]
+    assert len(calls) > warm_calls
     assert samples.median >= 2
-    warm = len(called_at)
-    called_at.clear()
-    time_calls(call, CPU, warmup_ms=0, repetition_ms=1)
-    assert warm - len(called_at) >= 5
 
 
 def test_without_synchronisation_wall_spans_from_start_to_start():

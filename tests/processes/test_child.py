@@ -21,7 +21,7 @@ def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd, monkeypatch
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     guarded, connection = call_guarded("endings:end_with_work_left", str(tmp_path))
     assert connection.recv() == "done"
-    assert guarded.has_ended(20)
+    assert guarded.has_ended(60)
     assert guarded.process.returncode == 0
     guarded.kill()
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -40,7 +40,7 @@ def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd, monkeypatch
 def test_a_process_under_a_profiler_ends_as_the_profiler_expects(monkeypatch, variable, code):
     monkeypatch.setenv(variable, "x")
     guarded, _ = call_guarded("endings:end_with_abort")
-    assert guarded.has_ended(20)
+    assert guarded.has_ended(60)
     assert guarded.process.returncode == code
     guarded.kill()
 
@@ -49,7 +49,7 @@ def test_a_process_that_fails_says_so(capfd):
     guarded, connection = call_guarded("endings:fail")
     with pytest.raises(EOFError):
         connection.recv()
-    assert guarded.has_ended(20)
+    assert guarded.has_ended(60)
     assert guarded.process.returncode == 1
     assert "ValueError: the numbers are wrong" in capfd.readouterr().err
 
@@ -64,7 +64,7 @@ def test_a_spawned_process_does_not_die_with_the_thread_that_asked_for_it():
     time.sleep(0.3)
     assert is_running(process.pid), "its thread has ended after it had asked to die with its parent"
     ours.send("end")
-    process.join(20)
+    process.join(60)
     assert process.exitcode == 0
 
 
@@ -74,7 +74,7 @@ def test_a_process_can_be_spawned_after_a_fork():
     start_for_good(_Nothing())
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(60)
         start_for_good(_Nothing())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -34,7 +34,7 @@ def test_what_a_program_started_dies_with_the_owner(tmp_path, owner, by):
         assert all(map(is_running, ids))
         assert is_held(tmp_path)
         process.send_signal(by)
-    wait_until(lambda: not any(map(is_running, ids)), 5)
+    wait_until(lambda: not any(map(is_running, ids)), 30)
 
 
 def test_what_a_program_started_dies_when_it_is_killed(tmp_path):
@@ -49,7 +49,7 @@ def test_what_a_program_started_dies_when_it_dies(tmp_path):
     guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
     ids = wait_for_ids(tmp_path, ROLES)
     os.kill(ids[0], signal.SIGSEGV)
-    assert guarded.has_ended(10)
+    assert guarded.has_ended(30)
     assert not any(map(is_running, ids))
     assert guarded.process.returncode == -signal.SIGSEGV
     guarded.kill()
@@ -68,8 +68,8 @@ def test_a_terminated_guard_kills_and_a_killed_one_takes_the_program_along(tmp_p
         guarded = Guarded([*PYTHON, STUBBORN, str(folder)])
         ids = wait_for_ids(folder, ROLES)
         guarded.process.send_signal(by)
-        assert guarded.has_ended(10)
-        wait_until(lambda ids=ids: not is_running(ids[0]), 5)
+        assert guarded.has_ended(30)
+        wait_until(lambda ids=ids: not is_running(ids[0]), 30)
         left = [process for process in ids if is_running(process)]
         assert len(left) == survivors, "whom nobody can find any more"
         for process in left:
@@ -156,7 +156,7 @@ def test_elsewhere_than_on_linux_the_process_group_dies(tmp_path):
     command = [sys.executable, "-c", script, str(told), "", *PYTHON, "-c", program]
     with subprocess.Popen(command, pass_fds=[told]) as process:
         os.close(told)
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 30)
         os.close(tell)
     assert process.returncode == -signal.SIGKILL
-    wait_until(lambda: not any(is_running(int(path.name)) for path in tmp_path.iterdir()), 5)
+    wait_until(lambda: not any(is_running(int(path.name)) for path in tmp_path.iterdir()), 30)

@@ -204,7 +204,9 @@ def fake_worker(monkeypatch):
     monkeypatch.setattr("cs336sys.measure.cells.Worker", FakeWorker)
 
 
-def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, tmp_path, capsys):
+def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, tmp_path, monkeypatch, capsys):
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr("cs336sys.commands.sweep.run.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     saved = tmp_path / "r.jsonl"
     sweep(("measure",), save=saved)
     capsys.readouterr()
@@ -215,9 +217,9 @@ def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, 
     ]
     run_sweep("bench", "fake:cells", configurations)
     assert capsys.readouterr().err.splitlines() == [
-        "bench: 1 of 3: ok: size tiny, action measure: 0.0 s, about 0.0 s left",
-        "bench: 2 of 3: oom (no room): size tiny, action out of memory: 0.0 s, about 0.0 s left",
-        "bench: 3 of 3: ok: size small, action measure: 0.0 s",
+        "bench: 1 of 3: ok: size tiny, action measure: 3.0 s, about 6.0 s left",
+        "bench: 2 of 3: oom (no room): size tiny, action out of memory: 3.0 s, about 3.0 s left",
+        "bench: 3 of 3: ok: size small, action measure: 3.0 s",
     ]
     sweep(("measure",), save=saved, resume_any=True)
     assert capsys.readouterr().err.endswith("bench: 1 of 1: ok: from the file\n")
@@ -398,7 +400,8 @@ def test_what_workers_write_stands_above_the_bar():
 def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path):
     """In its order, to the last byte, also while the process that writes lives on."""
     script = (
-        "import os, subprocess, sys\n"
+        "import os, subprocess, sys, time\n"
+        "from pathlib import Path\n"
         "from cs336sys.commands.sweep.progress import showing_progress\n"
         "from cs336sys.results import Cell\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
@@ -408,11 +411,11 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
         "    os.write(2, b'no end of line')\n"
         "os.write(2, b', the end\\n')\n"
         "waiting.communicate(b'go')\n"
-        "import time; time.sleep(0.5)\n"
+        "while 'later' not in Path(sys.argv[1]).read_text(): time.sleep(0.01)\n"
     )
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        subprocess.run([sys.executable, "-c", script], stderr=stderr, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script, log], stderr=stderr, check=True, timeout=60)
     assert log.read_text() == "a warning\nbench: 1 of 1: ok: 1.0 s\nno end of line, the end\nlater\n"
 
 

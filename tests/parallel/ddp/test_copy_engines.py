@@ -76,7 +76,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(copy_engines, "process_group", lambda group: group)
     monkeypatch.setattr(copy_engines, "gather_objects", lambda value, group: [value])
     boxes = [[torch.zeros(4096, dtype=torch.uint8) for _ in range(copy_engines._BOXES)] for _ in range(2)]
-    meeting = threading.Barrier(2, timeout=10)
+    meeting = threading.Barrier(2, timeout=60)
 
     class InThreads(CopyEngines):
         def _make_boxes(self, box_bytes, device):

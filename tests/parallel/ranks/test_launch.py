@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import is_running, wait_until
+from small_models import wait_at_most
 
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError
-from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks import launch, spawned
 from cs336sys.parallel.ranks.process import Failure, _failure, stacks_path
 from cs336sys.parallel.ranks.spawned import RankError, SpawnedRanks, _cause_before_consequence, _Rank
 from cs336sys.processes.folders import remove_abandoned
@@ -29,10 +30,8 @@ HERE = pathlib.Path(__file__).parent
 # For processes that this file starts: they import launch_ranks.
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
-# A failure must end the run within 10 s of when it happens; spawning takes 2 to 5 s of these on two busy cores.
-FAILURE_LIMIT_S = 15.0
-# Longer than two ranks on busy cores can be apart in starting.
-HANG_TIMEOUT_S = 8
+# A failure must end the run within 10 s of when it happens; what ranks take to start is not counted.
+FAILURE_LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +111,13 @@ def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(monke
     ],
 )
 def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, temporary_directory):
-    before, started = children(), time.monotonic()
-    with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.fail, how, world_size=2, backend="gloo", timeout_s=120)
-    assert time.monotonic() - started < FAILURE_LIMIT_S
+    before = children()
+    with launch.start(2, backend="gloo", timeout_s=120) as ranks:
+        ranks.run(launch_ranks.process_id)
+        started = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            ranks.run(launch_ranks.fail, how)
+        assert time.monotonic() - started < FAILURE_LIMIT_S
     assert str(caught.value).startswith(heading)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, cause)
@@ -188,11 +190,20 @@ def test_wrapped_out_of_memory_keeps_its_chain_of_causes():
     assert isinstance(error.__cause__.__cause__, MemoryError)
 
 
+@pytest.fixture
+def stacks_in_their_own_time(monkeypatch):
+    """Busy cores may keep a rank from writing where it is for longer than a command waits for that."""
+    monkeypatch.setattr(spawned, "_STACKS_S", 60.0)
+
+
+@pytest.mark.usefixtures("stacks_in_their_own_time")
 def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
-    started = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.fail, "hang", world_size=2, backend="gloo", timeout_s=HANG_TIMEOUT_S)
-    assert HANG_TIMEOUT_S < time.monotonic() - started < HANG_TIMEOUT_S + FAILURE_LIMIT_S
+    with launch.start(2, backend="gloo", timeout_s=60) as ranks:
+        ranks.run(wait_at_most, 2)
+        started = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            ranks.run(launch_ranks.fail, "hang")
+    assert 2 < time.monotonic() - started < 2 + FAILURE_LIMIT_S
     heading, *rest = str(caught.value).split("\n")
     assert isinstance(caught.value, LostProcessError)
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
@@ -202,12 +213,16 @@ def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
     assert "in fail" in stacks
 
 
+@pytest.mark.usefixtures("stacks_in_their_own_time")
 def test_rank_that_does_not_return_is_named_at_the_timeout():
-    started = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.hang_after_the_last_collective, world_size=2, backend="gloo", timeout_s=HANG_TIMEOUT_S)
-    assert time.monotonic() - started < HANG_TIMEOUT_S + FAILURE_LIMIT_S
-    assert str(caught.value).startswith(f"rank 1 of 2 hangs: not done {HANG_TIMEOUT_S} s after rank 0\n")
+    with launch.start(2, backend="gloo", timeout_s=60) as ranks:
+        ranks.run(launch_ranks.process_id)
+        ranks._timeout_s = 2
+        started = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            ranks.run(launch_ranks.hang_after_the_last_collective)
+    assert 2 < time.monotonic() - started < 2 + FAILURE_LIMIT_S
+    assert str(caught.value).startswith("rank 1 of 2 hangs: not done 2 s after rank 0\n")
     assert "in hang_after_the_last_collective" in str(caught.value)
     assert caught.value.rank == 1
 
@@ -229,6 +244,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.usefixtures("stacks_in_their_own_time")
 def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(tmp_path):
     ranks = object.__new__(SpawnedRanks)
     ranks._directory = tmp_path
@@ -280,7 +296,7 @@ def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, mo
     parent, ranks, temporary = start_parent(tmp_path)
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not any(is_running(pid) for pid in ranks), 10)
+    wait_until(lambda: not any(is_running(pid) for pid in ranks), 30)
     assert len(list(temporary.iterdir())) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     remove_abandoned()
@@ -291,8 +307,8 @@ def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
     parent, ranks, temporary = start_parent(tmp_path)
     started = time.monotonic()
     parent.send_signal(signal.SIGINT)
-    output, _ = parent.communicate(timeout=10)
-    assert time.monotonic() - started < 10
+    output, _ = parent.communicate(timeout=60)
+    assert time.monotonic() - started < FAILURE_LIMIT_S
     assert (output, parent.returncode) == ("interrupted\n", 130)
     assert not any(is_running(pid) for pid in ranks)
     assert list(temporary.iterdir()) == []
