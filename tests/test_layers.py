@@ -190,7 +190,7 @@ def test_a_wrong_import_is_found(module, source):
         ("experiments.parallel.rank", "from cs336sys.experiments.training import TrainStep"),
         ("experiments.parallel.rank", "from cs336sys.experiments.parallel.step import ParallelStep"),
         ("commands.account.model", "from cs336sys.commands.options.reading import split_list"),
-        ("kernels.attention.operators", "from cs336sys.kernels.attention.hopper import availability"),
+        ("kernels.attention.choice", "from cs336sys.kernels.attention.hopper import availability"),
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton.plans import BackwardPlan"),
     ],
 )

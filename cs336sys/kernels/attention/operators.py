@@ -1,6 +1,8 @@
-"""FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes."""
+"""FlashAttention-2 by Triton kernels: the autograd function, and custom operators for compilers and dispatch modes.
 
-import functools
+Which kernels compute it is decided in :mod:`cs336sys.kernels.attention.choice`, once for tensors of a signature.
+"""
+
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -8,37 +10,32 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.accounting.flops import attention_flops
-from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import native_call
-from cs336sys.kernels.attention.hopper import availability
-from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.choice import (
+    FLOAT32_PRECISIONS,
+    INTERPRETED,
+    KERNELS,
+    Options,
+    backward_plan,
+    check,
+    forward_plan,
+)
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, group_size, make_problem
-from cs336sys.kernels.attention.triton.forward import forward_kernel
-from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
+from cs336sys.kernels.attention.problem import Operand
 from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import needs_operators
 
-FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
-# Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
-KERNELS = ("auto", "triton", "hopper")
-
 # Where the functions are that torch.compile's code allocates with.
 _compiled_code = torch._C._dynamo.guards
-
-INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 MAX_PLANS = 1024
 _plans: dict[tuple, Plan] = {}
 
-# What decides, besides the tensors, how attention is computed: is_causal, float32_precision, deterministic, kernels and
-# window. The C++ knows each combination of the first four by its number, and adds their count for each key of a window.
-Options = tuple[bool, str, bool, str, int | None]
+# The C++ knows each combination of the first four options by its number, and adds their count for each key of a window.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
 # Query, key, value, output, logsumexp, the output's gradient, and the options.
@@ -58,49 +55,6 @@ def _number_of(options: Options) -> int:
     return number + window * len(OPTIONS) if isinstance(window, int) and window > 0 else UNKNOWN_OPTIONS
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options) -> None:
-    is_causal, float32_precision, _, kernels, window = options
-    check_attention_inputs(query, key, value)
-    check_window(window, is_causal)
-    if kernels not in KERNELS:
-        raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
-    if float32_precision not in FLOAT32_PRECISIONS:
-        raise UsageError(
-            f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
-        )
-    reason = _why_no_hopper(query, key, window) if kernels == "hopper" else _why_unavailable(query)
-    if reason is not None:
-        raise CapabilityError(reason)
-
-
-def _why_no_hopper(query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
-    if window is not None and window < query.shape[-2]:
-        return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
-    if group_size(query, key) != 1:
-        return (
-            f"implementation 'hopper' takes as many heads of keys as of queries, got {key.shape[-3]} and "
-            f"{query.shape[-3]}: choose 'triton' or 'auto'"
-        )
-    return availability.why_unavailable(query)
-
-
-def _why_unavailable(query: torch.Tensor) -> str | None:
-    """One sentence why these kernels cannot run on the device and dtype of ``query``, or None if they can."""
-    if not query.is_cuda:
-        if INTERPRETED and query.device.type == "cpu":
-            return None
-        return (
-            f"the Triton attention kernels run on CUDA tensors, got {query.device}: set TRITON_INTERPRET=1 before the "
-            "first import to run them on the CPU in Triton's interpreter"
-        )
-    if query.dtype == torch.bfloat16:
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability < (8, 0):
-            name, (major, minor) = torch.cuda.get_device_name(query.device), capability
-            return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"
-    return None
-
-
 def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
     """The tensor with at most four dimensions, the last contiguous, and 16-byte aligned: a copy only where needed.
 
@@ -118,60 +72,6 @@ def _statistic(tensor: torch.Tensor) -> torch.Tensor:
     """One number for each query as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
-    if kernels != "auto":
-        return kernels == "hopper"
-    if problem.window is not None or problem.group_size != 1:
-        return False
-    return availability.why_unavailable(query) is None and is_faster(problem)
-
-
-def _forward_plan(
-    tensors: Sequence[torch.Tensor],
-    is_causal: bool,
-    float32_precision: str,
-    kernels: str,
-    window: int | None = None,
-) -> Plan:
-    """``tensors``: query, key, value and output."""
-    query, key = tensors[:2]
-    operands = [Operand(tensor) for tensor in tensors]
-    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
-    if _takes_hopper(kernels, query, problem, hopper_forward_is_faster):
-        from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
-
-        return HopperForwardPlan(problem, operands, query.device)
-    return ForwardPlan(problem, operands, query.device)
-
-
-def _backward_plan(
-    tensors: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str,
-    window: int | None = None,
-) -> BackwardPlan:
-    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
-
-    In the place of the output may stand D = rowsum(dO * O), which has one dimension less.
-    """
-    query, key, value, output, gradient = tensors
-    operands = [Operand(tensor) for tensor in (query, key, value, gradient)]
-    out = Operand(output) if output.dim() == query.dim() else None
-    results = [Operand(grad) for grad in grads]
-    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
-    plan_class = BackwardPlan
-    # The Hopper kernels write by TMA.
-    written_or_read = (*results, *(() if out is None else (out,)))
-    may_take_hopper = all(operand.fits_tma for operand in written_or_read)
-    is_faster = functools.partial(hopper_backward_is_faster, deterministic=deterministic)
-    if may_take_hopper and _takes_hopper(kernels, query, problem, is_faster):
-        from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
-    return plan_class(problem, operands, out, results, query.device, deterministic)
 
 
 def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +149,7 @@ def _forward(
         plan(query, key, value, out, logsumexp)
         _tell_native("add_forward", plan, [query, key, value], options)
         return out, logsumexp
-    _check(query, key, value, *options)
+    check(query, key, value, *options)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
         out, logsumexp = _forward(query.float(), key.float(), value.float(), *options)
@@ -264,7 +164,7 @@ def _forward(
     if plan is None:
         if query.is_cuda:
             native_call.library.start()
-        plan = _forward_plan(tensors, is_causal, float32_precision, kernels, window)
+        plan = forward_plan(tensors, is_causal, float32_precision, kernels, window)
         _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
@@ -319,7 +219,7 @@ def _backward(
         tensors[3] = _statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
-        plan = _backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels, window)
+        plan = backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels, window)
         all_given = query, key, value, out, grad_out, *grads
         _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
@@ -557,7 +457,7 @@ def triton_attention_backward(
     options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, kernels, window
     if torch.compiler.is_compiling() or needs_operators(query):
         return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
-    _check(query, key, value, *options)
+    check(query, key, value, *options)
     grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, *options)
     return grad_query, grad_key, grad_value
 

@@ -22,9 +22,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cs336sys.kernels.attention import native_call, operators
+from cs336sys.kernels.attention import choice, native_call
+from cs336sys.kernels.attention.choice import backward_plan, forward_plan
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
-from cs336sys.kernels.attention.operators import _backward_plan, _forward_plan
 from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel, prepare_kernel
 
@@ -257,13 +257,13 @@ def compile_configuration(
     key, value = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(2))
     out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
     grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    forward = _forward_plan((query, key, value, out), is_causal, "tf32x3", kernels, window)
+    forward = forward_plan((query, key, value, out), is_causal, "tf32x3", kernels, window)
     report = {}
 
     forward_names = ["forward", "combine"][: len(forward.steps)]
     compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
     tensors = query, key, value, out, grad_out
-    backward = _backward_plan(tensors, grads, is_causal, "tf32x3", deterministic, kernels, window)
+    backward = backward_plan(tensors, grads, is_causal, "tf32x3", deterministic, kernels, window)
     passes = [launch._kernel for launch, _ in backward.steps]
     others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel, sum_pieces_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
@@ -277,7 +277,7 @@ def main() -> None:
     gc.disable()
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    problem_on_this_machine = operators.make_problem
+    problem_on_this_machine = choice.make_problem
 
     def problem_on_hopper(query, key, operands, *options):
         return dataclasses.replace(
@@ -287,7 +287,7 @@ def main() -> None:
             tma_allowed=all(operand.fits_tma for operand in operands),
         )
 
-    operators.make_problem = problem_on_hopper
+    choice.make_problem = problem_on_hopper
     reports = {}
     plain = TRITON_CONFIGURATIONS | (MORE_TRITON_CONFIGURATIONS if "all" in sys.argv else {})
     hopper = HOPPER_CONFIGURATIONS | (MORE_HOPPER_CONFIGURATIONS if "all" in sys.argv else {})

@@ -56,7 +56,7 @@ def test_unknown_implementation_is_refused_with_the_choices(inputs):
 
 
 def test_lacking_implementation_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr("cs336sys.kernels.attention.operators.INTERPRETED", False)
+    monkeypatch.setattr("cs336sys.kernels.attention.choice.INTERPRETED", False)
     query = torch.randn(1, 4, 16)
     with pytest.raises(CapabilityError, match="run on CUDA tensors, got cpu"):
         flash_attention(query, query, query, implementation="triton")

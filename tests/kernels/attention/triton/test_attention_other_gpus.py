@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.runtime import driver
 
-from cs336sys.kernels.attention import operators
+from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton import plans
@@ -106,15 +106,15 @@ def shared_bytes(plan: Plan, *tensors: torch.Tensor) -> list[int]:
 def bytes_on(capability: tuple[int, int]) -> list[tuple[str, list[int], list[int]]]:
     """Each configuration with what its forward and backward kernels take."""
     driver.set_active(AnyGpuDriver(capability))
-    operators.make_problem = lambda *arguments: make_problem_on(capability, *arguments)
+    choice.make_problem = lambda *arguments: make_problem_on(capability, *arguments)
     # With a causal mask there is one more loop to compile, of as much shared memory.
     options = False, "tf32x3"
     report = []
     for shape, dtype in LARGEST[capability]:
         query, key, value, out, grad_out, *grads = (torch.empty(shape, dtype=dtype) for _ in range(8))
         tensors = query, key, value, out, torch.empty(shape[:-1])
-        forward = operators._forward_plan((query, key, value, out), *options, "triton")
-        backward = operators._backward_plan((query, key, value, out, grad_out), grads, *options, False, "triton")
+        forward = choice.forward_plan((query, key, value, out), *options, "triton")
+        backward = choice.backward_plan((query, key, value, out, grad_out), grads, *options, False, "triton")
         taken = shared_bytes(forward, *tensors), shared_bytes(backward, *tensors, grad_out, *grads)
         report.append((f"{shape} {dtype}", *taken))
     return report

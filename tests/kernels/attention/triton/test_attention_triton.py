@@ -12,6 +12,7 @@ import torch
 from attention_checks import ON_GPU, STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention import operators as triton_attention
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.problem import Problem
@@ -277,7 +278,7 @@ def test_wrong_inputs_are_refused(device):
 
 
 def test_cpu_without_interpreter_is_refused(monkeypatch):
-    monkeypatch.setattr(triton_attention, "INTERPRETED", False)
+    monkeypatch.setattr(choice, "INTERPRETED", False)
     with pytest.raises(CapabilityError, match="CUDA tensors, got cpu: set TRITON_INTERPRET=1"):
         FlashAttentionTriton.apply(*random_inputs((1,), 4, 4, 16, torch.float32, "cpu"))
 

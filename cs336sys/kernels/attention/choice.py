@@ -1,0 +1,130 @@
+"""Which kernels compute an attention: what may be asked for, why none can, and the plan of those that do."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
+from cs336sys.kernels.attention.plan import Plan
+from cs336sys.kernels.attention.problem import Operand, Problem, group_size, make_problem
+from cs336sys.kernels.attention.triton.forward import forward_kernel
+from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
+from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
+
+FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
+# Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
+KERNELS = ("auto", "triton", "hopper")
+
+INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+
+# What decides, besides the tensors, how attention is computed: is_causal, float32_precision, deterministic, kernels and
+# window.
+Options = tuple[bool, str, bool, str, int | None]
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options) -> None:
+    """Refuse what no kernel computes.
+
+    Raises:
+        ValueError: shapes or devices do not fit together, or an option has a value that does not exist.
+        TypeError: dtypes differ or are not supported.
+        CapabilityError: the device, or the backend that is asked for, cannot compute it.
+    """
+    is_causal, float32_precision, _, kernels, window = options
+    check_attention_inputs(query, key, value)
+    check_window(window, is_causal)
+    if kernels not in KERNELS:
+        raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
+    if float32_precision not in FLOAT32_PRECISIONS:
+        raise UsageError(
+            f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
+        )
+    reason = _why_no_hopper(query, key, window) if kernels == "hopper" else _why_unavailable(query)
+    if reason is not None:
+        raise CapabilityError(reason)
+
+
+def _why_no_hopper(query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+    if window is not None and window < query.shape[-2]:
+        return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
+    if group_size(query, key) != 1:
+        return (
+            f"implementation 'hopper' takes as many heads of keys as of queries, got {key.shape[-3]} and "
+            f"{query.shape[-3]}: choose 'triton' or 'auto'"
+        )
+    return availability.why_unavailable(query)
+
+
+def _why_unavailable(query: torch.Tensor) -> str | None:
+    """One sentence why these kernels cannot run on the device and dtype of ``query``, or None if they can."""
+    if not query.is_cuda:
+        if INTERPRETED and query.device.type == "cpu":
+            return None
+        return (
+            f"the Triton attention kernels run on CUDA tensors, got {query.device}: set TRITON_INTERPRET=1 before the "
+            "first import to run them on the CPU in Triton's interpreter"
+        )
+    if query.dtype == torch.bfloat16:
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < (8, 0):
+            name, (major, minor) = torch.cuda.get_device_name(query.device), capability
+            return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"
+    return None
+
+
+def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
+    if kernels != "auto":
+        return kernels == "hopper"
+    if problem.window is not None or problem.group_size != 1:
+        return False
+    return availability.why_unavailable(query) is None and is_faster(problem)
+
+
+def forward_plan(
+    tensors: Sequence[torch.Tensor],
+    is_causal: bool,
+    float32_precision: str,
+    kernels: str,
+    window: int | None = None,
+) -> Plan:
+    """``tensors``: query, key, value and output."""
+    query, key = tensors[:2]
+    operands = [Operand(tensor) for tensor in tensors]
+    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
+    if _takes_hopper(kernels, query, problem, hopper_forward_is_faster):
+        from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
+
+        return HopperForwardPlan(problem, operands, query.device)
+    return ForwardPlan(problem, operands, query.device)
+
+
+def backward_plan(
+    tensors: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    is_causal: bool,
+    float32_precision: str,
+    deterministic: bool,
+    kernels: str,
+    window: int | None = None,
+) -> BackwardPlan:
+    """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
+
+    In the place of the output may stand D = rowsum(dO * O), which has one dimension less.
+    """
+    query, key, value, output, gradient = tensors
+    operands = [Operand(tensor) for tensor in (query, key, value, gradient)]
+    out = Operand(output) if output.dim() == query.dim() else None
+    results = [Operand(grad) for grad in grads]
+    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
+    plan_class = BackwardPlan
+    # The Hopper kernels write by TMA.
+    written_or_read = (*results, *(() if out is None else (out,)))
+    may_take_hopper = all(operand.fits_tma for operand in written_or_read)
+    is_faster = functools.partial(hopper_backward_is_faster, deterministic=deterministic)
+    if may_take_hopper and _takes_hopper(kernels, query, problem, is_faster):
+        from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
+    return plan_class(problem, operands, out, results, query.device, deterministic)
