@@ -202,7 +202,7 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
         fits = all(operand.fits_tma for operand in operands)
         return problem(query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], tma_allowed=fits)
 
-    monkeypatch.setattr(operators, "make_problem", problem_on_hopper)
+    monkeypatch.setattr(choice, "make_problem", problem_on_hopper)
     query = torch.empty(1, num_sequences, 16384, 65, dtype=torch.bfloat16, device="meta")
     whole, narrow = query.new_empty(1, num_sequences, 16384, 64), query[..., :64]
 
