@@ -9,7 +9,7 @@ import typer
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import between, one_of, split_list
+from cs336sys.commands.options.reading import between, one_of, read_value, split_list
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
@@ -65,7 +65,7 @@ def memprof(
 
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint", str)
-    shown = int(split_list([str(top)], "--top", between(1, LARGEST_ALLOCATIONS))[0])
+    shown = int(read_value(str(top), "--top", between(1, LARGEST_ALLOCATIONS)))
     training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [

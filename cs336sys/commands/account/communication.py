@@ -7,7 +7,7 @@ import typer
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, between, byte_count, check_choice, split_list
+from cs336sys.commands.options.reading import at_least, between, byte_count, check_choice, read_value, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
@@ -61,7 +61,7 @@ def buckets(
     if gradients is None:
         total, title = float(element_bytes * count_parameters(choose_size(size))), f"{size}, {gradient_dtype}"
     else:
-        total = float(split_list([gradients], "--gradients", byte_count)[0])
+        total = float(read_value(gradients, "--gradients", byte_count))
         title = gradients
     megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
     _check_positive(bandwidth, "--bandwidth")

@@ -64,7 +64,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         for name, (option, convert) in converters.items():
             if values[name] is not None:
-                values[name] = split_list([values[name]], option, convert)[0]
+                values[name] = read_value(values[name], option, convert)
         _refuse_one_file_for_two(values)
         read = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
@@ -143,16 +143,23 @@ def split_list(values: Sequence[str], option: str, convert: Callable[[str], Valu
     Raises:
         UsageError: nothing was given, or ``convert`` refuses a value.
     """
-    converted = []
-    for text in (part.strip() for value in values for part in value.split(",")):
-        try:
-            converted.append(convert(text))
-        except ValueError as error:
-            rule = str(error) if isinstance(error, UsageError) else "not a number"
-            raise UsageError(f"{option} '{text}': {rule}") from error
+    converted = [read_value(part.strip(), option, convert) for value in values for part in value.split(",")]
     if not converted:
         raise UsageError(f"{option} needs at least one value")
     return list(dict.fromkeys(converted))
+
+
+def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value:
+    """The value of an option that takes a single one: ``a,b`` is none, or all but the first would be dropped in silence.
+
+    Raises:
+        UsageError: ``convert`` refuses it.
+    """
+    try:
+        return convert(text)
+    except ValueError as error:
+        rule = str(error) if isinstance(error, UsageError) else "not a number"
+        raise UsageError(f"{option} '{text}': {rule}") from error
 
 
 def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
@@ -161,7 +168,7 @@ def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
     Raises:
         UsageError: it is none of the choices.
     """
-    return split_list([value], option, one_of(choices))[0]
+    return read_value(value, option, one_of(choices))
 
 
 def check_baseline(baseline: str | None, chosen: Sequence[str], default: str) -> str:

@@ -49,6 +49,22 @@ def test_a_number_that_no_machine_holds_is_refused(value, rule):
     assert str(refused.value).endswith(f": {rule}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bench", "--steps", "2,30", "--dry-run"], "--steps '2,30': not a number"),
+        (["account", "parallel", "--flops", "1e12,2e12"], "--flops '1e12,2e12': not a number"),
+        (["account", "buckets", "--gradients", "1GB,8GB"], "--gradients '1GB,8GB': write a size as"),
+        (["account", "activations", "--precision", "fp32,bf16"], "--precision 'fp32,bf16': choose from fp32, bf16"),
+        (["kernels", "--device", "cpu,cuda"], "--device 'cpu,cuda': choose from auto, cuda, cpu"),
+    ],
+)
+def test_an_option_of_one_value_takes_no_list_of_which_it_would_use_the_first(arguments, sentence):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {sentence}")
+
+
 def test_numbers_may_be_written_with_an_exponent():
     assert split_list(["1e3", "20"], "--x", at_least(1)) == [1000, 20]
 
