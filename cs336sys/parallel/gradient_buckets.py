@@ -23,10 +23,12 @@ class GradientBucket:
         parameters: by name; all have the same device, and gradients of the same dtype.
         waiting: ids of the parameters whose gradients are not ready yet in this step.
         collects_at_once: whether :meth:`collect` wants gradients as soon as they are ready, not only at the launch.
+        hands_on: whether parameters lose their gradients to somebody else at the launch.
         present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
     """
 
     collects_at_once = False
+    hands_on = False
 
     def __init__(
         self,

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import group_device, max_over_ranks, require_process_group
-
-_MARK = "is_slice_of_this_rank"
+from cs336sys.parallel.gradient_slices import is_slice
 
 
 class _UpdatesSlices(Protocol):
@@ -73,12 +72,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return found
 
 
-def mark_slice(parameter: nn.Parameter) -> None:
-    """Let scalers that are not sharded refuse the gradient of this parameter, which is a slice of this rank alone."""
-    setattr(parameter, _MARK, True)
-    refuse_other_scalers()
-
-
 @functools.cache
 def refuse_other_scalers() -> None:
     """Let scalers that decide on each rank alone refuse optimizers of slices, from now on and in this process.
@@ -106,5 +99,5 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _updates_slices(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "updates_slices", False) or any(
-        hasattr(parameter, _MARK) for group in optimizer.param_groups for parameter in group["params"]
+        is_slice(parameter) for group in optimizer.param_groups for parameter in group["params"]
     )

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import graph_refusal
+
+# Of hooks, whether their bucket hands gradients on.
+_HANDS_ON = "hands_on"
 
 
 class SynchronizationSwitch:
@@ -181,6 +184,12 @@ def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+def hands_gradient_on(parameter: Tensor) -> bool:
+    """Whether backward passes leave no gradient with this parameter, because a synchronizer hands it on in slices."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(getattr(hook, _HANDS_ON, False) for hook in hooks.values())
+
+
 def _is_synchronized(parameter: nn.Parameter) -> bool:
     """Whether a synchronizer that still exists averages the gradient of this parameter."""
     hooks = parameter._post_accumulate_grad_hooks or {}
@@ -195,6 +204,7 @@ def _hook(
         if alive is not None:
             alive.gradient_ready(bucket, name, parameter)
 
+    setattr(gradient_ready, _HANDS_ON, bucket.hands_on)
     return gradient_ready
 
 

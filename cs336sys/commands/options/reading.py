@@ -150,7 +150,7 @@ def split_list(values: Sequence[str], option: str, convert: Callable[[str], Valu
 
 
 def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value:
-    """The value of an option that takes a single one: ``a,b`` is none, or all but the first would be dropped in silence.
+    """The value of an option that takes a single one: of ``a,b`` all but the first would be dropped in silence.
 
     Raises:
         UsageError: ``convert`` refuses it.

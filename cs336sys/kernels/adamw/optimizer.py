@@ -69,7 +69,8 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: "fp32", "bf16" or "split".
 
     Raises:
-        ValueError: a setting is out of range, or parameters are not dense or on several devices.
+        ValueError: a setting is out of range, parameters are not dense or on several devices, or ``max_grad_norm`` is
+            given where a parameter is a slice of this rank (FSDP, tensor parallelism).
         TypeError: a parameter's dtype is not supported.
         CapabilityError: the parameters are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
     """
@@ -133,6 +134,12 @@ class AdamW(torch.optim.Optimizer):
         if parameter.dtype not in TRITON_DTYPES:
             raise TypeError(
                 f"AdamW: dtype {parameter.dtype} is not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
+            )
+        # As parallel.gradient_slices marks them, which kernels do not import.
+        if self.max_grad_norm is not None and hasattr(parameter, "is_slice_of_this_rank"):
+            raise ValueError(
+                f"AdamW: max_grad_norm {self.max_grad_norm} would clip by the norm of what this rank has of the "
+                "gradients: leave it out, and call clip_grad_norm_() of the module that shares them before step()"
             )
         device = self.param_groups[0]["params"][0].device
         if parameter.device != device:

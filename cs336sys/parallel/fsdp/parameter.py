@@ -15,7 +15,8 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
-from cs336sys.parallel.gradient_scaler import mark_slice
+from cs336sys.parallel.gradient_scaler import refuse_other_scalers
+from cs336sys.parallel.gradient_slices import mark_slice
 
 
 class ShardedParameter:
@@ -55,6 +56,7 @@ class ShardedParameter:
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         mark_slice(self.shard)
+        refuse_other_scalers()
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
         # The sum of the gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None

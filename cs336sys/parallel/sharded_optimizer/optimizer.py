@@ -19,6 +19,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers
+from cs336sys.parallel.gradient_slices import refuse_clipping_alone
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
@@ -106,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_process_group(type(self).__name__)
         self._module = module
         with same_on_every_rank() as lines:
-            require_optimizer(optimizer_cls)
+            require_optimizer(optimizer_cls, options)
             _check_arguments(flat, module, master_dtype)
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
@@ -123,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices = SlicePartition(cap_bytes, master_dtype) if flat else None
         if flat:
             refuse_other_scalers()
+            refuse_clipping_alone()
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}

@@ -10,17 +10,23 @@ from cs336sys.errors import UsageError
 _STEPS = 3
 
 
-def require_optimizer(optimizer_cls: Any) -> None:
+def require_optimizer(optimizer_cls: Any, options: dict[str, Any]) -> None:
     """Refuse a class that cannot update some of the parameters without the others.
 
     Raises:
-        UsageError: it is not an optimizer class, or it is LBFGS, which takes inner products over all gradients.
+        UsageError: it is not an optimizer class, it is LBFGS, which takes inner products over all gradients, or it is
+            asked to clip by the norm of all gradients.
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
         raise UsageError(f"optimizer_cls {optimizer_cls}: must be a subclass of torch.optim.Optimizer")
     if issubclass(optimizer_cls, torch.optim.LBFGS):
         raise UsageError(
             f"{optimizer_cls.__name__} cannot be sharded: choose a class that updates each parameter by itself"
+        )
+    if options.get("max_grad_norm") is not None:
+        raise UsageError(
+            f"max_grad_norm {options['max_grad_norm']} would clip by the norm of what this rank updates: leave it out, "
+            "and call clip_grad_norm_() of the sharded optimizer before step()"
         )
 
 

@@ -58,6 +58,8 @@ class ScatteredBucket(GradientBucket):
         predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
     """
 
+    hands_on = True
+
     def __init__(self, parameters: dict[str, nn.Parameter], master_dtype: torch.dtype | None):
         super().__init__(parameters, gradient_dtype=None)
         self.pieces: list[Tensor] = []

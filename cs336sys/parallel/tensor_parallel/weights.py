@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.tensor import cut_dimension, heads_refusal, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single
+from cs336sys.parallel.gradient_scaler import refuse_other_scalers
+from cs336sys.parallel.gradient_slices import mark_slice
 
 
 def require_shareable(model: nn.Module, world_size: int) -> None:
@@ -92,6 +94,9 @@ def cut_weights(
             if whole not in parts:
                 own = part_of(whole.detach(), name, rank, world_size)
                 parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+                if cut_dimension(name) is not None:
+                    mark_slice(parts[whole])
+                    refuse_other_scalers()
                 # Of the same object a tied layer that comes later gets the same part.
                 parts[parts[whole]] = parts[whole]
             layer._parameters[attribute] = parts[whole]
