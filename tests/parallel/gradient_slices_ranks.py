@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from small_models import error_of
 from torch import nn
@@ -37,11 +38,18 @@ def clippings():
     model = BasicsTransformerLM(
         vocab_size=10, context_length=4, d_model=8, num_layers=1, num_heads=2, d_ff=16, rope_theta=10000.0
     )
-    cut = list(TensorParallel(model).parameters())
+    shared = TensorParallel(model)
+    cut = list(shared.parameters())
     errors = {
         "fsdp": error_of(clip_grad_norm_, fully, 0.01),
         "flat": error_of(clip_grad_norm_, trained(flat), 0.01),
         "tensor": error_of(clip_grad_norm_, cut, 0.01),
+        "fsdp of parts": error_of(
+            FSDP(
+                shared.module, group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            ).clip_grad_norm_,
+            0.01,
+        ),
         "adamw, fsdp": error_of(partial(AdamW, fully), max_grad_norm=0.01),
         "adamw, sharded": error_of(ShardedOptimizer, layer().parameters(), AdamW, max_grad_norm=0.01),
     }

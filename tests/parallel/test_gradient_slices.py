@@ -14,6 +14,11 @@ def test_clipping_by_the_norm_of_a_slice_is_refused_and_by_that_of_whole_gradien
         "fsdp": alone,
         "flat": alone,
         "tensor": alone,
+        "fsdp of parts": (
+            "UsageError",
+            "other ranks have other parts of these layers, whose gradients count, too: call clip_grad_norm_(max_norm, "
+            "sharded=...) of the TensorParallel module",
+        ),
         "adamw, fsdp": (
             "ValueError",
             "AdamW: max_grad_norm 0.01 would clip by the norm of what this rank has of the gradients: leave it out, "

@@ -16,7 +16,7 @@ from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, gro
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers
-from cs336sys.parallel.gradient_slices import mark_slice
+from cs336sys.parallel.gradient_slices import is_slice, mark_slice
 
 
 class ShardedParameter:
@@ -27,6 +27,7 @@ class ShardedParameter:
         names: its names in the wrapped module; tied weights have several.
         owners: the modules that hold it, each with the name of the attribute.
         shape: the shape of the whole parameter.
+        is_part_of_more: whether the whole parameter is itself this rank's part of one that another wrapper has cut.
         rows: which rows this rank holds.
         divides_evenly: whether all ranks hold equally many rows.
         slice_sizes: for each rank, the number of elements in its rows.
@@ -47,6 +48,7 @@ class ShardedParameter:
         self.names = planned.names
         self.owners = planned.owners
         self.shape = whole.shape
+        self.is_part_of_more = is_slice(whole)
         world_size = group.size()
         self.rows = own_rows(len(whole), group.rank(), world_size)
         self.divides_evenly = len(whole) % world_size == 0

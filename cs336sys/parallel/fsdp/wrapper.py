@@ -262,9 +262,15 @@ class FSDP(nn.Module):
             the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
 
         Raises:
+            UsageError: tensor parallel ranks have parts of the gradients that this module has not.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before any gradient was
                 scaled.
         """
+        if any(parameter.is_part_of_more for parameter in self.sharded_parameters.values()):
+            raise UsageError(
+                "other ranks have other parts of these layers, whose gradients count, too: call clip_grad_norm_(max_norm, "
+                "sharded=...) of the TensorParallel module"
+            )
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
         device = next((parameter.device for parameter in (*sharded, *replicated)), None)
