@@ -18,8 +18,10 @@ from cs336sys.kernels.attention.plan import (
     sequences_per_group,
 )
 from cs336sys.kernels.attention.problem import Operand, Problem
-from cs336sys.kernels.attention.triton.backward import backward_kernel, convert_grad_query_kernel, prepare_kernel
+from cs336sys.kernels.attention.triton.backward import backward_kernel
+from cs336sys.kernels.attention.triton.convert import convert_grad_query_kernel
 from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
+from cs336sys.kernels.attention.triton.prepare import prepare_kernel
 from cs336sys.kernels.attention.triton.settings import (
     BackwardPass,
     TileSettings,
