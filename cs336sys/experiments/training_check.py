@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cs336sys.cuda_graphs import require_graphs
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import build_compared_model, build_model
-from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
 from cs336sys.experiments.training import TrainStep, train_for_check
 from cs336sys.experiments.weight_check import (
     OPTIMIZER_SETTINGS,
@@ -23,9 +23,15 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import Workload
 
 # How many times as far as launched steps are from the same launched again replayed ones may be from them, and how often
-# it is tried whether launched ones differ at all.
+# these are launched to find how far that is.
 _REPEATED = 3.0
 _MOST_REPEATS = 3
+
+# Of the tolerance, what replays may be off wherever launched steps differ by a single bit. Where few sums are in no
+# fixed order, one run differs from another by now nothing, now much: with 30 elements of the embedding's gradient one
+# bit off in each step (4 blocks, bf16), pairs of 30 runs were 0 to 4e-7 apart, and 16 % of right replays more than
+# three times as far off as the first launched steps that differed.
+_ROUNDED = 0.01
 
 # How much of a GPU's free memory training may be predicted to take beside weights that wait there.
 _FILLED = 0.8
@@ -41,7 +47,8 @@ class Checked:
     Attributes:
         off: from PyTorch's operations, launched.
         replayed: replayed steps from launched ones of the same kernels; None if steps are launched.
-        repeated: launched steps from the same launched again, where replayed ones are not the same bit by bit.
+        repeated: launched steps from the same launched again, where replayed ones are not the same bit by bit; the
+            farthest.
     """
 
     off: Difference
@@ -91,7 +98,8 @@ def check_training(
 
     Kernels of ours are compared with PyTorch's operations, both launched; and steps in CUDA graphs with launched ones
     of the same kernels. These must be the same bit by bit, or where launched steps do not repeat, not much farther off
-    than those are from each other.
+    than those are from each other. An optimizer that counts elsewhere for a graph is compared with itself as it is
+    where steps are launched, unless it is torch's.
 
     Kernels are checked on one block where attention alone is ours: the others compute alike. Modes without an optimizer
     are checked with one, as the loss of random weights hardly depends on what computes it; and mode ``forward`` on one
@@ -130,17 +138,19 @@ def _checked(workload: Workload, device: torch.device, progress: Progress) -> tu
     if plainly_trained(launched) != launched:
         kernels, weights = _check_kernels(launched, workload, device, progress)
         if not kernels.relative <= tolerance(workload):
-            reason = f"{_far_off('with our kernels', kernels)}, more than rounding explains ({_allowed(workload)})"
-            return Checked(kernels), Outcome("wrong", derived=_difference_columns(kernels), reason=reason)
+            return Checked(kernels), _wrong("with our kernels", kernels, workload)
         if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
             weights = None
+    elif _counts_otherwise(workload, launched):
+        off = _check_counting(launched, workload, device, progress)
+        if not off.relative <= tolerance(workload):
+            return Checked(off), _wrong("counting on the GPU, as for a graph", off, workload)
     if workload.cuda_graph == "off":
         assert kernels is not None, "nothing else could be checked"
         return Checked(kernels), None
     replayed, repeated = _check_replays(workload, launched, weights, device, progress)
     checked = Checked(replayed if kernels is None else kernels, replayed, repeated)
-    most = 0.0 if repeated is None else _REPEATED * repeated.relative
-    if replayed.relative <= min(most, tolerance(workload)):
+    if replayed.relative <= _allowed_of_replays(workload, repeated):
         return checked, None
     reason = _far_off("replayed", replayed)
     if not replayed.relative <= tolerance(workload):
@@ -166,6 +176,25 @@ def _check_kernels(
     return _apart(launched, device, expected, found), found
 
 
+def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
+    """Whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
+    if workload.mode != "train":
+        return False
+    optimizer_class, settings = choose_optimizer(workload)
+    return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
+
+
+def _check_counting(launched: Workload, workload: Workload, device: torch.device, progress: Progress) -> Difference:
+    """An optimizer as graphs have it beside the same as launched steps have it; both launched."""
+    if launched.is_ours:
+        launched = _of_one_block(launched)
+    progress("checking: the optimizer")
+    expected = _trained_for_check(launched, device, build_model(launched, device))
+    expected = _put_aside(expected, launched, device)
+    found = _trained_for_check(launched, device, build_model(launched, device), workload)
+    return _apart(launched, device, expected, found)
+
+
 def _check_replays(
     workload: Workload,
     launched: Workload,
@@ -189,12 +218,22 @@ def _check_replays(
     replayed = _apart(workload, device, expected, train(workload))
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
+    repeated = None
     for _ in range(_MOST_REPEATS):
         progress("checking: launched steps again")
-        repeated = _apart(workload, device, expected, train(launched))
-        if repeated.relative:
-            return replayed, repeated
-    return replayed, None
+        again = _apart(workload, device, expected, train(launched))
+        if again.relative > (0 if repeated is None else repeated.relative):
+            repeated = again
+        if replayed.relative <= _allowed_of_replays(workload, repeated):
+            break
+    return replayed, repeated
+
+
+def _allowed_of_replays(workload: Workload, repeated: Difference | None) -> float:
+    """:attr:`Difference.relative` of replayed steps: none where launched ones repeat."""
+    if repeated is None:
+        return 0.0
+    return min(max(_REPEATED * repeated.relative, _ROUNDED * tolerance(workload)), tolerance(workload))
 
 
 def _apart(
@@ -204,7 +243,7 @@ def _apart(
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
     # Copies differ from nothing that they copy.
-    expected = {name: torch.zeros_like(value) for name, value in found.items()} | expected
+    expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
     apart = difference(start, expected, found, workload.size.num_layers)
     del start, expected
     _free_memory(device)
@@ -226,6 +265,11 @@ def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.dev
 
 def _of_one_block(workload: Workload) -> Workload:
     return replace(workload, size=replace(workload.size, num_layers=1))
+
+
+def _wrong(how: str, off: Difference, workload: Workload) -> Outcome:
+    reason = f"{_far_off(how, off)}, more than rounding explains ({_allowed(workload)})"
+    return Outcome("wrong", derived=_difference_columns(off), reason=reason)
 
 
 def _far_off(how: str, off: Difference) -> str:

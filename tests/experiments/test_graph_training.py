@@ -102,6 +102,55 @@ def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkey
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize(
+    ("replayed", "launched", "runs"),
+    [
+        # A sum in no fixed order, whose order seldom changes: by now a bit, now another.
+        (1e-5, [0.0, 1e-6], 3),
+        (1e-3, [0.0, 1e-6, 5e-4], 4),
+        (1e-2, [0.0, 1e-6, 5e-4, 1e-3], 5),
+    ],
+    ids=["a bit", "the farthest counts", "wrong"],
+)
+def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, replayed, launched, runs):
+    train, trained = training_check.train_for_check, []
+
+    def not_quite(step, warmup):
+        losses = train(step, warmup)
+        off = replayed if step.workload.cuda_graph == "on" else launched[trained.count("off")]
+        trained.append(step.workload.cuda_graph)
+        weight = step.model.get_parameter("lm_head.weight")
+        with torch.no_grad():
+            weight *= 1 + off
+        return losses
+
+    monkeypatch.setattr(training_check, "train_for_check", not_quite)
+    checked, wrong = check(optimizer="fused", precision="bf16")
+    assert len(trained) == runs
+    assert (wrong is not None) == (replayed == 1e-2)
+    assert 0 < checked.repeated.relative < checked.replayed.relative
+
+
+class CountsWrongForGraphs(AdamW):
+    """Corrects no bias where it counts on the GPU: replays and launches of the same agree."""
+
+    def _update_counted_on_device(self, group, params):
+        torch._foreach_add_([self.state[p]["t"] for p, _ in params], 1)
+        for p, grad in params:
+            p.sub_(grad)
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_optimizer_that_goes_wrong_for_graphs_alone_is_found(monkeypatch, precision):
+    assert check(optimizer="course", precision=precision)[1] is None
+    monkeypatch.setitem(OPTIMIZER_CLASSES, "course", (CountsWrongForGraphs, {}))
+    checked, wrong = check(optimizer="course", precision=precision)
+    assert wrong.reason.startswith("counting on the GPU, as for a graph: after 5 steps ")
+    assert checked.off.relative > 0.2
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_training_in_a_graph_has_the_losses_of_launched_steps_from_the_first_on(tmp_path, steps):
     text = tmp_path / "text.md"
