@@ -268,8 +268,8 @@ class FSDP(nn.Module):
         """
         if any(parameter.is_part_of_more for parameter in self.sharded_parameters.values()):
             raise UsageError(
-                "other ranks have other parts of these layers, whose gradients count, too: call clip_grad_norm_(max_norm, "
-                "sharded=...) of the TensorParallel module"
+                "other ranks have other parts of these layers, whose gradients count, too: "
+                "call clip_grad_norm_(max_norm, sharded=...) of the TensorParallel module"
             )
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
