@@ -2,6 +2,7 @@
 
 - ``configured.py``: how a workload becomes a cell's configuration, and comes back from it.
 - ``training.py``: one model, its batch, and how its steps run.
+- ``watched.py``: the same, with memory recorded, loss followed or kernels profiled.
 - ``parallel.py``: the same, shared by several ranks.
 - ``operations.py``: one operation by itself.
 """
@@ -38,21 +39,23 @@ from cs336sys.workload.training import (
     COMPILE_MODES,
     CUDA_GRAPH,
     FUSED_KERNELS,
-    LARGEST_ALLOCATIONS,
     MODEL_KERNELS,
     MODES,
     OPTIMIZERS,
     PHASES_OF_MODE,
-    PROFILERS,
     STATE_DTYPES,
     SYNCHRONIZE,
     UPDATES,
-    LossWorkload,
-    MemoryWorkload,
-    ProfileWorkload,
     UserCode,
     Workload,
     parse_kernels,
+)
+from cs336sys.workload.watched import (
+    LARGEST_ALLOCATIONS,
+    PROFILERS,
+    LossWorkload,
+    MemoryWorkload,
+    ProfileWorkload,
 )
 
 __all__ = [

@@ -125,33 +125,10 @@ class ParallelWorkload(Configured):
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
         if self.world_size < 1:
             raise UsageError(f"--world-size {self.world_size}: must be at least 1")
-        if (self.bucket_mb is not None) != (self.strategy in BUCKETED_STRATEGIES):
-            raise UsageError(
-                f"bucket size {self.bucket_mb}: {' and '.join(BUCKETED_STRATEGIES)} need one, and others have none"
-            )
-        if self.transport == "copy-engines" and self.strategy != "bucketed":
-            raise UsageError(
-                f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
-            )
-        if isinstance(self.bucket_mb, str):
-            if self.bucket_mb != WHOLE_BLOCKS:
-                raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")
-        elif self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+        self._check_buckets()
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
-        if (self.prefetch is not None) != self.gathers_ahead:
-            raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
-        if self.prefetch is not None and self.prefetch < 0:
-            raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
-        if self.keep_gathered and self.strategy != "fsdp":
-            raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
-        if self.keep_gathered < 0:
-            raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
-        if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
-            raise UsageError(
-                f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
-            )
+        self._check_gathers()
         if self.check_layers is not None and self.check_layers < 1:
             raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
         if self.inner_dimension is not None:
@@ -170,6 +147,35 @@ class ParallelWorkload(Configured):
                 f"--batch-size {self.training.size.batch_size}: {self.data_ranks} "
                 f"{'ranks' if self.inner_dimension is None else 'groups of ranks'} cannot share it equally; "
                 f"choose a multiple of {self.data_ranks}"
+            )
+
+    def _check_buckets(self) -> None:
+        if (self.bucket_mb is not None) != (self.strategy in BUCKETED_STRATEGIES):
+            raise UsageError(
+                f"bucket size {self.bucket_mb}: {' and '.join(BUCKETED_STRATEGIES)} need one, and others have none"
+            )
+        if self.transport == "copy-engines" and self.strategy != "bucketed":
+            raise UsageError(
+                f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
+            )
+        if isinstance(self.bucket_mb, str):
+            if self.bucket_mb != WHOLE_BLOCKS:
+                raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")
+        elif self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
+            raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+
+    def _check_gathers(self) -> None:
+        if (self.prefetch is not None) != self.gathers_ahead:
+            raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
+        if self.keep_gathered and self.strategy != "fsdp":
+            raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
+        if self.keep_gathered < 0:
+            raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
+        if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
+            raise UsageError(
+                f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
             )
 
     def _check_mesh(self, inner: str) -> None:
