@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cs336sys.measure.cells import Outcome
+
 # One row of many does not show in the norm of all: of 8,192, a row of zeros is an error of 1.1 %. So a row has a
 # tolerance of its own, so many times as large. Rows of plain and tiled attention were off by up to 1.5 times the
 # tolerance of the whole (dQ of the first queries in fp16, up to 4096 x 128); one that is left out by 15 times and more.
@@ -64,3 +66,9 @@ def why_wrong(errors: Mapping[str, RelativeError], tolerance: float) -> str | No
     of_rows = ROW_TOLERANCE * tolerance
     rows = [f"{name} by {error.row:.1e}" for name, error in errors.items() if not error.row <= of_rows]
     return f"relative error of a row over {of_rows:g}: {', '.join(rows)}" if rows else None
+
+
+def judged(errors: Mapping[str, RelativeError], tolerance: float) -> tuple[dict[str, Any], Outcome | None]:
+    """:func:`error_columns`, and the outcome of a cell that is wrong by :func:`why_wrong` and is not timed."""
+    columns, reason = error_columns(errors), why_wrong(errors, tolerance)
+    return columns, None if reason is None else Outcome("wrong", {}, columns, reason)

@@ -23,7 +23,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.dtypes import DTYPES
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, error_columns, relative_errors, why_wrong
+from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results import Samples
 from cs336sys.workload import AttentionWorkload
@@ -226,7 +226,7 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation on one shape: a cell of ``flash``, run in the worker process.
 
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. An implementation
-    whose output or gradient is off by more than :data:`TOLERANCES`, as a whole or in a row (:func:`why_wrong`), is
+    whose output or gradient is off by more than :data:`TOLERANCES`, as a whole or in a row (:func:`judged`), is
     ``wrong`` and is not timed.
     """
     workload = AttentionWorkload.from_configuration(configuration)
@@ -234,10 +234,9 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _checked(attention, workload, device)
-        derived = error_columns(errors)
-        reason = why_wrong(errors, TOLERANCES[workload.dtype])
-        if reason is not None:
-            return Outcome("wrong", {}, derived, reason)
+        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
+        if wrong is not None:
+            return wrong
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
@@ -306,10 +305,9 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _errors_of_first_sequence(attention, workload, device)
-        derived = error_columns(errors)
-        reason = why_wrong(errors, TOLERANCES[workload.dtype])
-        if reason is not None:
-            return Outcome("wrong", {}, derived, reason)
+        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
+        if wrong is not None:
+            return wrong
         progress("building the inputs")
         base = 0
         if device.type == "cuda":

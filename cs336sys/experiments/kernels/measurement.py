@@ -11,7 +11,7 @@ import torch._functorch.config
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, error_columns, relative_errors, why_wrong
+from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.workload import KernelWorkload
 
@@ -49,7 +49,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     Samples (ms): ``forward`` with gradients recorded, ``backward`` alone, ``end_to_end`` as one call. Derived: the
     relative error of each output and gradient; GB/s of each part, by the least that it must move, and what share that
     is of the rate of a copy on this device; GiB beyond the inputs. An implementation whose output or gradient is off by
-    more than :data:`TOLERANCES`, as a whole or in a row (:func:`why_wrong`), is ``wrong`` and is not timed.
+    more than :data:`TOLERANCES`, as a whole or in a row (:func:`judged`), is ``wrong`` and is not timed.
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
@@ -64,10 +64,9 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
         function = operation.implementations[workload.implementation](workload)
         progress("checking")
         errors = kernel_errors(function, operation, workload, device)
-        derived = error_columns(errors)
-        reason = why_wrong(errors, TOLERANCES[workload.dtype])
-        if reason is not None:
-            return Outcome("wrong", {}, derived, reason)
+        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
+        if wrong is not None:
+            return wrong
         progress("timing")
         calls = operation.calls(function, workload, device)
         derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)

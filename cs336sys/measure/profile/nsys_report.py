@@ -4,7 +4,9 @@ Schema: "SQLite Schema Reference" in the Nsight Systems User Guide. It differs b
 only if it has rows, so tables and columns are looked up before they are read.
 """
 
+import functools
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 
 from cs336sys.errors import UsageError
@@ -58,27 +60,8 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
 
 def _load(tables: sqlite3.Connection) -> None:
     columns = _columns(tables)
-    if _STRINGS not in columns:
-        raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
-    if _has_rows(tables, columns, _WHOLE_GRAPHS):
-        raise UsageError(
-            "holds CUDA graphs as wholes, without their kernels: profile again with --cuda-graph-trace=node"
-        )
-    if not _has_rows(tables, columns, _KERNELS):
-        raise UsageError("holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU")
-    if not _has_rows(tables, columns, _RANGES):
-        raise UsageError("holds no NVTX ranges, so kernels have no phase: profile with -t cuda,nvtx")
-    if not _has_rows(tables, columns, _CALLS):
-        raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
-
-    def need(table: str, *names: str) -> None:
-        missing = [column for column in names if column not in columns[table]]
-        if missing:
-            raise UsageError(
-                f"has no column {', '.join(missing)} in its table {table}: it was exported by a version of nsys that "
-                "this cs336sys does not know"
-            )
-
+    _require_recorded(tables, columns)
+    need = functools.partial(_require_columns, columns)
     need(_CALLS, "start", "globalTid", "correlationId")
     tables.execute(
         f"""INSERT OR IGNORE INTO launch
@@ -96,15 +79,43 @@ def _load(tables: sqlite3.Connection) -> None:
         _load_work(tables, _FILLS, str(_FILL_ID))
     names_of_copies = [(-kind, f"Memcpy {name}") for kind, name in _COPY_NAMES.items()]
     tables.executemany("INSERT INTO name VALUES (?, ?)", [*names_of_copies, (_FILL_ID, "Memset")])
+    _load_ranges(tables, columns)
 
-    need(_RANGES, "start", "end", "eventType", "globalTid")
+
+def _require_recorded(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) -> None:
+    """Refuse an export without what gives kernels a phase, with the option of nsys that records it."""
+    if _STRINGS not in columns:
+        raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
+    if _has_rows(tables, columns, _WHOLE_GRAPHS):
+        raise UsageError(
+            "holds CUDA graphs as wholes, without their kernels: profile again with --cuda-graph-trace=node"
+        )
+    if not _has_rows(tables, columns, _KERNELS):
+        raise UsageError("holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU")
+    if not _has_rows(tables, columns, _RANGES):
+        raise UsageError("holds no NVTX ranges, so kernels have no phase: profile with -t cuda,nvtx")
+    if not _has_rows(tables, columns, _CALLS):
+        raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
+
+
+def _require_columns(columns: Mapping[str, set[str]], table: str, *names: str) -> None:
+    missing = [column for column in names if column not in columns[table]]
+    if missing:
+        raise UsageError(
+            f"has no column {', '.join(missing)} in its table {table}: it was exported by a version of nsys that "
+            "this cs336sys does not know"
+        )
+
+
+def _load_ranges(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) -> None:
+    _require_columns(columns, _RANGES, "start", "end", "eventType", "globalTid")
     # The text stands in the row or, where it was registered or is often repeated, in StringIds.
     text, strings = "text", ""
     if "textId" in columns[_RANGES]:
         text = "coalesce(text, strings.value)" if "text" in columns[_RANGES] else "strings.value"
         strings = f"LEFT JOIN report.{_STRINGS} AS strings ON strings.id = textId"
     else:
-        need(_RANGES, "text")
+        _require_columns(columns, _RANGES, "text")
     tables.execute(
         f"""INSERT INTO ranges
             SELECT {text}, start, "end", {_PROCESS.format(column="globalTid")}, globalTid
@@ -126,5 +137,5 @@ def _columns(tables: sqlite3.Connection) -> dict[str, set[str]]:
     return {name: {row[1] for row in tables.execute(f'PRAGMA report.table_info("{name}")')} for name in names}
 
 
-def _has_rows(tables: sqlite3.Connection, columns: dict[str, set[str]], table: str) -> bool:
+def _has_rows(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str) -> bool:
     return table in columns and tables.execute(f"SELECT 1 FROM report.{table} LIMIT 1").fetchone() is not None
