@@ -65,6 +65,23 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
     rows.sort(key=lambda row: "end_to_end_ms" not in row)
     rows = list({(r["dtype"], r["head_dim"], r["context"]): r for r in reversed(rows)}.values())
     rows.sort(key=lambda row: (row["dtype"], row["head_dim"], row["context"]))
+    sentences = [*_speedup_words(rows), *_length_words(rows)]
+    sentences += failures(
+        cells, lambda c: f"{c.configuration['implementation']} at {shape_words(c)}, {c.configuration['dtype']}"
+    )
+    sentences += [_error_words(cells)]
+    columns = [Column("dtype", "dtype"), Column("head_dim", "head dim"), Column("context", "context")]
+    for part in ("forward", "backward", "end_to_end"):
+        name = part.replace("_", "-")
+        columns += [Column(f"{part}_ours_ms", f"{name}, ours", "ms"), Column(f"{part}_ms", f"{name}, PyTorch", "ms")]
+    columns.append(Column("end_to_end_speedup", "faster", "ratio"))
+    pictures = pictures_of(used[:1])
+    title = "FlashAttention against PyTorch's attention, batch 1, causal, medians"
+    return Answer(sentences, plain_table("flash", title, columns, rows), pictures, runs_of(used), _missing(rows, cells))
+
+
+def _speedup_words(rows: Sequence[dict]) -> list[str]:
+    """In how many shapes our kernels are faster, and by how much, for each dtype and part."""
     sentences = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
@@ -80,6 +97,12 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
                 f"{worst['head_dim']}) to {times(best[f'{part}_speedup'])} (context {best['context']}, head dim "
                 f"{best['head_dim']})."
             )
+    return sentences
+
+
+def _length_words(rows: Sequence[dict]) -> list[str]:
+    """How the gain of both passes together changes with the length."""
+    sentences = []
     compared = [row for row in rows if row.get("end_to_end_speedup")]
     for dtype in dict.fromkeys(row["dtype"] for row in compared):
         of_dtype = [row for row in compared if row["dtype"] == dtype and row["head_dim"] == 64]
@@ -89,16 +112,11 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
                 f"{trend([r['end_to_end_speedup'] for r in of_dtype])}, "
                 f"from {times(of_dtype[0]['end_to_end_speedup'])} to {times(of_dtype[-1]['end_to_end_speedup'])}."
             )
-    sentences += failures(
-        cells, lambda c: f"{c.configuration['implementation']} at {shape_words(c)}, {c.configuration['dtype']}"
-    )
-    sentences += [_error_words(cells)]
-    columns = [Column("dtype", "dtype"), Column("head_dim", "head dim"), Column("context", "context")]
-    for part in ("forward", "backward", "end_to_end"):
-        name = part.replace("_", "-")
-        columns += [Column(f"{part}_ours_ms", f"{name}, ours", "ms"), Column(f"{part}_ms", f"{name}, PyTorch", "ms")]
-    columns.append(Column("end_to_end_speedup", "faster", "ratio"))
-    pictures = pictures_of(used[:1])
+    return sentences
+
+
+def _missing(rows: Sequence[dict], cells: Sequence[Cell]) -> list[str]:
+    """What of the grid was not measured; a cell that failed was."""
     there = {row["dtype"] for row in rows}
     missing = [f"the grid in {dtype}" for dtype in ("bf16", "fp32") if dtype not in there]
     failed = {
@@ -109,8 +127,7 @@ def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
         for row in rows
         if "end_to_end_ms" not in row and (row["dtype"], row["head_dim"], row["context"]) not in failed
     ]
-    title = "FlashAttention against PyTorch's attention, batch 1, causal, medians"
-    return Answer(sentences, plain_table("flash", title, columns, rows), pictures, runs_of(used), missing)
+    return missing
 
 
 def _error_words(cells: Sequence[Cell]) -> str:

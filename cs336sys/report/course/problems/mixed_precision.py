@@ -1,5 +1,7 @@
 """``mixed_precision_accumulation`` and ``benchmarking_mixed_precision``: what low precision does, and what it gains."""
 
+from collections.abc import Sequence
+
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
 from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
 from cs336sys.report.course.problems.benchmarking_script import timing_commands
@@ -117,28 +119,7 @@ def by_size(evidence: Evidence, handout: Handout) -> Answer | None:
     rows = sorted((row for row, _ in pairs.values()), key=lambda row: (row["flops"], row["precision"]))
     found = evidence.find("bench", wanted, **settings)
     for precision in sorted({row["precision"] for row in rows}):
-        of_precision = [row for row in rows if row["precision"] == precision]
-        for phase in ("forward", "backward"):
-            ratios = [row[f"{phase}_speedup"] for row in of_precision]
-            words = [
-                f"{handout.called(row['size'])} {ms(row[f'{phase}_fp32_ms'])} to {ms(row[f'{phase}_ms'])} "
-                f"({speed(row[f'{phase}_speedup'])})"
-                for row in of_precision
-            ]
-            sentences.append(f"The {phase} pass in {precision} against fp32: {joined(words)}.")
-        ratios = [row["step_speedup"] for row in of_precision]
-        if len(ratios) > 1:
-            sentences.append(
-                f"Over the sizes the gain of the whole step {trend(ratios)}, {spread(ratios)}: "
-                f"from {times(ratios[0])} ({of_precision[0]['size']}) to {times(ratios[-1])} "
-                f"({of_precision[-1]['size']})."
-            )
-        idle = [row["size"] for row in of_precision if row["idle_percent"] is not None and row["idle_percent"] > 20]
-        if idle:
-            sentences.append(
-                f"In {precision} the GPU waits for the CPU's launches in {joined(idle)}, so that {_those(idle)} cannot "
-                "gain more by computing faster."
-            )
+        sentences += _gain_words(precision, [row for row in rows if row["precision"] == precision], handout)
     every = [cell for group in found for cell in group.cells]
     sentences += failures(every, lambda cell: f"{cell.configuration['size']} in {cell.configuration['precision']}")
     columns = (
@@ -159,6 +140,32 @@ def by_size(evidence: Evidence, handout: Handout) -> Answer | None:
     title = "full against mixed precision, medians of the same run"
     groups = [group for _, group in pairs.values()] + [group for group in found if not group.measured]
     return Answer(sentences, plain_table("precisions", title, columns, rows), {}, runs_of(groups), missing)
+
+
+def _gain_words(precision: str, of_precision: Sequence[dict], handout: Handout) -> list[str]:
+    """What each pass and the whole step gain, how that changes with the size, and where the CPU limits it."""
+    sentences = []
+    for phase in ("forward", "backward"):
+        words = [
+            f"{handout.called(row['size'])} {ms(row[f'{phase}_fp32_ms'])} to {ms(row[f'{phase}_ms'])} "
+            f"({speed(row[f'{phase}_speedup'])})"
+            for row in of_precision
+        ]
+        sentences.append(f"The {phase} pass in {precision} against fp32: {joined(words)}.")
+    ratios = [row["step_speedup"] for row in of_precision]
+    if len(ratios) > 1:
+        sentences.append(
+            f"Over the sizes the gain of the whole step {trend(ratios)}, {spread(ratios)}: "
+            f"from {times(ratios[0])} ({of_precision[0]['size']}) to {times(ratios[-1])} "
+            f"({of_precision[-1]['size']})."
+        )
+    idle = [row["size"] for row in of_precision if row["idle_percent"] is not None and row["idle_percent"] > 20]
+    if idle:
+        sentences.append(
+            f"In {precision} the GPU waits for the CPU's launches in {joined(idle)}, so that {_those(idle)} cannot "
+            "gain more by computing faster."
+        )
+    return sentences
 
 
 def _those(names: list[str]) -> str:
