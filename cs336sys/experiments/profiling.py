@@ -129,7 +129,7 @@ def _time_without_profiler(
     """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see.
 
     Returns:
-        these samples, and what :func:`~cs336sys.experiments.training.counted_columns` counts.
+        these samples, and what :func:`~cs336sys.experiments.step_counts.counted_columns` counts.
     """
     progress("building the model")
     step = TrainStep(workload, device)

@@ -342,7 +342,7 @@ def swiglu_linear_of_copy(
         gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; the gradient is made whole, too.
         copy: (d_out, d).
         weight: (d_out, d), which gets its gradient and is not read.
-        gradient_dtype: of that, as of :func:`linear_of_copy`.
+        gradient_dtype: of that, as of :func:`~cs336sys.kernels.linear.linear_of_copy`.
 
     Returns:
         (..., d_out), of the dtype of ``copy``.
