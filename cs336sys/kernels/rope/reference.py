@@ -4,7 +4,7 @@ import torch
 
 
 def reference_rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float = 10_000.0) -> torch.Tensor:
-    """The same as :func:`~cs336sys.kernels.rope.rope` in PyTorch, with angles in float64: the ground truth of the tests."""
+    """:func:`~cs336sys.kernels.rope.rope` in PyTorch, with angles in float64: the ground truth of the tests."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if positions is None:
         positions = torch.arange(x.shape[-2], device=x.device)
