@@ -57,14 +57,7 @@ class ParallelStep(TrainStep):
 
     def __init__(self, workload: ParallelWorkload, device: torch.device, **optimizer_settings: Any):
         set_matmul_precision(workload.training)
-        if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
-            raise CapabilityError(
-                f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype"
-            )
-        if workload.training.optimizer == "adamw" and workload.strategy == "torch-fsdp":
-            raise CapabilityError(
-                "strategy 'torch-fsdp' keeps DTensors, which the kernels of adamw cannot take: choose fused"
-            )
+        _refuse_unsupported(workload)
         if not workload.training.is_ours:
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
@@ -91,6 +84,13 @@ class ParallelStep(TrainStep):
         if replica.loss is not None:
             self._loss_function = replica.loss
         self._around_passes = contextlib.ExitStack()
+        self._arrange_phases(in_graphs)
+        if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
+            self.mark(NvtxMarks())
+
+    def _arrange_phases(self, in_graphs: bool) -> None:
+        """Put what the strategy does besides computing into the phases, or between them."""
+        replica = self.replica
         if replica.synchronize is not None:
             optimizer = self.phases.pop("optimizer")
             if in_graphs and replica.communicates_in_backward:
@@ -107,8 +107,6 @@ class ParallelStep(TrainStep):
             self.phases["forward"] = functools.partial(_in_turn, *exchange)
         if in_graphs and replica.wait_for_gathers is not None:
             self.phases["forward"] = functools.partial(_in_turn, self.forward, replica.wait_for_gathers)
-        if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
-            self.mark(NvtxMarks())
 
     def forward(self) -> None:
         if self.replica.around is None:
@@ -141,6 +139,20 @@ class ParallelStep(TrainStep):
         for number, bucket in enumerate(self.replica.launched):
             launch = _marked(f"launch bucket {number}", bucket.launch, marks)
             bucket.launch = launch  # type: ignore[method-assign]  # of this bucket alone
+
+
+def _refuse_unsupported(workload: ParallelWorkload) -> None:
+    """Refuse optimizers that cannot update what the strategy shards.
+
+    Raises:
+        CapabilityError: they cannot.
+    """
+    if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
+        raise CapabilityError(f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype")
+    if workload.training.optimizer == "adamw" and workload.strategy == "torch-fsdp":
+        raise CapabilityError(
+            "strategy 'torch-fsdp' keeps DTensors, which the kernels of adamw cannot take: choose fused"
+        )
 
 
 def recorder_of(device: torch.device) -> Recorder:
