@@ -78,20 +78,7 @@ class TrainStep:
         self._fused: Fused | None = None
         self._loss_without_logits: Callable[..., Tensor] | None = None
         if workload.fused_kernels:
-            from cs336sys.kernels.fuse import fused_kernels
-
-            self._fused = fused_kernels(self.model)
-            if self._fused is not None and "linear-cross-entropy" in workload.fused_kernels:
-                self._loss_without_logits = self._fused.loss
-        half = AUTOCAST_DTYPES.get(workload.precision)
-        has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
-        has_copies = has_copies and workload.kernels == "fused"
-        if self._fused is not None and self._fused.copies is None and half is not None and has_copies:
-            # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
-            in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
-            self._fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
-        if self._fused is not None and self.chains_blocks and "rms-norm" in workload.fused_kernels:
-            self._fused.chain_blocks()
+            self._use_fused_kernels()
         if workload.update == "backward":
             self._update_in_backward()
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
@@ -112,6 +99,26 @@ class TrainStep:
             others = {name: run for name, run in self.phases.items() if name != "forward"}
             self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
+
+    def _use_fused_kernels(self) -> None:
+        """Let the loss, the weights' copies and the additions between blocks be those of the model's fused kernels."""
+        from cs336sys.kernels.fuse import fused_kernels
+
+        workload = self.workload
+        self._fused = fused_kernels(self.model)
+        if self._fused is None:
+            return
+        if "linear-cross-entropy" in workload.fused_kernels:
+            self._loss_without_logits = self._fused.loss
+        half = AUTOCAST_DTYPES.get(workload.precision)
+        has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
+        has_copies = has_copies and workload.kernels == "fused"
+        if self._fused.copies is None and half is not None and has_copies:
+            # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
+            in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
+            self._fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
+        if self.chains_blocks and "rms-norm" in workload.fused_kernels:
+            self._fused.chain_blocks()
 
     def __call__(self) -> None:
         for phase in self.phases.values():

@@ -5,7 +5,7 @@ import itertools
 import json
 import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +32,14 @@ _ROWS_AT_ONCE = 10_000
 
 # A trace is one process's, so it numbers its correlations once.
 _PROCESS = 0
+
+# What fills each table.
+_STATEMENTS = {
+    "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?)",
+    "launch": "INSERT OR IGNORE INTO launch VALUES (?, ?, ?, ?)",
+    "ranges": "INSERT INTO ranges VALUES (?, ?, ?, ?, ?)",
+    "operation": "INSERT INTO operation VALUES (?, ?, ?, ?)",
+}
 
 
 def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
@@ -63,39 +71,13 @@ def _load(tables: sqlite3.Connection, path: Path) -> bool:
     tables.execute("CREATE TEMP TABLE operation (start INTEGER, stop INTEGER, thread, name INTEGER)")
     name_ids: dict[str, int] = {}
     processes: set[Any] = set()
-    statements = {
-        "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?)",
-        "launch": "INSERT OR IGNORE INTO launch VALUES (?, ?, ?, ?)",
-        "ranges": "INSERT INTO ranges VALUES (?, ?, ?, ?, ?)",
-        "operation": "INSERT INTO operation VALUES (?, ?, ?, ?)",
-    }
     with path.open("rb") as binary:
         is_zipped = binary.read(2) == GZIP_MAGIC
     with gzip.open(path, "rt", encoding="utf-8") if is_zipped else path.open(encoding="utf-8") as stream:
         events = (event for event in _events(stream) if event.get("ph") == "X")
         while block := list(itertools.islice(events, _ROWS_AT_ONCE)):
-            rows: dict[str, list[tuple]] = {table: [] for table in statements}
-            for event in block:
-                category, name = str(event.get("cat")), event.get("name", "")
-                category = _TODAYS_CATEGORY.get(category, category)
-                start = round(float(event["ts"]) * 1e3)
-                stop = start + round(float(event.get("dur", 0)) * 1e3)
-                correlation = event.get("args", {}).get("correlation")
-                # Some are numbers that SQLite's integers do not hold.
-                thread = str(event.get("tid"))
-                if category in _WORK:
-                    name_id = name_ids.setdefault(name, len(name_ids))
-                    rows["work"].append((start, stop, _PROCESS, correlation, name_id))
-                elif category in _OPERATIONS:
-                    name_id = name_ids.setdefault(name, len(name_ids))
-                    rows["operation"].append((start, stop, thread, name_id))
-                elif category in _CALLS and correlation is not None:
-                    processes.add(event.get("pid"))
-                    rows["launch"].append((_PROCESS, correlation, start, thread))
-                elif category in _RANGES:
-                    processes.add(event.get("pid"))
-                    rows["ranges"].append((name, start, stop, _PROCESS, thread))
-            for table, statement in statements.items():
+            rows = _rows_of(block, name_ids, processes)
+            for table, statement in _STATEMENTS.items():
                 tables.executemany(statement, rows[table])
     if len(processes) > 1:
         raise UsageError(
@@ -111,6 +93,34 @@ def _load(tables: sqlite3.Connection, path: Path) -> bool:
     if not _has_rows(tables, "work"):
         raise UsageError("holds neither GPU kernels nor operations of the CPU")
     return False
+
+
+def _rows_of(
+    events: Sequence[Mapping[str, Any]], name_ids: dict[str, int], processes: set[Any]
+) -> dict[str, list[tuple]]:
+    """The rows of some events by table; adds names that are new, with their numbers, and processes."""
+    rows: dict[str, list[tuple]] = {table: [] for table in _STATEMENTS}
+    for event in events:
+        category, name = str(event.get("cat")), event.get("name", "")
+        category = _TODAYS_CATEGORY.get(category, category)
+        start = round(float(event["ts"]) * 1e3)
+        stop = start + round(float(event.get("dur", 0)) * 1e3)
+        correlation = event.get("args", {}).get("correlation")
+        # Some are numbers that SQLite's integers do not hold.
+        thread = str(event.get("tid"))
+        if category in _WORK:
+            name_id = name_ids.setdefault(name, len(name_ids))
+            rows["work"].append((start, stop, _PROCESS, correlation, name_id))
+        elif category in _OPERATIONS:
+            name_id = name_ids.setdefault(name, len(name_ids))
+            rows["operation"].append((start, stop, thread, name_id))
+        elif category in _CALLS and correlation is not None:
+            processes.add(event.get("pid"))
+            rows["launch"].append((_PROCESS, correlation, start, thread))
+        elif category in _RANGES:
+            processes.add(event.get("pid"))
+            rows["ranges"].append((name, start, stop, _PROCESS, thread))
+    return rows
 
 
 def _has_rows(tables: sqlite3.Connection, table: str) -> bool:
