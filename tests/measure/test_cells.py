@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from running import is_held, is_running, wait_for_ids, wait_until
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
@@ -51,9 +52,12 @@ def test_a_lost_process_is_one_sentence_unless_more_is_asked_for(debug, monkeypa
     assert ("rank 0 was here" in capfd.readouterr().err) == debug
 
 
-def test_run_describes_the_machine_and_the_arguments(worker):
+def test_run_describes_the_machine_and_the_arguments():
+    worker = Worker("math:sqrt", ("bench", "--size", "tiny"))
+    assert worker.start() is None
+    worker.close()
     assert worker.run.arguments == ("bench", "--size", "tiny")
-    assert worker.run.machine["torch"]
+    assert worker.run.machine["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(

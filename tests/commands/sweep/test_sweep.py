@@ -21,7 +21,7 @@ from cs336sys.commands.sweep import progress as progress_module
 from cs336sys.commands.sweep.progress import showing_progress
 from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
-from cs336sys.measure.cells import Outcome
+from cs336sys.measure.cells import Outcome, _Child
 from cs336sys.measure.environment import new_run
 from cs336sys.report.rendering import render
 from cs336sys.report.tables import Column, Table
@@ -45,9 +45,19 @@ def sweep(actions, **options):
     return run_sweep("bench", "fake_cells:measure", configurations, SweepOptions(**options), **how)
 
 
-def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path):
+def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path, monkeypatch):
+    send, now_s = _Child.send, 0.0
+
+    def send_and_let_time_pass(child, configuration):
+        nonlocal now_s
+        send(child, configuration)
+        if configuration["action"] == "sleep":
+            now_s += 300.0
+
+    monkeypatch.setattr(_Child, "send", send_and_let_time_pass)
+    monkeypatch.setattr("cs336sys.measure.cells.time", types.SimpleNamespace(monotonic=lambda: now_s))
     path = tmp_path / "r.jsonl"
-    measured = sweep(ACTIONS, save=path, cell_timeout=12)
+    measured = sweep(ACTIONS, save=path, cell_timeout=300)
     assert [cell.status for cell in measured.cells] == STATUSES
     with pytest.raises(typer.Exit):
         measured.exit()
