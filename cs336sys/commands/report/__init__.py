@@ -1,7 +1,8 @@
 """``cs336sys report``: the write-up of one year of the course, from saved results or from a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import SIZES
 from cs336sys.workload import DEVICES
+
+if TYPE_CHECKING:
+    from cs336sys.report.course.problem import Problem
 
 # Formats by what a file's name ends in.
 _FORMATS = {
@@ -88,18 +92,8 @@ def report(
     check_choice(device, "--device", DEVICES)
     if size is not None:
         check_choice(size, "--size", tuple(SIZES))
-    names = [problem.name for problem in PROBLEMS[year]]
-    chosen = split_list(only, "--only", one_of(names)) if only else names
-    left_out = split_list(skip, "--skip", one_of(names)) if skip else []
-    problems = [problem for problem in PROBLEMS[year] if problem.name in chosen and problem.name not in left_out]
-    if not problems:
-        raise UsageError("--only and --skip leave no problem")
-    if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
-        raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
-    named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
-    written = format or named
-    if written not in _FORMATS.values():
-        raise UsageError(f"unknown format '{written}': {choose_from(written, list(dict.fromkeys(_FORMATS.values())))}")
+    problems = _chosen(PROBLEMS[year], only, skip)
+    written = _format_of(format, output)
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
 
@@ -135,3 +129,26 @@ def report(
     say(f"report: {answered} of {parts} parts of {len(problems)} problems are answered")
     if failed:
         raise typer.Exit(1)
+
+
+def _chosen(all_problems: Sequence["Problem"], only: list[str], skip: list[str]) -> list["Problem"]:
+    names = [problem.name for problem in all_problems]
+    chosen = split_list(only, "--only", one_of(names)) if only else names
+    left_out = split_list(skip, "--skip", one_of(names)) if skip else []
+    problems = [problem for problem in all_problems if problem.name in chosen and problem.name not in left_out]
+    if not problems:
+        raise UsageError("--only and --skip leave no problem")
+    return problems
+
+
+def _format_of(format: str | None, output: Path | None) -> str:
+    """What the page is written as: what is asked for, or what the file's name says."""
+    from cs336sys.report.rendering import STDOUT
+
+    if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
+        raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
+    named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
+    written = format or named
+    if written not in _FORMATS.values():
+        raise UsageError(f"unknown format '{written}': {choose_from(written, list(dict.fromkeys(_FORMATS.values())))}")
+    return written

@@ -18,7 +18,7 @@ from cs336sys.commands.sweep.resuming import known_cells, shown_run, turn_key
 from cs336sys.commands.sweep.tracking import TRACKERS, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import started_outside
-from cs336sys.results import Cell, Run, configuration_key, distinguishing_settings, read_results
+from cs336sys.results import Cell, Results, Run, configuration_key, distinguishing_settings, read_results
 from cs336sys.results_file import ResultsFile
 
 if TYPE_CHECKING:
@@ -121,13 +121,8 @@ def run_sweep(
 
     save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
     trackers = split_list(asked.track, "--track", one_of(TRACKERS)) if asked.track else []
-    if cell_timeout is not None and cell_timeout <= 0:
-        raise UsageError(f"--cell-timeout {cell_timeout:g}: must be more than 0 seconds")
-    if resumes and save is None:
-        raise UsageError("--resume needs --save: the file that holds the cells to skip")
     identity = started_outside() if across_ranks else None
-    if identity is not None and cell_timeout is not None:
-        raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
+    _check_asked(asked, was_started_outside=identity is not None)
     ranks = None
     if identity is not None:
         ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
@@ -159,13 +154,7 @@ def run_sweep(
         ):
             failure = worker.start(timeout_s=cell_timeout)
             run = worker.run
-            known: dict[str, Cell] = {}
-            # Without a worker it is not known which machine this is.
-            if results is not None and run is not None:
-                found = known_cells(results, command, configurations, run, take_any=asked.resume_any)
-                known = found.cells
-                for note in found.notes:
-                    say(note)
+            known = _resumed(results, command, configurations, run, take_any=asked.resume_any)
             if ranks is not None:
                 known = ranks.from_first_rank(known)
             run_is_saved = False
@@ -220,6 +209,33 @@ def run_sweep(
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
     return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
+
+
+def _check_asked(asked: SweepOptions, *, was_started_outside: bool) -> None:
+    if asked.cell_timeout is not None and asked.cell_timeout <= 0:
+        raise UsageError(f"--cell-timeout {asked.cell_timeout:g}: must be more than 0 seconds")
+    if asked.resumes and asked.save is None:
+        raise UsageError("--resume needs --save: the file that holds the cells to skip")
+    if was_started_outside and asked.cell_timeout is not None:
+        raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
+
+
+def _resumed(
+    results: Results | None,
+    command: str,
+    configurations: Sequence[dict[str, Any]],
+    run: Run | None,
+    *,
+    take_any: bool,
+) -> dict[str, Cell]:
+    """The cells, by configuration, that were measured before; says which are not taken, and why."""
+    # Without a worker it is not known which machine this is.
+    if results is None or run is None:
+        return {}
+    found = known_cells(results, command, configurations, run, take_any=take_any)
+    for note in found.notes:
+        say(note)
+    return found.cells
 
 
 @contextlib.contextmanager
