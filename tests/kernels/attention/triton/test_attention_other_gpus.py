@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from compile_for_hopper import CompileOnlyDriver
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -79,16 +80,36 @@ class AnyGpuDriver(CompileOnlyDriver):
         return GPUTarget("cuda", self.get_current_device(), 32)
 
 
+class LaidOutError(Exception):
+    """Triton would now translate what it has laid out."""
+
+
 @contextlib.contextmanager
 def compiling_to_the_layout_of_shared_memory():
-    """Triton lays it out before LLVM and ptxas see a kernel, in which they take half of the time."""
+    """Triton lays it out before it makes LLVM's language of a kernel, and all that follows takes most of the time."""
+    make_llir = compiler.CUDABackend.make_llir
+
+    def stop(passes, *_):
+        raise LaidOutError(passes)
+
+    def lay_out(backend, module, metadata, *how):
+        with pytest.raises(LaidOutError) as laid_out:
+            make_llir(backend, module, metadata, *how)
+        (passes,) = laid_out.value.args
+        passes.run(module, "make_llir")
+        metadata["shared"] = module.get_int_attr("ttg.shared")
+        metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
+        for scratch in ("global_scratch", "profile_scratch"):
+            metadata[f"{scratch}_size"], metadata[f"{scratch}_align"] = 0, 1
+        return ""
 
     def without_code(backend, source, metadata, *_):
         metadata["name"] = "kernel"
         return ""
 
     with (
-        mock.patch.object(compiler.llvm, "optimize_module"),
+        mock.patch.object(compiler.nvidia.passes.ttgpuir, "add_to_llvmir", stop),
+        mock.patch.object(compiler.CUDABackend, "make_llir", lay_out),
         mock.patch.object(compiler.CUDABackend, "make_ptx", without_code),
         mock.patch.object(compiler.CUDABackend, "make_cubin", return_value=b""),
     ):
@@ -121,7 +142,9 @@ def bytes_on(capability: tuple[int, int]) -> list[tuple[str, list[int], list[int
 
 
 def main() -> None:
-    gc.disable()  # as compile_for_hopper does
+    # As compile_for_hopper does.
+    gc.disable()
+    triton.knobs.compilation.disable_line_info = True
     with compiling_to_the_layout_of_shared_memory():
         json.dump([bytes_on(capability) for capability in LARGEST], sys.stdout)
 
