@@ -1,7 +1,7 @@
 """The table and the picture of ``losses``, built from its cells; columns are described in ``docs/columns.md``."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336sys.report.outputs import write_figure
@@ -24,30 +24,57 @@ _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """What was learnt, and how far from what the first way of training learnt on the same batches."""
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    averaged = min([_AVERAGED, *(len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok")])
+    counts = [len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok"]
+    averaged = min([_AVERAGED, *counts])
+    differs_in_steps = len(set(counts)) > 1
     columns = (
         *SIZE_COLUMNS,
         *shown.values(),
+        *([Column("steps", "steps")] if differs_in_steps else []),
         Column("first_loss", "first loss", "nats"),
         Column("last_loss", f"mean of the last {averaged}", "nats"),
         Column("largest_difference", "off the first row, at most", "nats"),
         Column("mean_difference", f"off in the last {averaged}", "nats"),
         Column("status", "status"),
     )
-    baseline = next((cell for cell in cells if cell.status == "ok"), None)
+    firsts = _first_on_batches(cells)
     rows = [
-        cell.configuration | cell.derived | _losses(cell, baseline, averaged) | {"status": cell.status}
-        for cell in cells
+        cell.configuration | cell.derived | _losses(cell, firsts, averaged) | {"status": cell.status} for cell in cells
     ]
-    notes = ("off: the difference from the first row's loss of the same step, on the same batch", *reasons(cells))
+    notes = ["off: the difference from the first row's loss of the same step, on the same batch"]
+    if len(firsts) > 1:
+        notes.append("first row: of those of the same text, context, batch size and seed; others have other batches")
+    if differs_in_steps:
+        notes.append(f"rows of more steps have a later mean of {averaged}; off is of the steps that both rows have")
+    notes += reasons(cells)
     return [Table("losses", title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 
-def _losses(cell: Cell, baseline: Cell | None, averaged: int) -> dict[str, float]:
-    if cell.status != "ok" or baseline is None:
+# What the batches of a cell are drawn by.
+_Batches = tuple[object, ...]
+
+
+def _batches_of(cell: Cell) -> _Batches:
+    drawn_by = cell.configuration
+    text = drawn_by.get("text_digest") or drawn_by.get("text")
+    return text, *(drawn_by.get(name) for name in ("context", "batch_size", "seed"))
+
+
+def _first_on_batches(cells: Sequence[Cell]) -> dict[_Batches, Cell]:
+    """The first that was measured of all cells on the same batches."""
+    firsts: dict[_Batches, Cell] = {}
+    for cell in cells:
+        if cell.status == "ok":
+            firsts.setdefault(_batches_of(cell), cell)
+    return firsts
+
+
+def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[str, float]:
+    if cell.status != "ok":
         return {}
+    baseline = firsts[_batches_of(cell)]
     losses = cell.samples["loss"].measured
-    found = {"first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
+    found = {"steps": len(losses), "first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
     if cell is not baseline:
         off = [loss - other for loss, other in zip(losses, baseline.samples["loss"].measured, strict=False)]
         found |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
@@ -60,6 +87,7 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
 
     measured = [cell for cell in cells if cell.status == "ok"]
     settings = shown_settings(measured, _SETTINGS)
+    firsts = _first_on_batches(measured)
     figure = Figure(figsize=(8, 6), layout="constrained")
     curves, differences = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
     for number, cell in enumerate(measured):
@@ -68,13 +96,13 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
         # Drawn one over the other where they are equal: later ones thinner, so that all are seen.
         width = max(1.0, 3.0 - number)
         curves.plot(range(1, len(losses) + 1), losses, label=name, color=f"C{number}", linewidth=width)
-        if number:
-            first = measured[0].samples["loss"].measured
+        if cell is not firsts[_batches_of(cell)]:
+            first = firsts[_batches_of(cell)].samples["loss"].measured
             off = [loss - other for loss, other in zip(losses, first, strict=False)]
             differences.plot(range(1, len(off) + 1), off, color=f"C{number}", linewidth=1)
     curves.set_ylabel("loss, nats a token")
     curves.legend()
-    differences.set_ylabel("off the first")
+    differences.set_ylabel("off the first\non its batches" if len(firsts) > 1 else "off the first")
     differences.set_xlabel("step")
     for axes in (curves, differences):
         axes.grid(alpha=0.3)

@@ -8,7 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.results import configuration_key
+from cs336sys.report.losses import loss_tables
+from cs336sys.results import Cell, Samples, configuration_key
 
 LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
 LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]
@@ -46,6 +47,20 @@ def test_curves_of_two_ways(tmp_path):
 
     shown = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
     assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
+
+
+def test_losses_are_compared_on_the_same_batches_alone():
+    def cell(losses, **drawn_by):
+        configuration = {"text": "t", "text_digest": "1", "context": 4, "batch_size": 1, "seed": 0} | drawn_by
+        return Cell("losses", configuration, "ok", samples={"loss": Samples("nats", "of every step", tuple(losses))})
+
+    cells = [cell([5.0, 4.0]), cell([3.0, 2.0], context=8), cell([5.5, 4.0, 1.0]), cell([3.0, 2.5], context=8)]
+    cells += [cell([9.0, 9.0], **other) for other in ({"seed": 1}, {"batch_size": 2}, {"text_digest": "2"})]
+    (table,) = loss_tables(cells, None)
+    found = [(row.get("largest_difference"), row.get("mean_difference"), row["steps"]) for row in table.rows]
+    assert found == [(None, None, 2), (None, None, 2), (0.5, 0.25, 3), (0.5, 0.25, 2), *[(None, None, 2)] * 3]
+    assert "steps" in {column.key for column in table.columns}
+    assert "steps" not in {column.key for column in loss_tables(cells[:2], None)[0].columns}
 
 
 def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatch):
