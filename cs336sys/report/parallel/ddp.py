@@ -19,6 +19,7 @@ from cs336sys.report.titles import (
     method_notes,
     plan_settings,
     rate_columns,
+    setting_of,
     shown_settings,
     title,
     unknown_memory,
@@ -237,7 +238,9 @@ def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
     rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
-    for sweep in bucket_sweeps(cells):
+    sweeps = bucket_sweeps(cells)
+    differing = [column for column in own if len({setting_of(sweep[0], column.key) for sweep in sweeps}) > 1]
+    for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
             predicted_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
@@ -251,7 +254,8 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
                     "step_ms": cell.samples["step"],
                 }
             )
-        notes.append(_optimum(sweep))
+        which = ", ".join(f"{column.header} {setting_of(sweep[0], column.key)}" for column in differing)
+        notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
     columns = (
         *own,
         Column("bucket_mb", "bucket, MB"),

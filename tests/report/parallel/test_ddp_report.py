@@ -133,6 +133,8 @@ def test_sweeps_of_different_settings_stay_apart():
     other = cell("bucketed", 200.0, bucket_mb=10.0, precision="fp32")
     sweeps = bucket_sweeps([*CELLS, other])
     assert [[found.configuration["bucket_mb"] for found in sweep] for sweep in sweeps] == [[100.0, 1000.0], [10.0]]
+    notes = next(table.notes for table in ddp_tables([*CELLS, other], None) if table.name == "buckets")
+    assert [note.partition(": w ")[0] for note in notes[1:]] == ["precision bf16", "precision fp32"]
 
 
 def test_nothing_measured_is_a_table_too(tmp_path):
