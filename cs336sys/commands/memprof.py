@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
@@ -64,7 +65,7 @@ def memprof(
     from cs336sys.workload import LARGEST_ALLOCATIONS
 
     modes = split_list(mode, "--mode", one_of(MODES))
-    strategies = split_list(checkpoint, "--checkpoint", str)
+    strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
     shown = int(read_value(str(top), "--top", between(1, LARGEST_ALLOCATIONS)))
     training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)

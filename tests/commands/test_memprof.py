@@ -185,6 +185,15 @@ def test_an_incomplete_history_is_said(sweep, derived, warning):
     assert warning in note
 
 
+def test_a_first_step_is_not_taken_for_the_later_one_that_is_predicted(sweep):
+    cell = read_results(sweep[1] / "r.jsonl").cells[1]
+    told = [
+        any(note.startswith("warm-up 0") for note in memory_tables([found], None, 5)[0].notes)
+        for found in (cell, replace(cell, configuration=cell.configuration | {"warmup": 0}))
+    ]
+    assert told == [False, True]
+
+
 def test_dry_run_predicts_what_no_machine_here_could_hold():
     """38 GiB in the widest cell."""
     arguments = ["--size", "2.7b", "--num-layers", "4", "--context", "2048", "--checkpoint", "none,every=2"]
@@ -235,6 +244,7 @@ def test_forward_pass_has_nothing_to_checkpoint():
             ["--checkpoint", "all"],
             "--checkpoint 'all': choose from none, block, every=K, sublayer, attention, ffn, nested",
         ),
+        (["--mode", "forward", "--checkpoint", "nope"], "--checkpoint 'nope': choose from none, block, every=K"),
         (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
         (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
         (["--top", "0"], "--top '0': must be between 1 and 40"),

@@ -75,6 +75,11 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             row["traced_gib"] = max(traced) / GIB if traced else None
         rows.append(row)
     notes = [*method_notes(cells), *_warnings(cells)]
+    if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
+        notes.append(
+            "warm-up 0: measured is the first step, during which the optimizer makes its state; what is predicted and "
+            "traced is a later one, which begins with it"
+        )
     if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
         notes.append(
             "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
