@@ -1,5 +1,7 @@
 """The Hopper kernels: what refuses them anywhere, and what they compute on a GPU that has them."""
 
+import collections
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from cs336sys.kernels.attention import FlashAttentionTriton, choice, flash_atten
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan
-from cs336sys.kernels.attention.hopper.schedule import as_table_of_pieces
+from cs336sys.kernels.attention.hopper.schedule import as_table_of_pieces, piece_tiles, query_tiles
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.reference import reference_attention
@@ -191,6 +193,62 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
     assert len(schedule) == programs + 128 * num_heads
     num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
     assert [launch.num_programs for launch in launches[3:]] == ([2 * num_cut] if num_cut else [])
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "num_queries", "num_keys", "num_multiprocessors"),
+    [(2, 3, 5000, 5000, 114), (1, 17, 4100, 1020, 132), (2, 3, 5000, 300, 132), (1, 2, 700, 129, 78)],
+)
+def test_a_cut_backward_computes_every_tile_once_and_sums_every_piece_to_where_it_belongs(
+    batch, num_heads, num_queries, num_keys, num_multiprocessors
+):
+    """What its plan gives to ``backward_kernel`` and ``sum_pieces_kernel``, followed by their integer arithmetic."""
+    lengths = (num_queries, num_keys, num_keys, num_queries) * 2
+    # Values have rows of their own.
+    rows = (128, 128, 136, 128, 128, 128, 128, 136)
+    tensors = [
+        torch.empty(batch, num_heads, length, row, dtype=torch.bfloat16, device="meta")[..., :128]
+        for length, row in zip(lengths, rows, strict=True)
+    ]
+    operands = [Operand(tensor) for tensor in tensors]
+    described = dataclasses.replace(
+        problem(batch * num_heads, num_queries, num_keys, 128, is_causal=False), num_multiprocessors=num_multiprocessors
+    )
+    plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], torch.device("cpu"), False)
+    _, (backward, _), _, (summing, tensors_of_sum) = plan.steps
+    table = next(one for one in plan.own if isinstance(one, torch.Tensor)).tolist()
+    of_plan = dict(enumerate([*plan.given, *plan.own]))
+    pieces, grad_key, grad_value, schedule = (of_plan[number] for number in tensors_of_sum)
+
+    seen, items_of_pieces, whole = collections.Counter(), [], []
+    assert backward.arguments[9:11] == (False, True), "in any order, and cut"
+    for pieces_of_item, at in table[: backward.num_programs]:
+        item = tuple(table[at])
+        number, count = divmod(pieces_of_item, 256)
+        first, end = piece_tiles(*query_tiles(item[0] * 128, num_queries, 64, False), number % count, count)
+        seen.update((item, tile) for tile in range(first, end))
+        if count == 1:
+            whole.append(item)
+        else:
+            assert number == len(items_of_pieces)
+            items_of_pieces.append(item)
+    items = set(itertools.product(range(-(-num_keys // 128)), range(batch * num_heads)))
+    assert seen == collections.Counter(itertools.product(items, range(-(-num_queries // 64))))
+    assert pieces.shape == (256 * len(items_of_pieces), 128)
+
+    grad_key_strides, grad_value_strides, num_whole, num_pieces, heads, keys = summing.arguments[:6]
+    assert (grad_key_strides, grad_value_strides) == tuple(one.row_strides for one in operands[6:])
+    assert (grad_key, grad_value) == ("grad_key", "grad_value")
+    assert (heads, keys, schedule.tolist()) == (num_heads, num_keys, table)
+    summed = []
+    for program in range(summing.num_programs):
+        item, half = divmod(program, 2)
+        own = tuple(table[table[num_whole + item * num_pieces][1]])
+        assert items_of_pieces[item * num_pieces : (item + 1) * num_pieces] == [own] * num_pieces
+        summed.append((own, half))
+    halves = [(item, half) for item in whole for half in range(2)] + summed
+    assert sorted(halves) == sorted(itertools.product(items, range(2)))
+    assert len(items_of_pieces) * 2 == len(summed) * num_pieces > 0
 
 
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
