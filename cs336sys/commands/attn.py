@@ -60,7 +60,7 @@ def attn(
     ]
     sweep = run_sweep(
         "attn",
-        "cs336sys.experiments.attention:measure_attn",
+        "cs336sys.experiments.attention.measurement:measure_attn",
         configurations,
         sweeping,
     )

@@ -116,7 +116,7 @@ def flash(
     ]
     sweep = run_sweep(
         "flash",
-        "cs336sys.experiments.attention:measure_flash",
+        "cs336sys.experiments.attention.measurement:measure_flash",
         configurations,
         sweeping,
     )

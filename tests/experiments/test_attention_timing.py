@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import attention
-from cs336sys.experiments.attention import (
-    TOLERANCES,
-    attention_errors,
-    implementation,
-    measure_attn,
-    measure_flash,
-    random_inputs,
-    reference_results,
-)
+from cs336sys.experiments.attention import implementations, measurement
+from cs336sys.experiments.attention.exact import attention_errors, reference_results
+from cs336sys.experiments.attention.implementations import implementation
+from cs336sys.experiments.attention.inputs import random_inputs
 from cs336sys.experiments.attention.installed import FLASH_ATTENTION_4, flash_attention_4
+from cs336sys.experiments.attention.measurement import TOLERANCES, measure_attn, measure_flash
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.workload import AttentionWorkload
@@ -32,7 +27,7 @@ def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, he
     "more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2, "window": 7}, {"heads": 2, "kv_heads": 1, "window": 30}]
 )
 def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
-    monkeypatch.setattr("cs336sys.experiments.attention._REFERENCE_ROWS", 20)
+    monkeypatch.setattr("cs336sys.experiments.attention.exact._REFERENCE_ROWS", 20)
     shape = workload(**more)
     inputs = random_inputs(shape, CPU)
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]
@@ -53,7 +48,7 @@ def test_implementations_agree_with_the_reference(name, causal):
 
 def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypatch):
     called = []
-    monkeypatch.setattr("cs336sys.experiments.attention.flash_attention", lambda *_, **options: called.append(options))
+    monkeypatch.setattr(implementations, "flash_attention", lambda *_, **options: called.append(options))
     for name in ("deterministic", "auto"):
         with implementation(workload(name), CPU) as attention:
             attention()
@@ -140,9 +135,9 @@ def test_flash_attention_4_says_itself_what_it_cannot_do(reason):
         raise reason
 
     with pytest.raises(CapabilityError, match="fa4 does not take this: head dim 8 on sm_90"):
-        attention._checked(refuse, workload("fa4", dtype="fp16"), CPU)
+        measurement._checked(refuse, workload("fa4", dtype="fp16"), CPU)
     with pytest.raises(type(reason)):
-        attention._checked(refuse, workload("eager"), CPU)
+        measurement._checked(refuse, workload("eager"), CPU)
 
 
 def test_flash_attention_4_gets_the_same_values_in_its_own_layout():
@@ -215,7 +210,7 @@ def test_rounds_share_one_reference():
 
 
 def test_wrong_implementation_gets_no_time(monkeypatch):
-    monkeypatch.setattr("cs336sys.experiments.attention.plain_attention", lambda q, k, v, is_causal: (q + k + v) * 2)
+    monkeypatch.setattr(implementations, "plain_attention", lambda q, k, v, is_causal: (q + k + v) * 2)
     outcome = measure_flash(workload().configuration(), lambda stage: None)
     assert (outcome.status, outcome.samples) == ("wrong", {})
     assert outcome.reason.startswith("relative error over 0.0001: out by ")
@@ -227,7 +222,7 @@ def test_a_row_that_nobody_wrote_gets_no_time(monkeypatch):
         out = reference_attention(query, key, value, is_causal)[0]
         return torch.cat((out[..., :-1, :], out[..., -1:, :] * 0), -2)
 
-    monkeypatch.setattr("cs336sys.experiments.attention.plain_attention", without_last_row)
+    monkeypatch.setattr(implementations, "plain_attention", without_last_row)
     outcome = measure_flash(workload(context=1024, dtype="bf16").configuration(), lambda stage: None)
     assert outcome.status == "wrong"
     assert outcome.reason.startswith("relative error of a row over 0.2: out by ")
@@ -236,7 +231,9 @@ def test_a_row_that_nobody_wrote_gets_no_time(monkeypatch):
 
 def test_nan_is_wrong(monkeypatch):
     monkeypatch.setattr(
-        "cs336sys.experiments.attention.plain_attention", lambda q, k, v, is_causal: (q + k + v) * torch.nan
+        implementations,
+        "plain_attention",
+        lambda q, k, v, is_causal: (q + k + v) * torch.nan,
     )
     assert measure_flash(workload().configuration(), lambda stage: None).status == "wrong"
 
@@ -266,8 +263,9 @@ def test_attn_cell_times_forward_and_backward():
 def test_attn_cell_that_is_wrong_gets_no_time(monkeypatch):
     """It was timed, whatever it computed; of ``model`` the user may have written the softmax."""
     configuration = workload("model", causal=False).configuration() | {"warmup": 1, "steps": 3}
-    attention = "cs336sys.experiments.attention.model_attention"
-    monkeypatch.setattr(attention, lambda q, k, v, is_causal: reference_attention(1.01 * q, k, v, is_causal)[0])
+    monkeypatch.setattr(
+        implementations, "model_attention", lambda q, k, v, is_causal: reference_attention(1.01 * q, k, v, is_causal)[0]
+    )
     outcome = measure_attn(configuration, lambda stage: None)
     assert (outcome.status, outcome.samples) == ("wrong", {})
     assert outcome.reason.startswith("relative error over 0.0001: out by ")
