@@ -15,6 +15,7 @@ from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
 
 if TYPE_CHECKING:
+    from cs336sys.accounting.cluster import Cluster
     from cs336sys.accounting.scaling import DeviceTime, Dtypes
     from cs336sys.results import Cell
     from cs336sys.sizes import ModelSize
@@ -98,18 +99,11 @@ def scaling(
     if max(counts) > _MOST_DEVICES:
         raise UsageError(f"--devices {max(counts)}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
     batches = {"strong": batch_size, "weak": device_batch_size}
-    positive = {"--batch-size": batch_size, "--device-batch-size": device_batch_size, "--node-size": node_size}
-    for name, number in positive.items():
-        if number < 1:
-            raise UsageError(f"{name} {number}: must be at least 1")
-    for name, rate in {"--bandwidth": bandwidth, "--node-bandwidth": node_bandwidth}.items():
-        if rate is not None and rate <= 0:
-            raise UsageError(f"{name} {rate:g}: must be positive")
-    scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
-    for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
-        if name not in scalings and is_given(ctx, option):
-            given = f"--{option.replace('_', '-')} {batches[name]}"
-            raise UsageError(f"{given}: is of {name} scaling; add that to --scaling, or leave it out")
+    _check_positive(
+        {"--batch-size": batch_size, "--device-batch-size": device_batch_size, "--node-size": node_size},
+        {"--bandwidth": bandwidth, "--node-bandwidth": node_bandwidth},
+    )
+    scalings = _scalings(ctx, scaling, batches)
     meshes = split_list(mesh, "--mesh", one_of(_MESHES))
     if plot is not None and "any" not in meshes:
         raise UsageError(f"--plot {plot} draws the fastest mesh and others beside it: give --mesh any, too")
@@ -127,19 +121,43 @@ def scaling(
         simulate_scaling(chosen, dtypes, scalings, counts, cluster, time, checkpoint, None if kind == "any" else kind)
         for kind in meshes
     ]
-    notes += [
-        *of_links,
-        f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_size} (--node-bandwidth, --node-size): "
-        "assumed; tp ranks share a node, and a ring over several nodes is as fast as that.",
-        f"Beside each other computing has {beside.computing:.3g} of its speed, and communication "
-        f"{beside.communication:.3g} ({of_beside}).",
+    notes += [*of_links, *_assumptions(cluster, of_beside)]
+    output.emit([scaling_table(simulated, chosen, dtypes, cluster, time, notes)])
+    if plot is not None:
+        plot_scaling(simulated[meshes.index("any")], chosen, dtypes, cluster, time, checkpoint, plot)
+
+
+def _check_positive(counts: dict[str, int], rates: dict[str, float | None]) -> None:
+    for name, number in counts.items():
+        if number < 1:
+            raise UsageError(f"{name} {number}: must be at least 1")
+    for name, rate in rates.items():
+        if rate is not None and rate <= 0:
+            raise UsageError(f"{name} {rate:g}: must be positive")
+
+
+def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -> dict[str, int]:
+    """The batch of each kind of scaling that is asked for; an option of the other kind would be ignored."""
+    scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
+    for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
+        if name not in scalings and is_given(ctx, option):
+            given = f"--{option.replace('_', '-')} {batches[name]}"
+            raise UsageError(f"{given}: is of {name} scaling; add that to --scaling, or leave it out")
+    return scalings
+
+
+def _assumptions(cluster: "Cluster", of_beside: str) -> list[str]:
+    """What is assumed of links between nodes, and of what runs beside what."""
+    return [
+        f"{cluster.node_bytes_per_s / 1e9:.4g} GB/s a device between nodes of {cluster.node_devices} "
+        "(--node-bandwidth, --node-size): assumed; tp ranks share a node, and a ring over several nodes is as fast as "
+        "that.",
+        f"Beside each other computing has {cluster.beside.computing:.3g} of its speed, and communication "
+        f"{cluster.beside.communication:.3g} ({of_beside}).",
         "Assumed: fsdp and ddp communicate beside the computing of their pass, tp beside nothing; tp divides "
         "computing, activations and state without a rest.",
         "passes: parts of a rank's batch, one after the other.",
     ]
-    output.emit([scaling_table(simulated, chosen, dtypes, cluster, time, notes)])
-    if plot is not None:
-        plot_scaling(simulated[meshes.index("any")], chosen, dtypes, cluster, time, checkpoint, plot)
 
 
 def _device_time(
