@@ -100,7 +100,7 @@ def lost_peer(mode):
     _, optimizer = sharded(mode, model, params=model.named_parameters(), lr=0.1)
     if dist.get_rank() == 1:
         time.sleep(600)
-    wait_at_most(2)
+    wait_at_most(0.5)
     if mode == "flat":
         model(1.0, True).backward()
     optimizer.step()
