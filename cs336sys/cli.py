@@ -56,7 +56,7 @@ class CommandTable(LazyGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            # Before typer makes its own of it.
+            # Caught before typer ends the command in its own way.
             raise typer.Exit(interruption_code(interrupt)) from interrupt
 
 

@@ -15,7 +15,7 @@ from cs336sys.accounting.memory import PeakMemory, SavedBlocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
-# Blocks whose updates run beside the backward pass, where they do: their gradients are held so long.
+# Where updates run beside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
 BLOCKS_BESIDE = 2
 
 

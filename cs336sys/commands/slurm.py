@@ -14,7 +14,7 @@ from cs336sys.errors import UsageError, choose_from
 
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
-# Options that name files, and those that choose of the results' tables: a plan has others.
+# Options that name files, and options that choose among the results' tables, which a plan does not have.
 _WRITTEN = frozenset(("output", "save", "plot", "plot_scaling", "trace", "keep", "track", "sort"))
 _SELECTED = ("table", "columns")
 

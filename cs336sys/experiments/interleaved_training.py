@@ -83,7 +83,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     outcomes: dict[str, Outcome] = {}
     differences: dict[str, Checked | None] = {}
     for name, workload in workloads.items():
-        # Alone: for a check the model is built twice.
+        # Before any workload's model is built: the check itself holds two.
         differences[name], wrong = check_training(workload, device, functools.partial(_tell, progress, name))
         if wrong is not None:
             outcomes[name] = wrong

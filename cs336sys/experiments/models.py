@@ -89,7 +89,7 @@ def causal_attention(name: str) -> CausalAttention | None:
 # The same for all models, so that what is compiled for one serves the others.
 @functools.cache
 def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
-    # Of the mask these functions see only that there is one.
+    # These functions look only at whether there is a mask, and take it for the causal one.
     return lambda query, key, value: compute(query, key, value, _CAUSAL)
 
 

@@ -22,8 +22,8 @@ from cs336sys.experiments.weight_check import (
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import Workload
 
-# How many times as far as launched steps are from the same launched again replayed ones may be from them, and how often
-# these are launched to find how far that is.
+# Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
+# how often they are launched to find that distance.
 _REPEATED = 3.0
 _MOST_REPEATS = 3
 
@@ -207,7 +207,7 @@ def _check_replays(
     """
 
     def train(how: Workload) -> dict[str, Tensor]:
-        # Launched, too, its optimizer counts where a graph would.
+        # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
         return _trained_for_check(how, device, build_model(how, device), workload)
 
     if expected is None:
@@ -242,7 +242,7 @@ def _apart(
     _free_memory(device)
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
-    # Copies differ from nothing that they copy.
+    # What the other side lacks is the difference of a copy from its weight, which should be zero.
     expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
     apart = difference(start, expected, found, workload.size.num_layers)
     del start, expected

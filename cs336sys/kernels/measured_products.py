@@ -29,7 +29,7 @@ LEAST_WORK = 2**36
 _ALIGNMENT_BYTES = 256
 _WORKSPACE_BYTES = 32 << 20
 
-# Asked for; it gave eight for each of the products above.
+# How many the heuristic is asked for; it gave eight for each of the products above.
 _MOST_ALGORITHMS = 12
 
 # Each algorithm runs for so long in a round, and half as long before: where power is the limit, the clock has to come

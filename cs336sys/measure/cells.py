@@ -163,7 +163,7 @@ class Worker:
         child = self._child
         assert child is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # First: an interruption between these two would find a worker to wait for, though it measures.
+        # Set before it is sent: an interruption between the two lines must not find a worker that seems idle.
         self._is_busy = True
         child.send(configuration)
         while True:
@@ -210,7 +210,7 @@ def _serve(connection: multiprocessing.connection.Connection, measure: str, argu
 
     measure_cell = imported(measure)
     new_run = imported("cs336sys.measure.environment:new_run")
-    # A parent that left messages unread has not closed the pipe but reset it.
+    # Where the parent ended with messages unread, the connection is reset and not closed.
     with contextlib.suppress(EOFError, ConnectionResetError, _ParentGone):
         send(new_run(arguments))
         while True:

@@ -52,7 +52,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 def error_columns(errors: Mapping[str, RelativeError]) -> dict[str, Any]:
     """What a cell keeps of them: ``NAME_error`` of each as a whole, and the largest ``error_of_a_row``."""
-    # NaN is what max neither finds nor passes over.
+    # max alone would find NaN or not by its place.
     largest = max((error.row for error in errors.values()), key=lambda row: (math.isnan(row), row))
     return {f"{name}_error": error.whole for name, error in errors.items()} | {"error_of_a_row": largest}
 

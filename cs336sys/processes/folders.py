@@ -53,7 +53,7 @@ def _make() -> tuple[Path, int]:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
                 return path, lock
-            # Between two of these lines it seemed abandoned.
+            # Another process found the folder between its making and its lock, took it for abandoned and removed it.
             os.close(lock)
 
 

@@ -70,7 +70,7 @@ def _become(command: list[str], pipe: int, guard: int) -> None:
         os.close(pipe)
         os.setpgid(0, 0)
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        # Python ignores them, and so would the program.
+        # Python ignores these signals, and a program that it starts would inherit that.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         if os.getppid() == guard:

@@ -142,7 +142,7 @@ def _series(
     """Contexts with their values, by shape and implementation."""
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for cell in cells:
-        # A logarithm has no place for what holds nothing.
+        # A logarithmic axis has no place for zero.
         if cell.status == "ok" and (measured := value(cell)):
             key = (_shape(cell), cell.configuration["implementation"])
             series.setdefault(key, []).append((cell.configuration["context"], measured))

@@ -67,7 +67,7 @@ def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     row = dict(cell.configuration) | cell.derived | {"status": cell.status}
     errors = {name.removesuffix("_error"): value for name, value in cell.derived.items() if name.endswith("_error")}
     if errors:
-        # NaN before all others, which max neither finds nor passes over.
+        # NaN counts as the largest; max alone would find it or not by its place.
         worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
         row["error"] = f"{errors[worst]:.1e} ({worst})"
     for part, samples in cell.samples.items():

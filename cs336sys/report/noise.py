@@ -12,7 +12,8 @@ NOISY_PART = 0.2
 
 # Two-sided; what an interval of 95 % leaves out.
 _LEFT_OUT = 0.05
-# Of so few, the greatest and the least are not far enough apart: as many standard errors of a mean, by Student's t.
+# For so few samples the range between least and greatest is too narrow an interval: their mean and so many standard
+# errors, by Student's t.
 _STUDENTS = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 # From here on the binomial distribution is as good as normal: ranks differ by less than one.
 _MANY = 100

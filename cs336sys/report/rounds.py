@@ -33,7 +33,7 @@ def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[C
 
 def largest_known(rounds: Sequence[Cell], name: str) -> float | None:
     """The largest of a derived column's values, NaN before all others; None where no round knows any."""
-    # NaN is what max neither finds nor passes over.
+    # max alone would find NaN or not by its place.
     return max(known_values(rounds, name), key=lambda value: (math.isnan(value), value), default=None)
 
 

@@ -47,7 +47,7 @@ STRATEGIES = (
     *(name + _ALONE for name in OWN_CONTEXT_STRATEGIES),
     *(name + _ALONE for name in OWN_TENSOR_STRATEGIES if outer_dimension(name) is None),
 )
-# Whose gradients, averaged or not, are what the backward pass has left.
+# Strategies that leave gradients, averaged or not, in the tensors that the backward pass made.
 _AVERAGED_IN_PLACE = ("naive", "flat", "overlap", "bucketed", "unsynchronized")
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")

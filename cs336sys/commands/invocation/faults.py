@@ -117,7 +117,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest one that is free: this very one. Workers have it, too.
+            # open() takes the lowest free number, which is the missing one. Workers inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         # print and warnings would take standard output in its place.

@@ -15,7 +15,7 @@ from cs336sys.errors import UsageError, choose_from
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)
 
-# Where contexts hold how errors name the tables of commands.
+# The key under which a context keeps how errors begin the name of a command's table in the file.
 _PLACE = "cs336sys.settings"
 
 

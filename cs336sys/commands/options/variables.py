@@ -11,8 +11,7 @@ from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
 # Variables that are no option's: whether errors show where they came from, and nsys's path.
 _OF_NO_OPTION = (DEBUG_VARIABLE, "CS336SYS_NSYS")
 
-# How alike words are, at least, of which one is taken for a slip of the other: benhc and bench are 0.8, triton and attn
-# 0.6.
+# From this likeness on, one word is taken for a misspelling of the other: benhc and bench are 0.8, triton and attn 0.6.
 _NEARLY = 0.75
 
 

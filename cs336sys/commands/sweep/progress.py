@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TRACER_LINES = b"USDT:"
 # A cell that takes longer says what it has come to, so that one that waits for ever is no silence.
 _SILENT_S = 30.0
-# Stands in a pipe after all that was written before, and in no text.
+# Written to the pipe to mark the end of all that was written before; it occurs in no text.
 _MARK = b"\0\0 all of it\n"
 
 
@@ -160,7 +160,7 @@ def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: 
         for line in lines:
             text = line.removesuffix(_MARK)
             if text and not text.startswith(_TRACER_LINES):
-                # Whatever the disk behind it does: a pipe that nobody reads would stop those who write.
+                # Read on even if this fails: a full pipe that nobody reads would block those who write to it.
                 with contextlib.suppress(OSError):
                     write(text)
             if line.endswith(_MARK):

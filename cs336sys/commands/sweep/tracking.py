@@ -106,7 +106,7 @@ class _WeightsAndBiases:
             name=cell.name,
             config=dict(cell.parameters),
             reinit="finish_previous",
-            # Nothing of it on our output, and nothing measured while the next cell is.
+            # It prints nothing among our lines, and reads no clocks or memory while the next cell is measured.
             settings=self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
         try:

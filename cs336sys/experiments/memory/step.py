@@ -84,7 +84,7 @@ class MemoryStep(TrainStep):
             entered = False
 
             def around_captured(name: str) -> AbstractContextManager[None]:
-                # The first phase is captured after the warm-up, which is not to be seen.
+                # The warm-up of the capture runs before the first phase, and is not part of the record.
                 nonlocal entered
                 if not entered and all_around is not None:
                     outer.enter_context(all_around)

@@ -71,7 +71,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     # when they first use their GPU.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     ranks = kept_ranks(workload)
-    # First, because it is ready from empty caches that counts.
+    # Timed before the check, because the board counts steps that begin with empty caches.
     progress("timing steps")
     measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload, trace_path(configuration))
     progress("checking the gradients of a few blocks against one process")

@@ -55,7 +55,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     right = _found_right.get(configuration_key(of_all_rounds)) if number > 1 else None
     if right is None:
         progress(f"checking {workload.strategy} against one process")
-        # Weights in half precision are rounded after every step, so that they say little.
+        # Weights in half precision are rounded after every step, which hides errors: gradients are compared.
         check = gradients_outcome if workload.has_half_weights else _weights_outcome
         right, wrong = check(ranks, workload)
         if wrong is not None:

@@ -23,7 +23,7 @@ from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_file, is_user_code, source_file, split_reference
 from cs336sys.workload import Workload
 
-# What has been loaded, and the modules that came with it, packages that are installed aside.
+# What has been loaded, and the modules that were imported with it, except those of installed packages.
 _loaded: dict[str, Callable[..., Any]] = {}
 _modules: set[str] = set()
 

@@ -98,7 +98,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             return _differentiate(ctx, grad_loss)
         grad_hidden, grad_weight, factor = ctx.saved_tensors
         factor = factor * grad_loss if factor.numel() else grad_loss
-        # Otherwise a second backward pass would scale once more, or what the first has handed out.
+        # In place only if the graph is freed: a second backward pass would scale the gradients twice, or change
+        # those that the first has returned.
         overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()
         needs_hidden, needs_weight = ctx.needed
         return (

@@ -101,7 +101,7 @@ def _row(
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
     step, anyway = found
     tokens_per_s = step.batch_size * size.context / step.step_s
-    # Of as many devices that compute alone, without an optimizer, what it takes one for its sequences.
+    # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
     ideal = size.context / device.sequence_s * count
     return row | {
         "mesh": step.mesh.text,

@@ -101,7 +101,7 @@ def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
         line = fit_of(of_group, timing)
         if line is not None and len(of_group) > 2:
             for cell, size, time_s in zip(of_group, *_points(of_group, timing), strict=True):
-                # The line goes through some of the points, but for the last bits of floating-point numbers.
+                # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
                 found[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
     return found
 

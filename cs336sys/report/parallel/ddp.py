@@ -153,10 +153,10 @@ def exposure(cell: Cell) -> dict[str, Any]:
         return {}
     step_ms = cell.samples["step"].median
     exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
-    # Nothing is computed less for being communicated.
+    # Communication cannot make computing cheaper, so a negative estimate is noise.
     is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
     if exposed.estimate < 0 and is_cost:
-        # The noise is as large as this at least.
+        # And the noise is at least as large as that estimate.
         exposed = replace(exposed, high=max(exposed.high, -exposed.low))
     exposed = replace(exposed, is_cost=is_cost)
     low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
