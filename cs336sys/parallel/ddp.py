@@ -134,7 +134,13 @@ class _Replicated(nn.Module):
             averaged: called with each of :attr:`buckets` in order, as soon as work queued on the current stream may use
                 its gradients, while later buckets may still be under way:
                 :class:`~cs336sys.parallel.bucket_optimizer.BucketOptimizer` updates its parameters then.
+
+        Raises:
+            UsageError: the module has another parameter in the place of one that it had.
         """
+        # A parameter that is no longer there gets no gradient, and who has all gradients need not look.
+        if any(bucket.waiting for bucket in self.buckets):
+            self._require_same_parameters()
         self._synchronizer.finish(averaged)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -175,11 +181,21 @@ class _Replicated(nn.Module):
         super().__setstate__(state)
         self._watch_gradients()
 
+    def _require_same_parameters(self) -> None:
+        held = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, parameter in self._named:
+            if held.get(name) is not parameter:
+                raise UsageError(
+                    f"{name} was replaced after it was wrapped, as load_state_dict() with assign=True does, so that "
+                    "its gradient is not averaged: wrap the plain module anew"
+                )
+
     def _settings(self) -> str:
         return f"{type(self).__name__} with {self._rule}, gradient_dtype={self._gradient_dtype}"
 
     def _watch_gradients(self) -> None:
         named = list(self.module.named_parameters(remove_duplicate=False))
+        self._named = named
         self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         buckets = [

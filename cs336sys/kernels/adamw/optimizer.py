@@ -26,6 +26,9 @@ from cs336sys.kernels.operators import check_tensors
 
 STATE_DTYPES = ("fp32", "bf16", "split")
 
+# What torch.optim.AdamW updates otherwise with, and this would leave out in silence.
+_OF_TORCH = ("amsgrad", "maximize")
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2), as ``torch.optim.AdamW``.
@@ -122,7 +125,17 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"AdamW: {name} is {value}, but must be at least 0")
         if not all(0 <= beta < 1 for beta in settings["betas"]):
             raise ValueError(f"AdamW: betas are {settings['betas']}, but each must be at least 0 and below 1")
+        for name in _OF_TORCH:
+            if settings.get(name):
+                raise ValueError(f"AdamW: {name}={settings[name]} in a group: this optimizer does not have it")
+        for name in ("max_grad_norm", "state_dtype"):
+            if name in settings:
+                raise ValueError(f"AdamW: {name} in a group: it is one for all groups, an argument of AdamW")
         super().add_param_group(param_group)
+        # torch only warns: it would update the parameter twice, and one launch of all of them undefined times.
+        if len(set(self.param_groups[-1]["params"])) < len(self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ValueError("AdamW: a parameter is twice in a group: give it once")
         for parameter in self.param_groups[-1]["params"]:
             try:
                 self._check_parameter(parameter)
@@ -405,7 +418,7 @@ class AdamW(torch.optim.Optimizer):
             ValueError: it was made with ``amsgrad`` or ``maximize``, or its groups are others than this optimizer's.
         """
         for group in state_dict["param_groups"]:
-            for name in ("amsgrad", "maximize"):
+            for name in _OF_TORCH:
                 if group.get(name):
                     raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
         super().load_state_dict(state_dict)
