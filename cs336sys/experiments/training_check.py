@@ -1,6 +1,5 @@
 """Whether a training step that is not plainly done, in CUDA graphs or of our kernels, trains what a plain one does."""
 
-import gc
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +19,7 @@ from cs336sys.experiments.weight_check import (
     tolerance,
 )
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.memory import free_gpu_memory
 from cs336sys.workload import Workload
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
@@ -302,5 +302,4 @@ def _trained_for_check(
 
 def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_gpu_memory()

@@ -6,7 +6,6 @@ after one that could not be captured in a CUDA graph, because parts of torch may
 """
 
 import contextlib
-import gc
 import multiprocessing.connection
 import os
 import pickle
@@ -273,12 +272,12 @@ def _first_sentences(error: BaseException) -> str:
 
 
 def release_memory() -> None:
-    """Free what a cell left behind: compiled code, garbage, the GPU memory that torch's allocator keeps."""
+    """Free what a cell left behind: compiled code, garbage, the GPU memory that torch and cuBLAS keep."""
     import torch
+
+    from cs336sys.measure.memory import free_gpu_memory
 
     # Imports the compiler, which takes more than a second and about as long again when the process ends.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_gpu_memory()

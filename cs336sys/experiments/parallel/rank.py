@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from cs336sys.experiments.step_counts import count_step
 from cs336sys.experiments.training import time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.memory import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.results import Samples
@@ -242,6 +241,4 @@ def release_memory(workload: ParallelWorkload) -> None:
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         _compiled_for = wanted
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_gpu_memory()
