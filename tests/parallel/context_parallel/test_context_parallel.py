@@ -4,7 +4,7 @@ import context_ranks
 import pytest
 import torch
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import LostProcessError, UsageError
 from cs336sys.parallel.context_parallel import ContextGroup, SequenceSplit
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
@@ -83,7 +83,9 @@ def test_without_a_process_group_it_is_refused():
 def test_a_rank_that_dies_is_named():
     with pytest.raises(RankError) as caught:
         launch.run(context_ranks.lost_peer, "ring", world_size=2, backend="gloo")
-    assert str(caught.value).startswith("rank 1 of 2")
+    assert str(caught.value).startswith("rank 1 of 2: ended with exit code 3\n")
+    assert caught.value.rank == 1
+    assert isinstance(caught.value, LostProcessError)
 
 
 @pytest.mark.multigpu

@@ -64,16 +64,9 @@ def test_wrapper_without_a_process_group_is_refused(mode):
         MODES[mode](nn.Linear(2, 2))
 
 
-def test_rank_that_dies_in_a_step_is_the_error():
-    """As in any other step: a rank that waits in a collective is killed, whatever launched that."""
-    with pytest.raises(RankError) as caught:
-        launch.run(ddp_faults_ranks.lost_peer, "raise", world_size=2, backend="gloo")
-    assert str(caught.value).startswith("rank 1 of 2: ValueError: out of data\n")
-
-
 def test_rank_that_hangs_in_a_step_is_named_with_the_gradients_that_wait_for_it():
     with pytest.raises(RankError) as caught:
-        launch.run(ddp_faults_ranks.lost_peer, "hang", world_size=2, backend="gloo")
+        launch.run(ddp_faults_ranks.lost_peer, world_size=2, backend="gloo")
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert "in the all-reduce of gradients of " in heading

@@ -106,7 +106,6 @@ def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(monke
     [
         ("raise", "rank 1 of 2: ValueError: the numbers are wrong\n\nTraceback (most recent call last):", ValueError),
         ("kill", "rank 1 of 2: was killed by SIGKILL\n\n", type(None)),
-        ("exit", "rank 1 of 2: ended with exit code 7", type(None)),
         ("crash", "rank 1 of 2: was killed by SIGSEGV\n\nrank 1 was here:\nFatal Python error: Segm", type(None)),
     ],
 )
