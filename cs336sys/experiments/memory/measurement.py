@@ -44,20 +44,15 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     if wrong is not None:
         return wrong
     derived: dict[str, Any] = {}
-    failure = ""
     if workload.trace:
         progress("tracing fake tensors")
-        try:
-            derived["traced"] = [asdict(peak) for peak in timeline_peaks(traced_timeline(workload).timeline)]
-        except Exception as error:
-            if training.is_ours or isinstance(error, UsageError | CapabilityError | UserCodeError):
-                raise
-            failure = f"{training.user.model}: no traced peak, its step does not run on fake tensors ({error!r:.200})"
+        derived, notes = _traced(workload)
+        found = [*notes, *found]
     progress("building the model")
     step = MemoryStep(workload, device)
     derived |= counted_columns(step, progress)
-    if more := [*([failure] if failure else []), *found]:
-        derived["notes"] = [*derived.get("notes", ()), *more]
+    if found:
+        derived["notes"] = [*derived.get("notes", ()), *found]
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
@@ -83,6 +78,17 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
         progress("looking into a block")
         derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
     return Outcome("ok", samples, derived)
+
+
+def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
+    """The peaks of the step on fake tensors, or a note where the user's model does not run on them."""
+    training = workload.training
+    try:
+        return {"traced": [asdict(peak) for peak in timeline_peaks(traced_timeline(workload).timeline)]}, []
+    except Exception as error:
+        if training.is_ours or isinstance(error, UsageError | CapabilityError | UserCodeError):
+            raise
+        return {}, [f"{training.user.model}: no traced peak, its step does not run on fake tensors ({error!r:.200})"]
 
 
 def counted_peaks(step: MemoryStep) -> list[PhasePeak]:

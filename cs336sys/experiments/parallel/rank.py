@@ -146,12 +146,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     if dist.get_world_size() > 1:
         timeline = _profiled(step, device)
     if trace is not None:
-        if dist.get_rank() == 0:
-            step.mark(RecordFunctionMarks())
-            write_trace(step.phases, device, trace)
-        else:
-            step()
-            finish_communication()
+        _write_trace(step, device, trace)
     gathers = _watched_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
@@ -181,6 +176,16 @@ def _profiled(step: ParallelStep, device: torch.device) -> StepTimeline | None:
     step()
     finish_communication()
     return None
+
+
+def _write_trace(step: ParallelStep, device: torch.device, path: Path) -> None:
+    """One more step, which rank 0 writes to a Chrome trace."""
+    if dist.get_rank() == 0:
+        step.mark(RecordFunctionMarks())
+        write_trace(step.phases, device, path)
+    else:
+        step()
+        finish_communication()
 
 
 def _recorded(step: ParallelStep) -> list[Communication]:
