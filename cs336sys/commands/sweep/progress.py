@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _TRACER_LINES = b"USDT:"
 # A cell that takes longer says what it has come to, so that one that waits for ever is no silence.
 _SILENT_S = 30.0
+# How long the last lines may take: busy cores keep the thread that passes them on waiting for seconds, and one who
+# no longer reads standard error keeps it for ever.
+_PASSED_ON_S = 30.0
 # Written to the pipe to mark the end of all that was written before; it occurs in no text.
 _MARK = b"\0\0 all of it\n"
 
@@ -152,7 +155,7 @@ def _stderr_by_lines(write: Callable[[bytes], None], *, is_read: bool) -> Iterat
         # The reader stays for processes that outlive this.
         os.write(writing, _MARK)
         os.close(writing)
-        all_is_passed_on.wait(1.0)
+        all_is_passed_on.wait(_PASSED_ON_S)
 
 
 def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: threading.Event) -> None:

@@ -429,6 +429,19 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
     assert log.read_text() == "a warning\nbench: 1 of 1: ok: 1.0 s\nno end of line, the end\nlater\n"
 
 
+def test_all_of_a_log_is_passed_on_before_what_follows_it():
+    """On busy cores the thread that passes it on may wait longer than a second for its turn."""
+    written = []
+
+    def write(line):
+        time.sleep(1.1)
+        written.append(line)
+
+    with progress_module._stderr_by_lines(write, is_read=True):
+        os.write(2, b"a warning\n")
+    assert written == [b"a warning\n"]
+
+
 def test_a_log_on_a_full_disk_stops_nobody():
     script = (
         "import subprocess\n"
