@@ -24,31 +24,7 @@ def all_reduce(evidence: Evidence, handout: Handout) -> Answer | None:
     if not found:
         return None
     groups = {key: cells for group in found for key, cells in groups_of(group.cells).items()}
-    sentences = []
-    for key, cells in groups.items():
-        first, last = cells[0], cells[-1]
-        ends = [first, last] if len(cells) > 1 else [first]
-        listed = joined(f"{format_quantity(_us(cell), 'us')} for {_size(cell)}" for cell in ends)
-        sentence = f"{key.backend}, {key.world_size} ranks: {listed}"
-        busbw = last.derived["back_to_back_busbw_gbps"]
-        if busbw is not None and len(cells) > 1:
-            grown = last.derived["back_to_back_algbw_gbps"] / first.derived["back_to_back_algbw_gbps"]
-            sentence += (
-                f", a bus bandwidth of {format_quantity(busbw, 'gbps')}; the bandwidth "
-                f"{change(1, grown)} from the smallest to the largest message"
-            )
-        sentences.append(sentence + ".")
-    sentences += [*_of_ranks(groups), *_of_backends(groups)]
-    for key, cells in groups.items():
-        line = fit_of(cells, "back_to_back")
-        if line is not None and line.latency_s > 0 and len(cells) > 2:
-            sentences.append(
-                f"{key.backend}, {key.world_size} ranks: a line through the times is "
-                f"{format_quantity(1e6 * line.latency_s, 'us')} + size / "
-                f"{format_quantity(line.bytes_per_s / 1e9, 'gbps')}"
-                f", so messages under {format_quantity(line.half_bandwidth_bytes, 'decimal_bytes')} spend most of "
-                "their time on latency."
-            )
+    sentences = [*_of_messages(groups), *_of_ranks(groups), *_of_backends(groups), *_of_lines(groups)]
     sentences += failures(
         [cell for group in found for cell in group.cells],
         lambda cell: f"{cell.configuration['backend']} with {cell.configuration['world_size']} ranks",
@@ -69,6 +45,41 @@ def all_reduce(evidence: Evidence, handout: Handout) -> Answer | None:
         f"{backend} with {ranks} ranks" for backend in backends for ranks in (2, 4, 6) if (backend, ranks) not in there
     ]
     return Answer(sentences, tables, pictures, runs_of(found), missing)
+
+
+def _of_messages(groups: dict) -> list[str]:
+    """Times of the smallest and the largest message, and the bandwidth between them."""
+    sentences = []
+    for key, cells in groups.items():
+        first, last = cells[0], cells[-1]
+        ends = [first, last] if len(cells) > 1 else [first]
+        listed = joined(f"{format_quantity(_us(cell), 'us')} for {_size(cell)}" for cell in ends)
+        sentence = f"{key.backend}, {key.world_size} ranks: {listed}"
+        busbw = last.derived["back_to_back_busbw_gbps"]
+        if busbw is not None and len(cells) > 1:
+            grown = last.derived["back_to_back_algbw_gbps"] / first.derived["back_to_back_algbw_gbps"]
+            sentence += (
+                f", a bus bandwidth of {format_quantity(busbw, 'gbps')}; the bandwidth "
+                f"{change(1, grown)} from the smallest to the largest message"
+            )
+        sentences.append(sentence + ".")
+    return sentences
+
+
+def _of_lines(groups: dict) -> list[str]:
+    """Latency and bandwidth of each backend and number of ranks, by a line through its times."""
+    sentences = []
+    for key, cells in groups.items():
+        line = fit_of(cells, "back_to_back")
+        if line is not None and line.latency_s > 0 and len(cells) > 2:
+            sentences.append(
+                f"{key.backend}, {key.world_size} ranks: a line through the times is "
+                f"{format_quantity(1e6 * line.latency_s, 'us')} + size / "
+                f"{format_quantity(line.bytes_per_s / 1e9, 'gbps')}"
+                f", so messages under {format_quantity(line.half_bandwidth_bytes, 'decimal_bytes')} spend most of "
+                "their time on latency."
+            )
+    return sentences
 
 
 def _of_ranks(groups: dict) -> list[str]:

@@ -20,21 +20,7 @@ def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
     kept = {context_of(cell): _forward_gib(cell) for cell in every if cell.configuration["mode"] == "forward-backward"}
     for row in rows:
         row["kept_gib"] = kept.get(row["context"])
-    sentences = []
-    for mode, called in (("forward", "a forward pass"), ("train", "a training step")):
-        of_mode = sorted((c for c in cells if c.configuration["mode"] == mode and c.status == "ok"), key=context_of)
-        if not of_mode:
-            continue
-        listed = [f"{gib(cell.derived['peak_gib'])} at context {context_of(cell)}" for cell in of_mode]
-        sentences.append(f"{called.capitalize()} needs {joined(listed)}.")
-        first, last = of_mode[0], of_mode[-1]
-        if first is not last:
-            grown = last.derived["peak_gib"] / first.derived["peak_gib"]
-            hardly = "hardly depends on the context" if grown < 1 + 2 * ALIKE else f"grows {times(grown)}"
-            sentences.append(
-                f"Its peak {hardly} from {context_of(first)} to {context_of(last)} (the context grows "
-                f"{times(context_of(last) / context_of(first))})."
-            )
+    sentences = _of_contexts(cells)
     listed = [
         f"{gib(need)} at context {context}" for context, need in sorted(kept.items()) if not isinstance(need, str)
     ]
@@ -57,6 +43,26 @@ def peaks(evidence: Evidence, handout: Handout) -> Answer | None:
         runs_of(found),
         _missing_contexts(cells, handout),
     )
+
+
+def _of_contexts(cells: list[Cell]) -> list[str]:
+    """What a forward pass and a training step need, and how that grows with the context."""
+    sentences = []
+    for mode, called in (("forward", "a forward pass"), ("train", "a training step")):
+        of_mode = sorted((c for c in cells if c.configuration["mode"] == mode and c.status == "ok"), key=context_of)
+        if not of_mode:
+            continue
+        listed = [f"{gib(cell.derived['peak_gib'])} at context {context_of(cell)}" for cell in of_mode]
+        sentences.append(f"{called.capitalize()} needs {joined(listed)}.")
+        first, last = of_mode[0], of_mode[-1]
+        if first is not last:
+            grown = last.derived["peak_gib"] / first.derived["peak_gib"]
+            hardly = "hardly depends on the context" if grown < 1 + 2 * ALIKE else f"grows {times(grown)}"
+            sentences.append(
+                f"Its peak {hardly} from {context_of(first)} to {context_of(last)} (the context grows "
+                f"{times(context_of(last) / context_of(first))})."
+            )
+    return sentences
 
 
 def _needs(cells: list[Cell]) -> list[str]:
