@@ -10,7 +10,7 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.noise import ratio
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, reasons, shown_settings, steps_words, title
+from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, steps_words, title
 from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import AttentionWorkload
 
@@ -65,7 +65,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("status", "status"),
     ]
     note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
-    notes = [note, *reasons(cells, "implementation")]
+    notes = [note, *interpreted_notes(cells, run), *reasons(cells, "implementation")]
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
     heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)

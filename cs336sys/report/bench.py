@@ -15,6 +15,7 @@ from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
+    interpreted_notes,
     method_notes,
     plan_settings,
     rate_columns,
@@ -90,7 +91,7 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     heading = title("bench", cells, run, settings, shown)
-    tables = [_times(cells, heading, shown, percentiles)]
+    tables = [_times(cells, run, heading, shown, percentiles)]
     speedups = _speedups(cells, shown)
     return [*tables, speedups] if speedups else tables
 
@@ -159,7 +160,13 @@ def _fitting(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
     return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
 
 
-def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], percentiles: Sequence[float]) -> Table:
+def _times(
+    cells: Sequence[Cell],
+    run: Run | None,
+    heading: str,
+    settings: dict[str, Column],
+    percentiles: Sequence[float],
+) -> Table:
     phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES_OF_MODE[cell.configuration["mode"]]))
     columns = [
         *SIZE_COLUMNS,
@@ -186,7 +193,7 @@ def _times(cells: Sequence[Cell], heading: str, settings: dict[str, Column], per
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
-    notes = (*method_notes(cells), *_resident_notes(cells), *clock_notes(cells))
+    notes = (*method_notes(cells), *interpreted_notes(cells, run), *_resident_notes(cells), *clock_notes(cells))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
     if any("replayed_difference_percent" in cell.derived for cell in cells):

@@ -7,7 +7,7 @@ from typing import Any
 from cs336sys.report.noise import ratio
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.tables import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, reasons, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, title
 from cs336sys.results import Cell, Run, configuration_key
 
 _SHAPE_COLUMNS = {
@@ -51,6 +51,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
     if rates:
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
+    notes += interpreted_notes(cells, run)
     heading = title("kernels", cells, run, settings, varying)
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")

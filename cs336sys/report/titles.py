@@ -150,6 +150,28 @@ def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     return (*method, *found_in_models(cells), *reasons(cells))
 
 
+# The settings under which kernels written in Triton run.
+_IN_TRITON = {
+    "implementation": ("auto", "triton", "deterministic", "ours"),
+    "attention": ("flash",),
+    "optimizer": ("adamw",),
+}
+
+
+def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
+    """Which of the kernels that were timed ran in Triton's interpreter, as all do without a GPU."""
+    if run is None or run.environment.get("TRITON_INTERPRET") != "1":
+        return ()
+    measured = [cell.configuration for cell in cells if cell.status == "ok"]
+    found = {
+        f"{name} {one[name]}" for name, values in _IN_TRITON.items() for one in measured if one.get(name) in values
+    }
+    found |= {f"kernels {one['kernels']}" for one in measured if one.get("kernels", "reference") != "reference"}
+    if not found:
+        return ()
+    return (f"{', '.join(sorted(found))}: in Triton's interpreter, whose times say nothing of the kernels'",)
+
+
 def steps_words(cells: Sequence[Cell]) -> str:
     """Of how many steps, after how many of warm-up, the numbers are."""
     counts = sorted({(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells})

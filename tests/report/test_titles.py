@@ -6,8 +6,8 @@ from cs336sys.report.attention import attn_tables, flash_tables
 from cs336sys.report.bench import bench_plan, bench_tables
 from cs336sys.report.kernels import kernel_tables
 from cs336sys.report.losses import loss_tables
-from cs336sys.report.titles import steps_words
-from cs336sys.results import Cell, Samples
+from cs336sys.report.titles import interpreted_notes, steps_words
+from cs336sys.results import Cell, Run, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import AttentionWorkload, KernelWorkload, LossWorkload, Workload
 
@@ -104,3 +104,42 @@ def test_a_mean_is_of_as_many_losses_as_its_header_says(count, words):
     averaged = int(words.split()[-1])
     assert column.header == words
     assert table.rows[0]["last_loss"] == sum(values[-averaged:]) / averaged
+
+
+@pytest.mark.parametrize(
+    ("setting", "note"),
+    [
+        (
+            {"implementation": "triton"},
+            "implementation triton: in Triton's interpreter, whose times say nothing of the",
+        ),
+        (
+            {"attention": "flash", "kernels": "rope+swiglu", "optimizer": "adamw"},
+            "attention flash, kernels rope+swiglu,",
+        ),
+        ({"implementation": "tiled", "attention": "sdpa", "kernels": "reference", "optimizer": "course"}, None),
+    ],
+)
+def test_times_of_the_interpreter_are_not_taken_for_those_of_kernels(setting, note):
+    cells = [Cell("flash", {"implementation": "eager"}, "ok"), Cell("flash", setting, "ok")]
+    interpreted, compiled = (Run("1", "", (), {}, {"TRITON_INTERPRET": value}) for value in ("1", None))
+    assert [text.partition(note or "?")[0] for text in interpreted_notes(cells, interpreted)] == ([""] if note else [])
+    assert interpreted_notes(cells, compiled) == interpreted_notes(cells, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "workload", "tables_of"),
+    [
+        ("flash", AttentionWorkload("triton", 1, 2, 16, 8), lambda *arguments: flash_tables(*arguments, "eager")),
+        ("kernels", KernelWorkload("rope", "ours", 4, 8, head_dim=4), lambda *found: kernel_tables(*found, "eager")),
+        ("bench", TRAINING, bench_tables),
+    ],
+)
+def test_tables_of_times_say_whose_they_are(command, workload, tables_of):
+    names = ("forward", "backward", "optimizer", "step", "end_to_end")
+    times = {name: Samples("ms", "cpu clock", (1.0, 2.0)) for name in names}
+    cell = Cell(command, workload.configuration(), "ok", times, {"tflops": 1.0, "gpu_busy_ms": None})
+    for variable in ("1", None):
+        run = Run("1", "", (), {"gpu": None, "cpu": "a CPU", "torch": "2"}, {"TRITON_INTERPRET": variable})
+        notes = tables_of([cell], run)[0].notes
+        assert any("in Triton's interpreter" in note for note in notes) == (variable == "1")

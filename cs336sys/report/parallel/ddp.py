@@ -16,6 +16,7 @@ from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
+    interpreted_notes,
     method_notes,
     plan_settings,
     rate_columns,
@@ -89,7 +90,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
                 Column("status", "status"),
             ),
             rows,
-            notes=(*_step_notes(cells), *method_notes(cells)),
+            notes=(*_step_notes(cells), *method_notes(cells), *interpreted_notes(cells, run)),
             steadier=_STEADIER,
         )
     ]
