@@ -12,6 +12,9 @@ from cs336sys.errors import UsageError
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
 _OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")
 
+# Options of the command that are directives of the same name.
+_OPTIONS_OF_SLURM = ("nodes", "gpus-per-node", "time", "partition", "account")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -46,6 +49,10 @@ class Job:
                 raise UsageError(
                     f"--sbatch '{option}': must be an option of sbatch without its dashes: constraint=h200"
                 )
+            name = option.partition("=")[0]
+            # sbatch would take the last of the two, and the command be started for the first.
+            if name in _OPTIONS_OF_SLURM:
+                raise UsageError(f"--sbatch '{option}': give --{name} to cs336sys slurm instead")
 
 
 def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool) -> str:

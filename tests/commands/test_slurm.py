@@ -143,6 +143,7 @@ def test_every_form_of_a_time(time):
         (["--time", "1h", "bench"], "--time '1h': must be minutes, minutes:seconds, hours:minutes:seconds"),
         (["--partition", "a b", "bench"], "--partition 'a b': must be one word"),
         (["--sbatch", "--mem=0", "bench"], "--sbatch '--mem=0': must be an option of sbatch without its dashes"),
+        (["--sbatch", "nodes=3", "ddp"], "--sbatch 'nodes=3': give --nodes to cs336sys slurm instead"),
         (["-o", "/proc/none/j", "bench"], "cannot write --output /proc/none/j"),
     ],
 )
