@@ -164,7 +164,10 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
         return ()
     measured = [cell.configuration for cell in cells if cell.status == "ok"]
     found = {
-        f"{name} {one[name]}" for name, values in _IN_TRITON.items() for one in measured if one.get(name) in values
+        f"{name} {one[name]}"
+        for name, values in _IN_TRITON.items()
+        for one in measured
+        if one.get(name) in values and (name != "optimizer" or one.get("mode") == "train")
     }
     found |= {f"kernels {one['kernels']}" for one in measured if one.get("kernels", "reference") != "reference"}
     if not found:

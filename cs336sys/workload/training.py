@@ -159,10 +159,10 @@ class Workload(Configured):
             raise UsageError(
                 f"--state-dtype split keeps weights in bf16: precision '{self.precision}' has none; choose bf16"
             )
-        if self.update == "backward" and (self.optimizer != "adamw" or self.mode != "train"):
-            raise UsageError(
-                f"--update backward: optimizer '{self.optimizer}' of mode {self.mode} cannot; choose adamw"
-            )
+        if self.update == "backward" and self.mode != "train":
+            raise UsageError(f"--update backward: mode '{self.mode}' updates nothing; choose train")
+        if self.update == "backward" and self.optimizer != "adamw":
+            raise UsageError(f"--update backward: optimizer '{self.optimizer}' cannot; choose adamw")
         if self.update == "backward" and self.precision == "fp16":
             raise UsageError("--update backward: fp16 looks at all gradients before it updates anything; choose bf16")
         if self.warmup < 0:

@@ -175,7 +175,8 @@ def test_fused_kernels_need_less_memory(name):
             {"state_dtype": "split", "kernels": "reference"},
             "split keeps the weights that --kernels fused computes with",
         ),
-        ({"update": "backward", "optimizer": "fused"}, "--update backward: optimizer 'fused' of mode train cannot"),
+        ({"update": "backward", "optimizer": "fused"}, "--update backward: optimizer 'fused' cannot; choose adamw"),
+        ({"update": "backward", "mode": "forward"}, "--update backward: mode 'forward' updates nothing; choose train"),
         ({"update": "backward", "precision": "fp16"}, "--update backward: fp16 looks at all gradients before"),
     ],
 )

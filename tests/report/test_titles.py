@@ -114,9 +114,11 @@ def test_a_mean_is_of_as_many_losses_as_its_header_says(count, words):
             "implementation triton: in Triton's interpreter, whose times say nothing of the",
         ),
         (
-            {"attention": "flash", "kernels": "rope+swiglu", "optimizer": "adamw"},
+            {"attention": "flash", "kernels": "rope+swiglu", "optimizer": "adamw", "mode": "train"},
             "attention flash, kernels rope+swiglu,",
         ),
+        ({"optimizer": "adamw", "mode": "train"}, "optimizer adamw: in"),
+        ({"optimizer": "adamw", "mode": "forward"}, None),
         ({"implementation": "tiled", "attention": "sdpa", "kernels": "reference", "optimizer": "course"}, None),
     ],
 )
