@@ -148,9 +148,7 @@ CONFIGURATIONS = {
 def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    # As compile_for_hopper does, for the time of it; collecting garbage, too.
-    triton.knobs.compilation.disable_line_info = True
-    gc.disable()
+    gc.disable()  # as compile_for_hopper does
     launches: list[tuple[str, dict]] = []
     for module in (rms_norm, rope, embedding, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None

@@ -278,8 +278,6 @@ def main() -> None:
     gc.disable()
     triton.runtime.driver.set_active(CompileOnlyDriver())
     triton.knobs.nvidia.dump_ptxas_log = True
-    # Which lines of the source instructions come from takes a tenth of the time, and changes none of them.
-    triton.knobs.compilation.disable_line_info = True
     problem_on_this_machine = choice.make_problem
 
     def problem_on_hopper(query, key, operands, *options):

@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from compile_for_hopper import CompileOnlyDriver
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
@@ -142,9 +141,7 @@ def bytes_on(capability: tuple[int, int]) -> list[tuple[str, list[int], list[int
 
 
 def main() -> None:
-    # As compile_for_hopper does.
-    gc.disable()
-    triton.knobs.compilation.disable_line_info = True
+    gc.disable()  # as compile_for_hopper does
     with compiling_to_the_layout_of_shared_memory():
         json.dump([bytes_on(capability) for capability in LARGEST], sys.stdout)
 
