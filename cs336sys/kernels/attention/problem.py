@@ -95,16 +95,10 @@ def make_problem(
     )
 
 
-def shared_memory_kib(capability: tuple[int, int] | None) -> int:
-    """How much shared memory one program may use, by the CUDA programming guide's table of compute capabilities.
-
-    What comes after 12.x is taken to have 99, which other tiles than those for Hopper fit.
-    """
-    if capability is not None and 9 <= capability[0] <= 11:
-        return 227
-    return 163 if capability in ((8, 0), (8, 7)) else 99
-
-
 def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
-    """Whether one program may use as much shared memory as on an H200, by which most tiles were chosen."""
-    return shared_memory_kib(capability) == 227
+    """Whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
+
+    The CUDA programming guide's table of compute capabilities: 227 KiB for 9.0, 10.x and 11.0; 163 KiB for 8.0 and 8.7;
+    99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
+    """
+    return capability is not None and 9 <= capability[0] <= 11

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.kernels.attention.problem import Problem, has_hopper_shared_memory, shared_memory_kib
+from cs336sys.kernels.attention.problem import Problem, has_hopper_shared_memory
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _float32_forward(problem: Problem) -> TileSettings:
     if _few_programs(problem, 64):
         # 1x1x8192x64: 0.3125, 32x64 0.3531, 64x64 0.5484. 1x1x1024x128: 0.0580, 32x32 0.1082.
         # Two stages of 128 columns take 88 KiB, but 120 where triton 3.8 lays them out.
-        stages = 2 if problem.head_dim <= 64 or shared_memory_kib(problem.capability) > 120 else 1
+        stages = 2 if problem.head_dim <= 64 or has_hopper_shared_memory(problem.capability) else 1
         return TileSettings(16, 64, num_warps=4, num_stages=stages)
     if problem.head_dim <= 64:
         # 1x1x65536x64: 11.45, 32x64 12.71, 16x64 17.63.
