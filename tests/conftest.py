@@ -6,6 +6,10 @@ The fixtures are for tests that start ranks.
 import os
 import signal
 
+# Workers that share the cores wait for one another if each has a thread for every core; torch reads this when imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import cs336_basics.model
 import pytest
 import torch
