@@ -190,9 +190,8 @@ class TrainStep:
                 "whether to skip it, which a CUDA graph cannot; choose fused, whose kernel decides, or bf16"
             )
         self.release_graphs()
-        if recorder is None and self.workload.update == "backward" and self.device.type == "cuda":
-            # Updates take what the backward pass leaves idle.
-            recorder = CudaRecorder(self.device, torch.cuda.Stream(self.device, priority=-1))
+        if recorder is None and self.device.type == "cuda":
+            recorder = CudaRecorder(self.device, self._capture_stream)
         self.graphs = GraphedStep(
             self._launched_with_loss if with_loss else self._launched,
             _tensors((self.inputs, self.targets)),
@@ -209,6 +208,14 @@ class TrainStep:
         first, replay = next(iter(phases.items()))
         phases[first] = functools.partial(self._replay_on_batch, replay)
         self.phases = self.phases_with_loss = phases
+
+    @functools.cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """One for all captures: cuBLAS keeps a workspace for each stream, and that of a released graph counts in peaks.
+
+        Where the backward pass updates parameters it goes first, so that updates take what it leaves idle.
+        """
+        return torch.cuda.Stream(self.device, priority=-1 if self.workload.update == "backward" else 0)
 
     def release_graphs(self) -> None:
         """Launch the phases again, and free what the graphs and the last step hold."""
