@@ -6,10 +6,12 @@ sweep loses nothing that was measured, and files can be concatenated. Numbers th
 ``Infinity`` and ``-Infinity``; bare ones, which earlier versions wrote, are read too.
 """
 
+import gzip
 import json
 import math
 import re
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,8 +63,11 @@ class Samples:
 
     @property
     def std(self) -> float:
-        """Sample standard deviation; 0 for a single sample."""
-        return statistics.stdev(self.measured) if len(self.measured) > 1 else 0.0
+        """Sample standard deviation; 0 for a single sample, NaN where one of them is no finite number."""
+        if len(self.measured) < 2:
+            return 0.0
+        # statistics.stdev of NaN ends in an AttributeError.
+        return statistics.stdev(self.measured) if all(map(math.isfinite, self.measured)) else math.nan
 
     @property
     def median(self) -> float:
@@ -293,6 +298,15 @@ def read_results(path: Path) -> Results:
     if not runs and not cells:
         raise UsageError(f"{path} holds no results: it should be a file written by --save")
     return Results(runs, tuple(cells), passed_over)
+
+
+def holds_results(path: Path) -> bool:
+    """Whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
+    try:
+        with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
+            return read_record(stream.readline()) is not None
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:

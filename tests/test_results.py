@@ -280,3 +280,11 @@ def test_times_are_kept_to_seven_digits_and_nothing_else_is_touched():
     assert times == Samples("ms", "cuda events", (1057.618, 0.053632), (1234568.0,))
     losses = Samples("nats", "of every step", (9.210340371976184,))
     assert losses.to_keep == losses
+
+
+def test_samples_with_one_that_is_no_number_have_statistics_that_are_none():
+    """``show`` of such a file ended in a traceback of Python's statistics."""
+    for value in (math.nan, math.inf):
+        samples = Samples("ms", "cpu clock", (1.0, value, 2.0))
+        assert math.isnan(samples.std)
+        assert not math.isfinite(samples.mean)

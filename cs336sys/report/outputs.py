@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
+from cs336sys.results import holds_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +33,11 @@ def check_writable(path: Path, option: str) -> None:
     """Raise before anything is measured if the file cannot be written; a file that is there keeps its content.
 
     Raises:
-        UsageError: it cannot; the sentence names the option that asked for it.
+        UsageError: it cannot, or it holds what ``--save`` has written, which would be lost; the sentence names the
+            option that asked for it.
     """
+    if path.is_file() and holds_results(path):
+        raise UsageError(f"{option} {path}: holds saved results, which would be lost; give another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

@@ -32,7 +32,7 @@ LONGEST_S = 1e6
 
 
 # Options that name a file which the command writes.
-_WRITTEN = ("save", "output", "plot", "plot_scaling", "html")
+_WRITTEN = ("save", "output", "plot", "plot_buckets", "plot_scaling", "html")
 
 # What help calls the value of an option, by its type. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>", str: "<name>"}
@@ -79,7 +79,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
-    """Raise a UsageError where two options would write the same file: the table over the results, for one."""
+    """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}
     for name in _WRITTEN:
         path = values.get(name)
@@ -88,6 +88,11 @@ def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
             other = written.setdefault(os.path.realpath(path), option)
             if other != option:
                 raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
+    for name, value in values.items():
+        paths = value if isinstance(value, list) else [value]
+        for path in paths if name not in _WRITTEN else []:
+            if isinstance(path, Path) and os.path.realpath(path) in written:
+                raise UsageError(f"{written[os.path.realpath(path)]}: would be written over what is read; give another")
 
 
 def _number_converter(parameter: inspect.Parameter) -> tuple[str, Callable[[str], float]] | None:

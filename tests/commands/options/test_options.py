@@ -1,3 +1,4 @@
+import gzip
 import itertools
 import json
 import re
@@ -6,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.options import reading
 from cs336sys.commands.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
 
@@ -194,3 +196,33 @@ def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_that_names_a_file_to_write_is_known(every_command):
+    """ddp's --plot-buckets was drawn over its --plot."""
+    names = {option.name for _, command in every_command for option in command.params if option.name.startswith("plot")}
+    assert names == {"plot", "plot_buckets", "plot_scaling"}
+    assert names < set(reading._WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["show", "r.jsonl", "--format", "csv", "--output", "r.jsonl"], "r.jsonl"),
+        (["account", "parallel", "--format", "csv", "--output", "r.jsonl.gz"], "r.jsonl.gz"),
+        (["report", "--year", "2025", "--from", "r.jsonl", "--format", "html", "--output", "r.jsonl"], "r.jsonl"),
+        (["losses", "--text", "book.txt", "--output", "./book.txt"], "book.txt"),
+    ],
+)
+def test_what_is_read_or_was_measured_is_not_written_over(arguments, name, tmp_path, monkeypatch):
+    """``show r.jsonl --output r.jsonl`` left a table in the place of an hour's measurements, and ``losses`` of its text."""
+    monkeypatch.chdir(tmp_path)
+    record = json.dumps({"schema_version": 1, "kind": "run"}).encode() + b"\n"
+    files = {"r.jsonl": record, "r.jsonl.gz": gzip.compress(record), "book.txt": b"It was"}
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert name in result.stderr
+    assert "give another" in result.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
