@@ -124,6 +124,8 @@ def ddp(
         output.check()
         check_plot(plot)
         check_plot(plot_buckets, "--plot-buckets")
+        if plot_buckets is not None and all(workload.bucket_mb is None for workload in chosen):
+            raise UsageError(f"--plot-buckets {plot_buckets}: {_ONLY_BUCKETED}")
         check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
@@ -166,12 +168,17 @@ def _strategies(
     if "bucketed" not in modes and transports != ["collectives"]:
         raise UsageError(f"--transport {','.join(transports)}: only mode bucketed has the choice; add it to --mode")
     buckets = split_list(bucket_mb, "--bucket-mb", _bucket_size)
+    if not {*BUCKETED_STRATEGIES} & {*modes} and buckets != [WHOLE_BLOCKS]:
+        raise UsageError(f"--bucket-mb {','.join(bucket_mb)}: {_ONLY_BUCKETED}")
     return [
         (strategy, bucket, sent_by)
         for strategy in modes
         for bucket in (buckets if strategy in BUCKETED_STRATEGIES else [None])
         for sent_by in (transports if strategy == "bucketed" else ["collectives"])
     ]
+
+
+_ONLY_BUCKETED = f"only modes {' and '.join(BUCKETED_STRATEGIES)} have buckets of a size; add one to --mode"
 
 
 def _bucket_size(text: str) -> float | str:

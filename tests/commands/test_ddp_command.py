@@ -166,6 +166,8 @@ def test_dry_run_lists_the_cells():
         (["--backend", "nccl", "--device", "cpu"], "backend 'nccl' communicates between GPUs"),
         (["--transport", "mail"], "--transport 'mail': choose from collectives, copy-engines"),
         (["--mode", "flat", "--transport", "copy-engines"], "only mode bucketed has the choice; add it to --mode"),
+        (["--mode", "naive,torch", "--bucket-mb", "1,10"], "--bucket-mb 1,10: only modes bucketed and bucketed-step"),
+        (["--mode", "flat", "--plot-buckets", "b.png"], "--plot-buckets b.png: only modes bucketed and bucketed-step"),
         (["--timeout", "0"], "--timeout '0': must be between 1 and 1e+06"),
         (["--plot", "t.txt"], "--plot t.txt: the file must end in .png, .svg, .pdf"),
         (["--plot-buckets", "b"], "--plot-buckets b: the file must end in .png, .svg, .pdf"),

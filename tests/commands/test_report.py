@@ -52,6 +52,21 @@ def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
     )
 
 
+def test_outcomes_that_contradict_each_other_are_named_and_a_file_without_any_is_refused(tmp_path):
+    for name, outcome in {"first": "<failure/>", "second": ""}.items():
+        case = f'<testcase name="test_sharded_optimizer">{outcome}</testcase>'
+        (tmp_path / f"{name}.xml").write_text(f"<testsuites>{case}</testsuites>")
+    sources = ["--from", tmp_path / "first.xml", "--from", tmp_path / "second.xml"]
+    result = report("--year", "2026", *sources, "--only", "optimizer_state_sharding")
+    assert "second.xml: says otherwise of test_sharded_optimizer than a file before it" in result.stderr
+    assert "1 of 1 parts of 1 problem are answered" in result.stderr
+    other = tmp_path / "pom.xml"
+    other.write_text("<project/>")
+    result = report("--year", "2026", "--from", other)
+    assert result.exit_code == 2
+    assert "pom.xml holds no test's outcome" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -60,6 +75,7 @@ def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
         (["--year", "2025", "--from", "x", "--output", "x.docx"], "--output x.docx: the name must end in .html, .htm,"),
         (["--year", "2025", "--from", "x", "--folder", "here"], "--folder here: is where --run saves; give --run"),
         (["--year", "2025", "--run", "--dry-run", "--output", "x.html"], "--output x.html: --dry-run prints its plan"),
+        (["--year", "2025", "--run", "--dry-run", "--format", "latex"], "--format latex: --dry-run prints its plan"),
         (["--year", "2025"], "give results with --from, or measure them with --run"),
         (["--year", "2025", "--from", "nothing-*.jsonl"], "--from nothing-*.jsonl: no results file is there"),
         (["--year", "2025", "--from", "missing.jsonl"], "cannot read results from missing.jsonl"),

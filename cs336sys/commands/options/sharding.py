@@ -98,6 +98,7 @@ class ShardingOptions:
         if self.board:
             for training in trainings:
                 require_for_board(training)
+        self._refuse_what_nothing_uses()
         # Beside strategies that have a mesh, others may be measured on as many ranks.
         grouped = {*split_list(self.strategy, "--strategy", str)} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
         chosen = []
@@ -123,6 +124,20 @@ class ShardingOptions:
                 )
             chosen.append(workload)
         return chosen
+
+    def _refuse_what_nothing_uses(self) -> None:
+        """Raise a UsageError for an option that none of the strategies, or no checkpointing, looks at."""
+        strategies = self._strategies()
+        if self.prefetch != ["1"] and all(ahead is None for _, ahead, _ in strategies):
+            raise UsageError(
+                f"--prefetch {','.join(self.prefetch)}: only strategies with fsdp gather ahead; add one to --strategy"
+            )
+        if self.keep_gathered != ["0"] and all(name != "fsdp" for name, _, _ in strategies):
+            raise UsageError(
+                f"--keep-gathered {','.join(self.keep_gathered)}: only fsdp keeps weights; add it to --strategy"
+            )
+        if self.memory_limit is not None and "auto" not in split_list(self.checkpoint, "--checkpoint", str):
+            raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
 
     def _strategies(self) -> list[tuple[str, int | None, int]]:
         """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""

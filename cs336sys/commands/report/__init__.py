@@ -104,6 +104,8 @@ def report(
     if dry_run:
         if output is not None:
             raise UsageError(f"--output {output}: --dry-run prints its plan; leave one of them out")
+        if format is not None:
+            raise UsageError(f"--format {format}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
     given = [*source, *(files or [])]
@@ -126,7 +128,8 @@ def report(
     for note in write_document(document, written, output):
         say(f"warning: {note}")
     parts, answered = document.counts
-    say(f"report: {answered} of {parts} parts of {len(problems)} problems are answered")
+    of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    say(f"report: {answered} of {parts} parts of {of} are answered")
     if failed:
         raise typer.Exit(1)
 

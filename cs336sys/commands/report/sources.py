@@ -44,7 +44,12 @@ def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str]]:
     tests: dict[str, str] = {}
     for path in files:
         if path.suffix == ".xml":
-            tests |= _outcomes(path)
+            outcomes = _outcomes(path)
+            contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
+            if contradicted:
+                listed = ", ".join(contradicted)
+                say(f"warning: {path}: says otherwise of {listed} than a file before it; the later one counts")
+            tests |= outcomes
             continue
         read = read_results(path)
         if read.passed_over:
@@ -60,6 +65,8 @@ def _outcomes(path: Path) -> dict[str, str]:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
         raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
+    if not cases:
+        raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
     outcomes = {}
     for case in cases:
         kinds = {child.tag for child in case}

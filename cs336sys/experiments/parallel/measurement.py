@@ -209,7 +209,10 @@ def _backend(workload: ParallelWorkload) -> str:
     on_gpu = choose_device(workload.training.device).type == "cuda"
     if workload.backend == "nccl" and not on_gpu:
         raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
-    return ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
+    backend = ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
+    if workload.high_priority and backend != "nccl":
+        raise UsageError(f"--high-priority: is of NCCL's kernels, and ranks communicate by {backend}; leave it out")
+    return backend
 
 
 def trace_path(configuration: Mapping[str, Any]) -> Path | None:

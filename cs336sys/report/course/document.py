@@ -118,6 +118,8 @@ def build_document(
 
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
     lines = [command.line for command in part.commands(target)]
+    # What the handout asks and is missing comes from no command of the one size that is asked for in its place.
+    handouts_own = [command.line for command in part.commands(replace(target, size=None))]
     blocks: list[Block] = []
     for evidence in evidences:
         try:
@@ -129,7 +131,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             continue
         if answer is None:
             continue
-        blocks.append(_block(evidence, answer, lines))
+        blocks.append(_block(evidence, answer, lines, handouts_own))
     # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
     blocks = [block for block in blocks if block.machine] or blocks[:1]
     return Section(part.letter, blocks, [] if blocks else lines)
@@ -142,13 +144,14 @@ def _caption(name: str) -> str:
     return f"{shown}, {number}" if number else shown
 
 
-def _block(evidence: Evidence, answer: Answer, lines: Sequence[str]) -> Block:
+def _block(evidence: Evidence, answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Block:
+    """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
     measured = [command_line(run) for run in answer.runs]
     # Some say themselves what would give them.
     missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
     plain = [one for one in answer.missing if "`" not in one]
     if plain:
-        source = f" That comes from {', '.join(f'`{line}`' for line in lines)}." if lines else ""
+        source = f" That comes from {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
     return Block(

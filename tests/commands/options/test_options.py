@@ -215,7 +215,7 @@ def test_every_option_that_names_a_file_to_write_is_known(every_command):
     ],
 )
 def test_what_is_read_or_was_measured_is_not_written_over(arguments, name, tmp_path, monkeypatch):
-    """``show r.jsonl --output r.jsonl`` left a table in the place of an hour's measurements, and ``losses`` of its text."""
+    """``show r.jsonl --output r.jsonl`` left a table in the place of measurements, and ``losses`` of its text."""
     monkeypatch.chdir(tmp_path)
     record = json.dumps({"schema_version": 1, "kind": "run"}).encode() + b"\n"
     files = {"r.jsonl": record, "r.jsonl.gz": gzip.compress(record), "book.txt": b"It was"}

@@ -10,7 +10,7 @@ import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.parallel import measurement
-from cs336sys.experiments.parallel.measurement import measure_parallel_training, slowest, trace_path
+from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.experiments.weight_check import TOLERANCES
@@ -304,6 +304,13 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     paths = [trace_path(cell) for cell in cells]
     assert len(set(paths)) == len(cells) == 5 + len(training) + len(parallel)
     assert trace_path(cells[0] | {"timeout_s": 9.0}) == paths[0]
+
+
+def test_a_priority_that_gloo_does_not_have_is_refused():
+    """It had no effect, and stood in the table's title."""
+    asked = ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
+    with pytest.raises(UsageError, match="--high-priority: is of NCCL's kernels, and ranks communicate by gloo"):
+        kept_ranks(asked)
 
 
 def test_three_ranks_share_a_batch_of_six(ranks):

@@ -4,7 +4,11 @@ from dataclasses import replace
 
 from course_answers import answers, changed, saved, scaled, words
 
-from cs336sys.results import Results
+from cs336sys.report.course.document import build_document
+from cs336sys.report.course.evidence import evidence_of
+from cs336sys.report.course.problems.benchmarking_script import BENCHMARKING_SCRIPT
+from cs336sys.report.course.target import HANDOUTS, Target
+from cs336sys.results import Results, Samples
 
 
 def test_timings_follow_the_samples():
@@ -33,6 +37,55 @@ def test_a_size_out_of_memory_is_part_of_the_answer():
     assert any(
         "10b, of which plain fp32 training needs about 199.1 GiB" in line for block in blocks for line in block.missing
     )
+
+
+def test_the_largest_deviation_is_that_of_any_cell_of_a_size():
+    """Of two contexts of one size the later one's stood for both."""
+    small = changed(saved("bench-h200"), lambda cell: cell.configuration["size"] != "small", lambda cell: None)
+    (file,) = [replace(one, cells=tuple(cell for cell in one.cells if cell is not None)) for one in small]
+    plain = next(cell for cell in file.cells if cell.configuration["precision"] == "fp32")
+
+    def of_context(context, *step_ms):
+        samples = plain.samples | {"step": Samples("ms", "cuda events", step_ms)}
+        return replace(plain, configuration=plain.configuration | {"context": context}, samples=samples)
+
+    cells = (of_context(64, 10.0, 20.0), of_context(128, 10.0, 10.1, 10.2))
+    (block,) = answers(2025, [Results(file.runs, cells)], "benchmarking_script", "b")
+    assert "deviation over 2 or 3 steps is not small: at most 47.1 % of the mean step (small)." in words([block])
+
+
+def test_one_warm_up_step_is_said_to_be_enough_only_where_one_was_measured():
+    files = saved("warmup-h200")
+    assert "One warm-up step already does all" in words(answers(2025, files, "benchmarking_script", "c"))
+    without = [
+        replace(file, cells=tuple(cell for cell in file.cells if cell.configuration["warmup"] != 1)) for file in files
+    ]
+    sentences = words(answers(2025, without, "benchmarking_script", "c"))
+    assert "The first step pays for what happens once" in sentences
+    assert "One warm-up step" not in sentences
+
+
+def test_what_the_handout_asks_comes_from_no_command_of_another_size():
+    """``report --size tiny`` said that times of ``small`` come from ``bench --size tiny``."""
+    target = Target(HANDOUTS[2025], "tiny", "cpu")
+    document = build_document([BENCHMARKING_SCRIPT], evidence_of(saved("bench-fp16-h200"), {})[0], target)
+    by_letter = {section.letter: section for section in document.problems[0][1]}
+    (missing,) = by_letter["b"].blocks[0].missing
+    assert "That comes from `cs336sys bench --size small,medium,large,xl,2.7b" in missing
+    assert by_letter["c"].absent == ["cs336sys bench --size tiny --context 64 --warmup 0,1,2,5 --device cpu"]
+
+
+def test_the_share_of_a_step_is_of_the_number_beside_it():
+    """Median waiting stood in a mean step, with the medians' share."""
+    files = saved("ddp-fp32-h200")
+    cell = next(cell for file in files for cell in file.cells if cell.configuration["strategy"] == "naive")
+    waiting = Samples("ms", "cuda events", (1.0, 1.0, 4.0))
+    samples = {**cell.samples, "synchronize": waiting, "step": Samples("ms", "cuda events", (10.0, 10.0, 16.0))}
+    changed_files = changed(
+        files, lambda one: one.configuration["strategy"] == "naive", lambda one: replace(one, samples=samples)
+    )
+    sentences = words(answers(2025, changed_files, "naive_ddp_benchmarking"))
+    assert "A step takes 12.00 ms (standard deviation 3.464 ms), of which 2.000 ms, 16.7 %, pass between" in sentences
 
 
 def test_the_top_kernel_is_the_profiles_and_not_a_fixed_one():

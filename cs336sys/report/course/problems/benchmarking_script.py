@@ -29,7 +29,7 @@ def script(evidence: Evidence, handout: Handout) -> Answer:
     ]
     if cells:
         modes = joined(dict.fromkeys(cell.configuration["mode"] for cell in cells))
-        sentences.append(f"The results here hold {len(cells)} cells of it, of mode {modes}.")
+        sentences.append(f"The results here hold {len(cells)} cell{'s' * (len(cells) != 1)} of it, of mode {modes}.")
     return Answer(sentences)
 
 
@@ -98,9 +98,10 @@ def _growth(measured: list[Cell]) -> list[str]:
 
 
 def _variability(measured: list[Cell]) -> list[str]:
-    relative = {cell.configuration["size"]: cell.samples["step"].std / cell.samples["step"].mean for cell in measured}
-    size, most = max(relative.items(), key=lambda item: item[1])
-    steps = measured[0].configuration["steps"]
+    # Of a size there may be several cells, of several contexts for one.
+    relative = [(cell.samples["step"].std / cell.samples["step"].mean, cell.configuration["size"]) for cell in measured]
+    most, size = max(relative)
+    steps = joined(dict.fromkeys(str(len(cell.samples["step"].measured)) for cell in measured), "or")
     verdict = "is small" if most <= _SMALL_SPREAD else "is not small"
     return [
         f"The standard deviation over {steps} steps {verdict}: at most {percent(100 * most)} of the mean step ({size})."
@@ -168,14 +169,17 @@ def warmup(evidence: Evidence, handout: Handout) -> Answer | None:
             "and workspaces, the allocator asks for memory, and the optimizer makes its state."
         )
         later = [count for count in slow if 0 < count < warm.configuration["warmup"]]
-        sentences.append(
-            f"After {joined(map(str, later), 'or')} warm-up steps some of that is still to be done, so the result is "
-            "still another."
-            if later
-            else "One warm-up step already does all of that here: the first measured step after it is like the others. "
-            "Where one or two are not enough, the clock, the allocator's blocks and what tunes itself settle over "
-            "several steps."
-        )
+        if later:
+            sentences.append(
+                f"After {joined(map(str, later), 'or')} warm-up step{'s' * (later != [1])} some of that is still to be "
+                "done, so the result is still another."
+            )
+        elif any(cell.configuration["warmup"] == 1 for cell in cells):
+            sentences.append(
+                "One warm-up step already does all of that here: the first measured step after it is like the others. "
+                "Where one or two are not enough, the clock, the allocator's blocks and what tunes itself settle over "
+                "several steps."
+            )
     columns = ("size", "warmup", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "first_measured_ms")
     return Answer(sentences, group.table("bench", *columns), {}, runs_of([group]))
 

@@ -105,9 +105,10 @@ def _communication_words(row: Mapping[str, Any]) -> str:
     step: Samples = row["step_ms"]
     sentence = f"A step takes {ms(step.mean)} (standard deviation {ms(step.std)})"
     if isinstance(row.get("synchronize_ms"), Samples):
-        waiting = row["synchronize_ms"].median
+        # Of the same statistic as the step, or the share would be of another number than the reader's.
+        waiting = row["synchronize_ms"].mean
         sentence += (
-            f", of which {ms(waiting)}, {percent(100 * waiting / step.median)}, pass between the end of the backward "
+            f", of which {ms(waiting)}, {percent(100 * waiting / step.mean)}, pass between the end of the backward "
             f"pass and the last averaged gradient ({row['calls']} calls)"
         )
     if isinstance(row.get("exposed_ms"), Interval):

@@ -18,7 +18,9 @@ def heading(problem: Problem, section: Section) -> str:
 def introduction(document: Document) -> list[str]:
     """What the document holds and where it was measured."""
     parts, answered = document.counts
-    sentences = [f"{len(document.problems)} problems in the handout's order, {answered} of {parts} parts answered."]
+    count = len(document.problems)
+    problems = "1 problem" if count == 1 else f"{count} problems"
+    sentences = [f"{problems} in the handout's order, {answered} of {parts} parts answered."]
     if len(document.machines) > 1:
         sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
     elif document.machines:
