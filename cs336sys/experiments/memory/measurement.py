@@ -23,6 +23,7 @@ from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
+from cs336sys.measure.memory import free_gpu_memory
 from cs336sys.workload import MemoryWorkload
 
 
@@ -56,6 +57,9 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
+    if training.cuda_graph == "on":
+        # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are no part of a captured step.
+        free_gpu_memory()
     counted = None
     if device.type == "cuda":
         progress("counting peaks")
