@@ -107,12 +107,14 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
     rows = hopper_forward_settings(problem).item_rows
     load = _items_per_multiprocessor(problem, problem.num_queries, rows)
     if problem.head_dim == 16:
-        # Yes: 1x16x16384: 0.788, Triton 0.815. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
-        enough = problem.num_keys > 8192 and load >= 4
+        # Yes: 1x16x16384: 0.788, Triton 0.815; 1x1x65536, 2.6 items a multiprocessor: 0.785, 0.899; 1x1x32768, 1.3
+        # items: 0.270, 0.305. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
+        enough = problem.num_keys > 8192 and load >= (1.25 if problem.num_keys >= 32768 else 4)
     elif problem.head_dim == 32:
-        # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078. No: 4x25x512: 0.022,
-        # 0.019; 1x1x16384, 0.6 items a multiprocessor: 0.165, 0.099.
-        enough = problem.num_keys > 1024 and load >= 2
+        # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078; 1x1x32768, 1.3 items a
+        # multiprocessor: 0.284, 0.365; 1x2x16384, 1.3 items: 0.146, 0.187. No: 4x25x512: 0.022, 0.019; 1x1x16384, 0.6
+        # items: 0.165, 0.099.
+        enough = problem.num_keys > 1024 and load >= (1.25 if problem.num_keys >= 16384 else 2)
     elif problem.head_dim == 256:
         # Yes: 1x16x16384: 2.986, Triton 4.379; 4x25x512: 0.0471, 0.0651; 1x16x2048, 1.9 items a multiprocessor: 0.0630,
         # 0.1270; 2x12x1024, 1.5 items: 0.0361, 0.0501. No: 1x1x16384, 0.97 items: 0.317, 0.292.
@@ -134,15 +136,18 @@ def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> 
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that."""
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
     if problem.head_dim == 16:
-        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257.
+        # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. With dQ in register order 1x1x65536: 1.642,
+        # 1.662; 1x1x32768: 0.431, 0.430.
         enough = False
     elif problem.head_dim == 256:
         # 1x16x16384: 13.28, Triton 20.10; 4x25x512: 0.188, 0.241; 1x16x2048, 3.9 items a multiprocessor: 0.263, 0.373;
         # 2x12x1024, 2.9 items: 0.131, 0.179; 1x1x16384, 1.9 items: 0.796, 1.530. Fewer are not measured.
         enough = problem.num_queries >= 512 and load >= 1.9
     elif problem.head_dim == 32:
-        # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
-        enough = problem.num_queries > 8192 and load >= 4
+        # Yes: 1x16x16384: 1.927, Triton 1.982; full 3.905, 4.030. With dQ in register order 1x4x16384, 3.9 items a
+        # multiprocessor: 0.496, 0.521; 1x1x65536, 3.9 items: 1.856, 1.974; 1x1x32768, 1.9 items: 0.484, 0.517;
+        # 1x2x16384, 1.9 items: 0.256, 0.276. No: 8x16x2048: 0.358, 0.325; 1x16x4096: 0.157, 0.154.
+        enough = problem.num_queries > 8192 and load >= 1.9
     elif problem.head_dim == 64:
         # Yes: 1x16x16384: 2.605, Triton 3.390; 4x25x1024: 0.129, 0.142; 4x25x512: 0.0568, 0.0634; 1x16x2048, 1.9 items
         # a multiprocessor: 0.0660, 0.0716; 1x4x8192, 1.9 items: 0.174, 0.217. No: 2x12x1024, 1.5 items: 0.0401, 0.0386;
