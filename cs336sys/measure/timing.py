@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.utils.benchmark
 from torch.autograd import DeviceType
 
 from cs336sys.measure.torch_profiler import TorchProfiler
@@ -111,10 +110,13 @@ def time_calls(call: Callable[[], Any], device: torch.device, warmup_ms: float, 
 
         times_ms = triton.testing.do_bench(call, warmup=warmup_ms, rep=repetition_ms, return_mode="all")
         return Samples("ms", "triton do_bench", tuple(times_ms))
+    # Not with this module, which every worker and rank imports: setuptools comes along, in a twentieth of torch's time.
+    from torch.utils.benchmark import Timer
+
     warm_at = time.perf_counter() + warmup_ms / 1e3
     while time.perf_counter() < warm_at:
         call()
-    timer = torch.utils.benchmark.Timer("call()", globals={"call": call})
+    timer = Timer("call()", globals={"call": call})
     measurement = timer.blocked_autorange(min_run_time=repetition_ms / 1e3)
     return Samples("ms", "torch.utils.benchmark", tuple(1e3 * seconds for seconds in measurement.times))
 
