@@ -1,6 +1,8 @@
 """What the tests run on ranks: strategies that are wrong in one way, and steps looked at from inside."""
 
 import contextlib
+import gc
+import importlib
 import os
 import signal
 import time
@@ -29,6 +31,16 @@ from cs336sys.parallel.ranks import launch
 CPU = torch.device("cpu")
 
 _RIGHT = dict(strategies.PREPARE)
+
+
+def import_compiler() -> None:
+    """Torch's, which most tests here import, while nothing lives that would have to be freed.
+
+    Each cell looks for garbage up to ten times: among what the compiler consists of that took 0.1 s each time.
+    """
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 def break_overlap(how: str) -> None:
