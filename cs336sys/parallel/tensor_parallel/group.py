@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336sys.errors import UsageError
+
 # For ``block.compile(options=...)``: gradients of a layer's input are all-reduced as soon as they are there, and waited
 # for when they are needed, so that the products for the gradients of weights run meanwhile.
 COMPILE_OPTIONS: dict[str, Any] = {
@@ -70,6 +72,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(grad)
         return all_reduced(grad, "sum", ctx.group), None
 
 
@@ -80,6 +83,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(grad)
         return grad, None
 
 
@@ -91,6 +95,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(grad)
         return _scattered(grad, ctx.group, ctx.size, ctx.rank), None, None, None
 
 
@@ -102,7 +107,24 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(grad)
         return _gathered(grad, ctx.group, ctx.size), None, None, None
+
+
+def refuse_graph(grad: Tensor) -> None:
+    """Refuse a backward pass with ``create_graph=True``, for which every backward function of this folder asks.
+
+    What ranks send each other is in no graph: differentiated again, gradients were those of one rank alone, or wrong.
+
+    Raises:
+        UsageError: this is one.
+    """
+    # Compiled code refuses by itself.
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and grad.requires_grad:
+        raise UsageError(
+            "tensor parallel layers are differentiated once: what ranks send in the backward pass is in no graph; take "
+            "gradients without create_graph=True"
+        )
 
 
 def all_reduced(x: Tensor, operation: str, group: str) -> Tensor:

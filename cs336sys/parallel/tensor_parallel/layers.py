@@ -17,6 +17,7 @@ class _Shared:
 
     tensor_group: TensorGroup
     first_row: int
+    vocabulary: int
 
 
 @functools.cache
@@ -38,7 +39,10 @@ def _embedding(original: type[nn.Module]) -> type[nn.Module]:
         def forward(self, token_ids: Tensor) -> Tensor:
             row = token_ids - self.first_row
             is_other = (row < 0) | (row >= self.weight.size(0))
-            found = super().forward(row.masked_fill(is_other, 0))
+            # What is no token at all has a row on no rank, and is refused by the original as where one has all rows.
+            is_none = (token_ids < 0) | (token_ids >= self.vocabulary)
+            row = row.masked_fill(is_other, 0).masked_fill(is_none, self.weight.size(0))
+            found = super().forward(row)
             return self.tensor_group.leave(found.masked_fill(is_other.unsqueeze(-1), 0))
 
     return TensorParallelEmbedding
@@ -55,11 +59,12 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
     return TensorParallelHead
 
 
-def share_layers(model: Any, group: TensorGroup, first_row: int) -> None:
+def share_layers(model: Any, group: TensorGroup, first_row: int, vocabulary: int) -> None:
     """Let the layers of a ``cs336_basics`` model, whose weights are cut already, compute together with other ranks.
 
     Args:
         first_row: the token id of the first row of this rank's embedding.
+        vocabulary: rows of all ranks.
     """
     parts = [part for block in model.layers for part in (block.attn, block.ffn)]
     for block in model.layers:
@@ -68,6 +73,7 @@ def share_layers(model: Any, group: TensorGroup, first_row: int) -> None:
         _become(part, _block_part, group)
     _become(model.token_embeddings, _embedding, group)
     model.token_embeddings.first_row = first_row
+    model.token_embeddings.vocabulary = vocabulary
     _become(model.lm_head, _head, group)
 
 

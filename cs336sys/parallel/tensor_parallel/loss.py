@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced
+from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced, refuse_graph
 
 
 # Torch 2.13's compiler, given the whole, computes the target's logit before the maximum has been all-reduced: its parts
@@ -14,7 +14,7 @@ from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced
 # process that may train in parallel, which takes 2 s of CPU time.)
 @torch._disable_dynamo
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, first_token: int, group: TensorGroup, *, compiles: bool = False
+    logits: Tensor, targets: Tensor, first_token: int, vocabulary: int, group: TensorGroup, *, compiles: bool = False
 ) -> Tensor:
     """Mean over all positions of ``-log softmax(logits)[target]``, in nats; no rank ever has logits of all tokens.
 
@@ -26,15 +26,25 @@ def vocabulary_parallel_cross_entropy(
         logits: (..., own tokens), of the same positions on every rank; fp16 and bf16 are computed with in fp32.
         targets: token ids, (...), int64.
         first_token: the id that this rank's first column stands for.
+        vocabulary: tokens of all ranks.
         compiles: compute what is between the collectives in kernels of torch.compile's, without tensors in fp32 of the
             size of the logits.
 
     Returns:
-        A scalar, the same on every rank: fp64 for fp64 logits, fp32 for all others.
+        A scalar, the same on every rank: fp64 for fp64 logits, fp32 for all others. It can be differentiated once.
+
+    Raises:
+        RuntimeError: a target is outside of the vocabulary (on a GPU: as of an index that is out of bounds).
 
     Source: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3.
     """
-    return _CrossEntropy.apply(logits, targets - first_token, group.name, compiles)
+    column = targets - first_token
+    # What is no token would be nobody's, and count as one of the largest logit: it gets a column that does not exist.
+    column = column.masked_fill((targets < 0) | (targets >= vocabulary), _NO_TOKEN)
+    return _CrossEntropy.apply(logits, column, group.name, compiles)
+
+
+_NO_TOKEN = 2**62
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -53,6 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph(grad_loss)
         logits, column, m, s = ctx.saved_tensors
         gradient = (_compiled(_gradient) if ctx.compiles else _gradient)(logits, column, m, s, grad_loss)
         return gradient, None, None, None
@@ -61,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
     """(2, ..., 1): the sum of ``exp(logits - m)``, and the target's logit less ``m``, 0 where another rank has it."""
     is_own = (column >= 0) & (column < logits.size(-1))
-    target = logits.gather(-1, torch.where(is_own, column, 0)) - m
+    target = logits.gather(-1, torch.where(is_own | (column == _NO_TOKEN), column, 0)) - m
     return torch.stack(((logits - m).exp().sum(-1, keepdim=True), torch.where(is_own, target, 0)))
 
 

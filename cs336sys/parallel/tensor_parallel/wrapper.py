@@ -8,6 +8,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
-from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
+from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers
 from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
@@ -35,7 +36,7 @@ class TensorParallel(nn.Module):
         shared.finish_gradient_synchronization()
         optimizer.step()
 
-    All ranks of the group give the same sequences. The result is that of one process.
+    All ranks of the group give the same sequences, which the first call compares. The result is that of one process.
 
     - The module is changed in place: ``shared.module`` has the names and modules that it had, with this rank's parts of
       their weights, so that :class:`~cs336sys.parallel.fsdp.FSDP` or a class of :mod:`~cs336sys.parallel.ddp` can wrap
@@ -91,8 +92,9 @@ class TensorParallel(nn.Module):
         name = self.group.group_name if communicates and size > 1 else ""
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         vocabulary = self.shapes["token_embeddings.weight"][0], self.shapes["lm_head.weight"][0]
-        share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start)
-        self._first_token = own_part(vocabulary[1], rank, size).start
+        share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start, vocabulary[0])
+        self._first_token, self._vocabulary = own_part(vocabulary[1], rank, size).start, vocabulary[1]
+        self._compares_tokens = bool(name)
         for tensor in (*self._whole_parameters().values(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
@@ -100,8 +102,13 @@ class TensorParallel(nn.Module):
         """int64 (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
 
         Raises:
-            UsageError: under sequence parallelism, ranks do not divide the sequence.
+            UsageError: under sequence parallelism, ranks do not divide the sequence; or on every rank, in the first
+                call: they give other tokens.
         """
+        if self._compares_tokens and not torch.compiler.is_compiling():
+            self._compares_tokens = False
+            digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+            require_same_lines([f"tokens {tuple(token_ids.shape)} of digest {digest}"], self.group)
         if self._tensor_group.sequence_parallel and token_ids.size(-1) % self.group.size():
             raise UsageError(
                 f"a sequence of {token_ids.size(-1)} tokens cannot be shared by {self.group.size()} ranks: "
@@ -112,7 +119,7 @@ class TensorParallel(nn.Module):
     def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
         """Mean cross-entropy of what :meth:`forward` returned, see :mod:`.loss`: the same scalar on every rank."""
         return vocabulary_parallel_cross_entropy(
-            logits, targets, self._first_token, self._tensor_group, compiles=compiles
+            logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
         )
 
     def finish_gradient_synchronization(self) -> None:

@@ -42,8 +42,8 @@ def _replaced(owner, name, value):
         setattr(owner, name, right)
 
 
-def _first_row_off(model, group, first_row):
-    layers.share_layers(model, group, first_row + 1 if first_row else 0)
+def _first_row_off(model, group, first_row, vocabulary):
+    layers.share_layers(model, group, first_row + 1 if first_row else 0, vocabulary)
 
 
 FAULTS = {

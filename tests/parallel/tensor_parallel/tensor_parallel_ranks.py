@@ -102,6 +102,42 @@ def refusals():
     return told
 
 
+def _no_tokens(of_inputs, of_targets):
+    """A forward pass and a loss with a number that is no token."""
+    shared = TensorParallel(model())
+    inputs, targets = (tensor.clone() for tensor in batch())
+    for tensor, number in ((inputs, of_inputs), (targets, of_targets)):
+        tensor[0, 0] = tensor[0, 0] if number is None else number
+    shared.loss(shared(inputs), targets)
+
+
+def _twice():
+    """A gradient penalty."""
+    shared = TensorParallel(model())
+    weight = shared.module.layers[0].ffn.w1.weight
+    torch.autograd.grad(shared(batch()[0]).sum(), weight, create_graph=True)
+
+
+def _tokens_of_its_own():
+    """Each rank gives another batch."""
+    shared = TensorParallel(model())
+    shared(batch(seed=dist.get_rank())[0])
+
+
+def wrong_steps():
+    """What ranks are told of steps that would be wrong; nothing where they are not told."""
+    steps = {f"input {number}": lambda number=number: _no_tokens(number, None) for number in (19, -1)}
+    steps |= {f"target {number}": lambda number=number: _no_tokens(None, number) for number in (19, -1, -100)}
+    steps |= {"twice": _twice, "other tokens": _tokens_of_its_own}
+    told = {}
+    for name, step in steps.items():
+        try:
+            step()
+        except (UsageError, IndexError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
 MAX_NORM = 0.05
 
 

@@ -75,3 +75,14 @@ def test_refusals_name_the_rule_and_the_choices(ranks):
         "layers.0.ffn.w2.weight is (16, 24) there and (16, 23) here; layers.0.ffn.w3.weight is (24, 16) there and "
         "(23, 16) here, and 3 more",
     }
+
+
+def test_steps_that_would_be_wrong_are_refused(ranks):
+    """Numbers outside of the vocabulary, -100 of other libraries among them, were nobody's, and counted as 0."""
+    for told in ranks(2).run(tensor_parallel_ranks.wrong_steps):
+        for number in (19, -1):
+            assert told[f"input {number}"].startswith("IndexError: index"), told
+        for number in (19, -1, -100):
+            assert "is out of bounds" in told[f"target {number}"], told
+        assert told["twice"].startswith("UsageError: tensor parallel layers are differentiated once")
+        assert "ranks differ in what they train: tokens (4, 8) of digest" in told["other tokens"]
