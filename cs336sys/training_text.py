@@ -13,7 +13,7 @@ def read_text(paths: str) -> bytes:
     """The bytes of files, separated by commas, one after another; of a folder, those of its text files by name.
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or all of them are empty.
     """
     content = b""
     for path in map(Path, paths.split(",")):
@@ -22,6 +22,10 @@ def read_text(paths: str) -> bytes:
             content += b"".join(file.read_bytes() for file in files)
         except OSError as error:
             raise UsageError(f"--text {path}: cannot be read ({error.strerror})") from error
+    if not content:
+        raise UsageError(
+            f"--text {paths}: there is nothing to learn from; of a folder {' and '.join(_ENDINGS)} are read"
+        )
     return content
 
 

@@ -73,6 +73,12 @@ def kernels(
     token_counts = split_list(tokens or [default_tokens], "--tokens", at_least(1))
     widths = split_list(width or [default_width], "--width", at_least(1))
     vocab_sizes = split_list(vocab_size or [default_vocab_size], "--vocab-size", at_least(2))
+    for option, is_chosen, name in (
+        (f"--head-dim {head_dim}", head_dim != 64, "rope"),
+        (f"--vocab-size {','.join(vocab_size or ())}", bool(vocab_size), CLASSIFIER),
+    ):
+        if is_chosen and name not in ops:
+            raise UsageError(f"{option}: is of {name}; add that to --op, or leave it out")
     configurations = [
         KernelWorkload(
             name,

@@ -12,6 +12,7 @@ from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import between, one_of, read_value, split_list
 from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
 
@@ -67,6 +68,11 @@ def memprof(
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
     shown = int(read_value(str(top), "--top", between(1, LARGEST_ALLOCATIONS)))
+    if modes == ["forward"] and strategies != ["none"]:
+        listed = ",".join(checkpoint)
+        raise UsageError(
+            f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"
+        )
     training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [

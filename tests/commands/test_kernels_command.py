@@ -48,6 +48,8 @@ def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
         (["--implementation", "theirs"], "--implementation 'theirs': choose from ours, eager, compiled, quack,"),
         (["--op", "rope", "--implementation", "liger"], "--implementation liger: --op rope has none of them"),
         (["--op", "rope", "--head-dim", "6"], "--head-dim 6: must be even and divide the width, 16"),
+        (["--op", "rms-norm", "--head-dim", "8"], "--head-dim 8: is of rope; add that to --op, or leave it out"),
+        (["--op", "rope", "--vocab-size", "50"], "--vocab-size 50: is of linear-cross-entropy; add that to --op"),
         (["--tokens", "0"], "--tokens '0': must be at least 1"),
         (["--vocab-size", "1"], "--vocab-size '1': must be at least 2"),
         (["--dtype", "fp8"], "--dtype 'fp8': choose from fp32, bf16, fp16"),

@@ -98,3 +98,14 @@ def test_mistakes_are_one_sentence(options, sentence):
     result = CliRunner().invoke(app, [*LOSSES, *options])
     assert result.exit_code == 2
     assert result.stderr == f"{sentence}\n"
+
+
+def test_a_folder_without_text_is_refused_before_anything_runs(tmp_path):
+    """It was an error of torch's in every cell: both buffer length (0) and count (-1) must not be 0."""
+    (tmp_path / "book.pdf").write_bytes(b"%PDF")
+    result = CliRunner().invoke(app, [*LOSSES, "--text", str(tmp_path)])
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == f"error: --text {tmp_path}: there is nothing to learn from; of a folder .md and .txt are read\n"
+    )

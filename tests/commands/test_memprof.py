@@ -244,6 +244,7 @@ def test_forward_pass_has_nothing_to_checkpoint():
             ["--checkpoint", "all"],
             "--checkpoint 'all': choose from none, block, every=K, sublayer, attention, ffn, nested",
         ),
+        (["--mode", "forward", "--checkpoint", "block"], "--checkpoint block: a forward pass alone saves nothing"),
         (["--mode", "forward", "--checkpoint", "nope"], "--checkpoint 'nope': choose from none, block, every=K"),
         (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
         (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),

@@ -61,12 +61,17 @@ class Sweep:
     ) -> None:
         """Print the tables and draw the pictures, if there is a cell and this process reports, and :meth:`exit`.
 
-        Tables come first: what cannot be drawn, or saved, has been seen.
+        Pictures need a cell that was measured. Tables come first: what cannot be drawn, or saved, has been seen.
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
             faults += output.emit_measured(tables())
-            for draw in pictures:
+            drawn = [*pictures]
+            if drawn and all(cell.status != "ok" for cell in self.cells):
+                # An empty picture would be written over the last one that shows something.
+                say("no cell was measured: no picture is drawn")
+                drawn = []
+            for draw in drawn:
                 try:
                     draw()
                 except OutputError as fault:

@@ -43,8 +43,6 @@ def _plan(cells: Sequence[Cell]) -> Table:
             row |= {"parameters": cell.derived.get("parameters", row["parameters"])}
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
-    notes = [
-        "Predicted by formulas and traced on fake tensors, both for eager mode: what is alive when most is.",
-        *reasons(cells),
-    ]
+    traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
+    notes = [f"Predicted by formulas{traced} for eager mode: what is alive when most is.", *reasons(cells)]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)

@@ -170,6 +170,14 @@ def test_no_table_is_printed_of_no_cell(capsys):
     assert report(Sweep((), None, INTERRUPTED), capsys) == (130, "", "")
 
 
+def test_no_picture_is_drawn_of_cells_that_were_not_measured(capsys):
+    """An empty one was written over the last that showed something."""
+    drawn = []
+    code, _, err = report(Sweep(cells("oom"), None), capsys, pictures=[lambda: drawn.append("picture")])
+    assert (code, drawn) == (1, [])
+    assert err == "no cell was measured: no picture is drawn\n"
+
+
 def test_what_cannot_be_saved_or_drawn_is_printed_first(capsys):
     """In this order: the table, then a sentence for each of them; pictures after the first that fails are drawn."""
     drawn = []
