@@ -68,7 +68,7 @@ def memprof(
     modes = split_list(mode, "--mode", one_of(MODES))
     strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
     shown = int(read_value(str(top), "--top", between(1, LARGEST_ALLOCATIONS)))
-    if modes == ["forward"] and strategies != ["none"]:
+    if modes == ["forward"] and "none" not in strategies:
         listed = ",".join(checkpoint)
         raise UsageError(
             f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"

@@ -3,10 +3,11 @@
 import contextlib
 import io
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from cs336sys.accounting.sharding.mesh import mesh_ranks, read_mesh
 from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.invocation.lazy import LazyGroup
 from cs336sys.commands.options.reading import OUTPUT, at_least, split_list
@@ -15,7 +16,7 @@ from cs336sys.errors import UsageError, choose_from
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
 # Options that name files, and options that choose among the results' tables, which a plan does not have.
-_WRITTEN = frozenset(("output", "save", "plot", "plot_scaling", "trace", "keep", "track", "sort"))
+_WRITTEN = frozenset(("output", "save", "plot", "plot_buckets", "plot_scaling", "trace", "keep", "track", "sort"))
 _SELECTED = ("table", "columns")
 
 # What stands behind the command's name is its own.
@@ -46,29 +47,41 @@ def slurm(
 ) -> None:
     """Write a batch script for Slurm that runs a command and saves what it measures; nothing is submitted.
 
-    cs336sys slurm --nodes 2 --gpus-per-node 8 --partition gpu --time 30 -o ddp.sbatch ddp --size xl --bf16
+    cs336sys slurm --nodes 2 --gpus-per-node 8 --time 30 -o ddp.sbatch ddp --size xl --bf16 --batch-size 16
 
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
     from cs336sys.report.outputs import check_writable, write_file, writing_stdout
     from cs336sys.report.sbatch import Job, batch_script
 
-    asked = _checked(ctx, arguments)
-    on_ranks, needed = "world_size" in asked, 1
+    command, context = _read(ctx, arguments)
+    asked = dict(context.params)
+    on_ranks, needed, started = "world_size" in asked, 1, None
     if on_ranks:
-        sizes = split_list(asked["world_size"], "--world-size", at_least(1)) if asked["world_size"] else [2]
+        sizes = _world_sizes(asked)
         needed = -(-max(sizes) // nodes)
         chosen = gpus_per_node or needed
         if asked["world_size"] and nodes > 1 and set(sizes) != {nodes * chosen}:
             raise UsageError(
                 f"--world-size {','.join(map(str, sizes))}: torchrun starts {nodes} x {chosen} ranks; leave it out"
             )
+        if (
+            asked["world_size"]
+            and chosen < needed
+            and asked["backend"] not in ("gloo", ["gloo"])
+            and asked.get("device") != "cpu"
+        ):
+            raise UsageError(
+                f"--gpus-per-node {chosen}: --world-size {','.join(map(str, sizes))} needs {needed}, one for each rank"
+            )
         # What starts its ranks itself can start other numbers of them, and end and replace them.
         on_ranks = nodes > 1 or not (asked["world_size"] or asked["cell_timeout"])
+        started = nodes * chosen if on_ranks else None
     elif nodes > 1:
         raise UsageError(f"--nodes {nodes}: {arguments[0]} runs in one process, on one machine")
+    _plan(command, context, arguments[0], started)
     job = Job(nodes, gpus_per_node or needed, time, partition, account, sbatch, setup)
-    script = batch_script(job, arguments, on_ranks=on_ranks)
+    script = batch_script(job, arguments, on_ranks=on_ranks, resumes="resume" in asked)
     if output is None:
         with writing_stdout():
             print(script, end="")
@@ -78,20 +91,48 @@ def slurm(
     say(f"wrote {output}: sbatch {output}")
 
 
-def _checked(ctx: typer.Context, arguments: list[str]) -> dict:
-    """The command's options as it will read them: better refused here than in the queue."""
+def _world_sizes(asked: dict[str, Any]) -> list[int]:
+    """Numbers of ranks that a command will have where nothing else starts them."""
+    if asked["world_size"]:
+        return split_list(asked["world_size"], "--world-size", at_least(1))
+    return [mesh_ranks(read_mesh(asked["mesh"])) if asked.get("mesh") else 2]
+
+
+def _read(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
+    """The command that a job will run, and a context with its options as it will read them."""
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
-    saving = ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard", "precision")
+    saving = (
+        "bench",
+        "nsys",
+        "memprof",
+        "attn",
+        "flash",
+        "kernels",
+        "allreduce",
+        "ddp",
+        "shard",
+        "losses",
+        "precision",
+    )
     name, *options = arguments
     if name not in saving:
         raise UsageError(f"'{name}' is no command that measures and saves: {choose_from(name, saving)}")
     command = ctx.parent.command.get_command(ctx.parent, name)
-    context = command.make_context(name, options, parent=ctx.parent)
-    asked = dict(context.params)
+    return command, command.make_context(name, options, parent=ctx.parent)
+
+
+def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
+    """Let the command read the values of its options: better refused here than in the queue.
+
+    Args:
+        ranks: how many torchrun will start; None where the command says so itself.
+    """
     if name in _PLANNED:
-        # The values of its options are read by the command itself: let it plan, and write nothing here.
+        asked = context.params
+        if ranks is not None:
+            asked["world_size"] = [str(ranks)]
+        # It writes nothing here.
         context.params |= dict.fromkeys(_WRITTEN.intersection(asked)) | dict.fromkeys(_SELECTED, ()) | {"dry_run": True}
         with contextlib.redirect_stdout(io.StringIO()):
             command.invoke(context)
-    return asked

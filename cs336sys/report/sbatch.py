@@ -55,12 +55,13 @@ class Job:
                 raise UsageError(f"--sbatch '{option}': give --{name} to cs336sys slurm instead")
 
 
-def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool) -> str:
+def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool, resumes: bool = True) -> str:
     """The script: directives, the job's setup, and the command in a step of ``srun``.
 
     Args:
         arguments: the command and its own; ``--save`` and ``--resume`` are added where it saves nowhere.
         on_ranks: torchrun starts a rank for each GPU of all nodes; otherwise the command runs once.
+        resumes: the command has ``--resume``.
     """
     name = arguments[0]
     asked = {
@@ -79,7 +80,7 @@ def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool) -> str:
     command = shlex.join(arguments)
     if not any(argument == "--save" or argument.startswith("--save=") for argument in arguments):
         # A job that is started again has its old number, and goes on where it was.
-        command += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz" --resume'
+        command += f' --save "{name}-${{SLURM_JOB_ID}}.jsonl.gz"' + (" --resume" if resumes else "")
     python = shlex.quote(sys.executable)
     lines = ["#!/bin/bash", *directives, "", "set -euo pipefail", *job.setup]
     if on_ranks:

@@ -27,6 +27,7 @@ OPTIONS = {
     "exclusive": None,
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8"]
+DDP = ["ddp", "--size", "xl", "--bf16", "--batch-size", "16"]
 RENDEZVOUS = ["--rdzv-id=54321", "--rdzv-backend=c10d", "--rdzv-endpoint=node-a7:24321"]
 
 
@@ -71,7 +72,7 @@ def steps(script, folder):
 
 def test_ranks_of_several_machines_are_torchruns(tmp_path):
     asked = ("--nodes", 2, "--gpus-per-node", 8, "--partition", "gpu", "--account", "lab", "--time", "1-12")
-    result = slurm(*asked, "--sbatch", "constraint=h200", "--sbatch", "exclusive", "ddp", "--size", "xl", "--bf16")
+    result = slurm(*asked, "--sbatch", "constraint=h200", "--sbatch", "exclusive", *DDP)
     assert (result.exit_code, result.stderr) == (0, "")
     assert directives(result.stdout) == {
         "job-name": "cs336sys-ddp",
@@ -86,7 +87,7 @@ def test_ranks_of_several_machines_are_torchruns(tmp_path):
         "constraint": "h200",
         "exclusive": "",
     }
-    command = ["-m", "cs336sys", "ddp", "--size", "xl", "--bf16", "--save", "ddp-54321.jsonl.gz", "--resume"]
+    command = ["-m", "cs336sys", *DDP, "--save", "ddp-54321.jsonl.gz", "--resume"]
     step = ["--kill-on-bad-exit=1", sys.executable, *TORCHRUN, *RENDEZVOUS, *command]
     assert steps(result.stdout, tmp_path) == [step]
 
@@ -113,6 +114,9 @@ def test_a_command_of_one_process_keeps_its_words_and_its_file(tmp_path):
         (["ddp", "--cell-timeout", "60"], "2", False),
         (["--nodes", "2", "allreduce", "--world-size", "16"], "8", True),
         (["flash"], "1", False),
+        (["shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"], "8", True),
+        (["--nodes", "2", "shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"], "4", True),
+        (["--gpus-per-node", "1", "ddp", "--world-size", "4", "--backend", "gloo"], "1", False),
     ],
 )
 def test_ranks_that_the_command_can_start_itself_it_starts(arguments, gpus, by_torchrun):
@@ -140,6 +144,17 @@ def test_every_form_of_a_time(time):
         (["--nodes", "2", "bench"], "--nodes 2: bench runs in one process, on one machine"),
         (["--nodes", "0", "ddp"], "--nodes '0': must be at least 1"),
         (["--nodes", "2", "--gpus-per-node", "8", "ddp", "--world-size", "4"], "torchrun starts 2 x 8 ranks"),
+        # A plan of two ranks was made for the job of three, of 16, or on too few GPUs.
+        (["--gpus-per-node", "3", "ddp", "--batch-size", "4"], "--batch-size 4: 3 ranks cannot share it equally"),
+        (["--nodes", "2", "--gpus-per-node", "8", "ddp", "--size", "xl"], "--batch-size 4: 16 ranks cannot share it"),
+        (
+            ["--gpus-per-node", "4", "shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"],
+            "that is 8 ranks, and there are",
+        ),
+        (
+            ["--gpus-per-node", "2", "ddp", "--world-size", "4"],
+            "--gpus-per-node 2: --world-size 4 needs 4, one for each",
+        ),
         (["--time", "1h", "bench"], "--time '1h': must be minutes, minutes:seconds, hours:minutes:seconds"),
         (["--partition", "a b", "bench"], "--partition 'a b': must be one word"),
         (["--sbatch", "--mem=0", "bench"], "--sbatch '--mem=0': must be an option of sbatch without its dashes"),
@@ -162,3 +177,15 @@ def test_a_plan_is_made_and_nothing_of_it_written(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[-1].endswith(" ".join(["bench", "--size", "tiny", *files]))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "ending"), [("precision", ""), ("flash", " --resume")])
+def test_a_command_is_given_the_options_that_it_has(command, ending):
+    """``precision`` has no ``--resume``, and its job ended with that."""
+    assert slurm(command).stdout.endswith(f'{command} --save "{command}-${{SLURM_JOB_ID}}.jsonl.gz"{ending}\n')
+
+
+def test_losses_save_too(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("It was")
+    assert f"cs336sys losses --text {text} --save" in slurm("losses", "--text", text).stdout
