@@ -20,7 +20,7 @@ from cs336sys.commands.options.training import (
     StepsOptions,
     expand_workloads,
 )
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
 
 
@@ -47,6 +47,11 @@ def doctor(
 
     output.check()
     if model is None:
+        of_models = {"--loss": loss, "--batch": batch, "--blocks": blocks}
+        of_models["--optimizer"] = None if optimizer == "course" else optimizer
+        for option, value in of_models.items():
+            if value is not None:
+                raise UsageError(f"{option} {value}: is of --model; add that, or leave it out")
         from cs336sys.measure.diagnosis import diagnose
 
         checks, subject = diagnose(), "here"

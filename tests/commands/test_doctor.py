@@ -65,6 +65,8 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--loss", "mine.py:loss"], "error: --loss mine.py:loss: is of --model; add that, or leave it out\n"),
+        (["--optimizer", "fused"], "error: --optimizer fused: is of --model; add that, or leave it out\n"),
         (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
         (["--output", "/dev/null/a/b"], "error: cannot write --output /dev/null/a/b: Not a directory\n"),
     ],

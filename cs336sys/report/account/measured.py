@@ -11,23 +11,27 @@ from cs336sys.report.account.rates import MeasuredRate, measured_bandwidth, meas
 from cs336sys.report.numbers import Value
 from cs336sys.report.parallel.shard import sharding_sent_bytes
 from cs336sys.report.tables import Column, Table
-from cs336sys.results import Cell, Results, Samples, read_results
+from cs336sys.results import Cell, Results, Samples, read_several
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 
 # A measured step may differ by so much from a predicted one before the table says that the model is wrong.
 _TOLERANCE = 0.10
 
+# Whose steps without communication update all parameters on every rank, and those with it a part of them.
+_SHARED_UPDATES = ("optimizer", "optimizer-flat", "fsdp", "torch-zero", "torch-fsdp")
+
 
 def read_measured(paths: Sequence[Path]) -> list[Cell]:
-    """The cells of these files that have numbers.
+    """The cells of these files that have numbers; a path may name several, ``a.jsonl,b.jsonl``.
 
     Raises:
-        UsageError: a file cannot be read, or all of them together are of several kinds of GPUs.
+        UsageError: a file cannot be read, or all of them together are of several kinds of GPUs (CPUs, without any).
     """
-    files: list[Results] = [read_results(path) for path in paths]
-    gpus = sorted({str(run.machine.get("gpu")) for file in files for run in file.runs.values()})
-    if len(gpus) > 1:
-        raise UsageError(f"--measured: these files are of several machines, {', '.join(gpus)}: give those of one")
+    files: list[Results] = [read_several(str(path)) for path in paths]
+    machines = [run.machine for file in files for run in file.runs.values()]
+    kinds = sorted({str(machine.get("gpu") or machine.get("cpu")) for machine in machines})
+    if len(kinds) > 1:
+        raise UsageError(f"--measured: these files are of several machines, {', '.join(kinds)}: give those of one")
     return [cell for file in files for cell in file.cells if cell.status == "ok"]
 
 
@@ -114,7 +118,10 @@ def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, 
 def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:
     """What a step that is outside of both predictions has that they do not count."""
     if step_ms < overlapped_ms * (1 - _TOLERANCE):
-        return "faster than its parts: less is computed or updated than without communication"
+        strategy = cell.configuration["strategy"]
+        if strategy in _SHARED_UPDATES or strategy.startswith("fsdp+"):
+            return "faster than its parts: less is updated than without communication"
+        return "faster than its parts, although as much is computed: noise"
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
     alone: Samples | None = cell.samples.get("communication")
