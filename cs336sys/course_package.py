@@ -1,6 +1,7 @@
 """Whose ``cs336_basics`` Python would import, and whether it has what this program calls; it is not imported."""
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -107,13 +108,19 @@ def set_aside_others() -> None:
             return
 
 
-def _defined(file: Path) -> set[str] | None:
+def _defined(file: Path) -> frozenset[str] | None:
     """The names that a module has when it is imported; None where that cannot be read off it."""
     try:
-        tree = ast.parse(file.read_bytes())
+        return _defined_by(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
+
+
+# Each workload of a sweep asks.
+@functools.lru_cache(maxsize=16)
+def _defined_by(source: bytes) -> frozenset[str] | None:
     names = set()
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
@@ -121,4 +128,4 @@ def _defined(file: Path) -> set[str] | None:
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return None if "*" in names else names
+    return None if "*" in names else frozenset(names)

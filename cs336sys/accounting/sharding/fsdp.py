@@ -8,6 +8,7 @@ the number of parameters, ``W`` that of ranks, ``e`` the bytes of an element as 
 precision.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ from cs336sys.sizes import ModelSize
 GATHER_ALIGNMENT_BYTES = 256
 
 Shape = Sequence[int]
+
+# A search for what fits asks for the same few models again and again, at each moment of each step.
+_remembering = functools.lru_cache(maxsize=1024)
 
 # Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
 # bits, by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
@@ -81,6 +85,7 @@ def replicated_elements(size: ModelSize) -> int:
     return sum(shape[0] for shape in parameter_shapes(size).values() if len(shape) == 1)
 
 
+@_remembering
 def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype: str = "fp32") -> TrainingState:
     """Bytes that a rank holds between backward pass and step: its rows, their gradients and AdamW's moments.
 
@@ -103,10 +108,15 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
 
 def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> dict[str, int]:
     """Memory of each unit while it is gathered."""
-    return {
-        name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
+    return dict(_gathered_bytes(size, element_bytes, world_size))
+
+
+@_remembering
+def _gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> tuple[tuple[str, int], ...]:
+    return tuple(
+        (name, gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1])
         for name, shapes in sharded_units(size).items()
-    }
+    )
 
 
 def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
@@ -142,6 +152,7 @@ class FullShardingPeak:
         return self.state.total + self.gathered + self.whole_gradients + self.received
 
 
+@_remembering
 def fully_sharded_peak(
     size: ModelSize, element_bytes: int, world_size: int, *, rank: int = 0, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
