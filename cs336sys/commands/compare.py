@@ -59,7 +59,14 @@ def compare(
     compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)
     for warning in comparison_warnings(matched, compared, asked, a, b):
         typer.echo(f"warning: {warning}", err=True)
-    output.emit(comparison_tables(matched.pairs, compared, confidence))
+    fault = None
+    try:
+        output.emit(comparison_tables(matched.pairs, compared, confidence))
+    except UsageError as error:
+        # Cells that fail in B have other columns: that none has what was asked for must not hide the regression.
+        fault = error
+    if limit_percent is None and fault is not None:
+        raise fault
     if limit_percent is None:
         return
     slower = list(regressions(matched.pairs, compared, limit_percent))
@@ -69,7 +76,11 @@ def compare(
     for text in unknown:
         typer.echo(f"undecided: {text}", err=True)
     if slower or (unknown and not allow_undecided):
+        if fault is not None:
+            typer.echo(f"error: {fault}", err=True)
         raise typer.Exit(1)
+    if fault is not None:
+        raise fault
 
 
 def _percent(text: str) -> float:

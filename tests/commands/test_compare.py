@@ -157,6 +157,18 @@ def test_fail_above_names_each_regression(sweeps):
     )
 
 
+def test_a_regression_is_one_where_no_table_has_the_columns_asked_for(save):
+    """It was a usage error: of a cell that no longer runs there is no ratio."""
+    save("a.jsonl", cell("small", step=around(10)))
+    save("b.jsonl", cell("small", status="oom", reason="out of memory"))
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5", "--columns", "ratio")
+    assert result.exit_code == 1
+    assert ": ok in A, oom in B\n" in result.stderr
+    assert "error: --columns 'ratio': choose from" in result.stderr
+    result = compare("a.jsonl", "b.jsonl", "--columns", "ratio")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
 def test_fail_above_passes_what_is_not_slower_by_so_much(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("slower.jsonl", cell("small", step=around(110)))
