@@ -105,7 +105,7 @@ class TensorParallel(nn.Module):
             UsageError: under sequence parallelism, ranks do not divide the sequence; or on every rank, in the first
                 call: they give other tokens.
         """
-        if self._compares_tokens and not torch.compiler.is_compiling():
+        if self._compares_tokens and not torch.compiler.is_compiling() and not _is_capturing(token_ids):
             self._compares_tokens = False
             digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
             require_same_lines([f"tokens {tuple(token_ids.shape)} of digest {digest}"], self.group)
@@ -208,3 +208,8 @@ class TensorParallel(nn.Module):
 
     def _whole_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be looked at."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
