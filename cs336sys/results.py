@@ -253,7 +253,8 @@ def read_several(paths: str) -> Results:
     names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
     files = [read_results(Path(name)) for name in names or [paths]]
     runs = {run_id: run for file in files for run_id, run in file.runs.items()}
-    return Results(runs, tuple(cell for file in files for cell in file.cells))
+    cells = tuple(cell for file in files for cell in file.cells)
+    return Results(runs, cells, sum(file.passed_over for file in files))
 
 
 def read_results(path: Path) -> Results:

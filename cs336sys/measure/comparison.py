@@ -21,7 +21,7 @@ from cs336sys.results import (
 )
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
-SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "round")
+SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
 
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})

@@ -169,6 +169,24 @@ def test_a_regression_is_one_where_no_table_has_the_columns_asked_for(save):
     assert (result.exit_code, result.stdout) == (2, "")
 
 
+def test_cells_that_differ_in_where_a_trace_went_and_how_long_ranks_waited_are_compared(save):
+    one = cell("small", step=around(10))
+    save("a.jsonl", replace(one, configuration=one.configuration | {"trace": None, "timeout_s": 120.0}))
+    save("b.jsonl", replace(one, configuration=one.configuration | {"trace": "traces", "timeout_s": 60.0}))
+    result = compare("a.jsonl", "b.jsonl", "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    assert [row["ratio"] for row in json.loads(result.stdout)["tables"][0]["rows"]] == [1.0]
+
+
+def test_a_cut_line_is_said(save, tmp_path):
+    """A cell of A that an interruption cut was left out without a word."""
+    for name in ("a.jsonl", "b.jsonl"):
+        save(name, cell("small", step=around(10)))
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"schema_version": 1, "kind": "cell"')
+    assert "warning: 1 line of A is cut or no record of results, and passed over\n" in compare("a.jsonl", "b.jsonl").stderr
+
+
 def test_fail_above_passes_what_is_not_slower_by_so_much(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("slower.jsonl", cell("small", step=around(110)))
