@@ -202,7 +202,8 @@ def comparison_warnings(
     for name, results in (("A", a), ("B", b)):
         if results.passed_over:
             are = "is" if results.passed_over == 1 else "are"
-            yield f"{_count(results.passed_over, 'line')} of {name} {are} cut or no record of results, and passed over"
+            cut = f"{_count(results.passed_over, 'line')} of {name} {are} cut or no record of results"
+            yield f"{cut}, and passed over"
     for name, sides in (
         ("A", (*(pair.a for pair in matched.pairs), *matched.only_a)),
         ("B", (*(pair.b for pair in matched.pairs), *matched.only_b)),
