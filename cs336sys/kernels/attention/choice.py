@@ -10,7 +10,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, group_size, make_problem
+from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton.forward import forward_kernel
 from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
 from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
@@ -43,19 +43,14 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options:
         raise UsageError(
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
-    reason = _why_no_hopper(query, key, window) if kernels == "hopper" else _why_unavailable(query)
+    reason = _why_no_hopper(query, window) if kernels == "hopper" else _why_unavailable(query)
     if reason is not None:
         raise CapabilityError(reason)
 
 
-def _why_no_hopper(query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+def _why_no_hopper(query: torch.Tensor, window: int | None) -> str | None:
     if window is not None and window < query.shape[-2]:
         return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
-    if group_size(query, key) != 1:
-        return (
-            f"implementation 'hopper' takes as many heads of keys as of queries, got {key.shape[-3]} and "
-            f"{query.shape[-3]}: choose 'triton' or 'auto'"
-        )
     return availability.why_unavailable(query)
 
 
@@ -79,7 +74,7 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
 def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
-    if problem.window is not None or problem.group_size != 1:
+    if problem.window is not None:
         return False
     return availability.why_unavailable(query) is None and is_faster(problem)
 

@@ -34,26 +34,37 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     SECOND,
     TURNS,
     add_grad_query,
+    first_sequence,
+    grad_query_offset,
     grad_weights_start,
     is_piece,
     item,
     load_tiles,
-    piece_number,
+    pieces_of,
     scores_start,
     store_piece,
+    tile_of,
     wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
 
 @gluon.jit
-def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, CUT: gl.constexpr):
+def _producer(
+    shared,
+    turns,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
+):
     tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, grad_key, grad_value, _ = tensors
     value_tiles, grad_key_tiles = buffers[1], buffers[7]
     results_ready, turn = barriers[6], barriers[7]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True, CUT
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True, GROUPED, CUT
     )
     if not is_piece(schedule, CUT):
         for consumer in gl.static_range(2):
@@ -74,6 +85,7 @@ def _consumer(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
     CUT: gl.constexpr,
 ):
     tensors, buffers, barriers, schedule, shape = shared
@@ -81,7 +93,7 @@ def _consumer(
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, grad_scores_tiles, grad_key_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers
-    _, num_queries, num_keys, padded_queries = shape
+    _, _, num_keys, padded_queries, _ = shape
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -92,25 +104,27 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL, CUT)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
+    sequence = first_sequence(key_sequence, shape, GROUPED)
     sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
     mbarrier.wait(query_ready.index(0), 0, pred=first < end)
+    next_query = tile_of(first, first_tile, shape, GROUPED) * ROWS
     logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, first * ROWS, first_key, num_keys, CAUSAL),
+        scores_start(logsumexps, scale_log2, next_query, first_key, num_keys, CAUSAL),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
-    for tile in range(first, end):
-        use = tile - first
+    for visit in range(first, end):
+        use = visit - first
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -134,7 +148,7 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         # After the last tile what follows from here is of what happens to lie in the ring, and nobody reads it.
         next_slot = (use + 1) % STAGES
-        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=tile + 1 < end)
+        mbarrier.wait(query_ready.index(next_slot), ((use + 1) // STAGES) & 1, pred=visit + 1 < end)
         logsumexps = logsumexp_ring.index(next_slot).reshape([ROWS]).load(query_layout)
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
         grad_query = warpgroup_mma(
@@ -155,19 +169,20 @@ def _consumer(
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if ORDERED:
             wait_for_turn(turn, use)
-        add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, GROUPED), grad_query)
         # Not before dQ has left: S^T takes its registers.
+        next_query = tile_of(visit + 1, first_tile, shape, GROUPED) * ROWS
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, (tile + 1) * ROWS, first_key, num_keys, CAUSAL),
+            scores_start(logsumexps, scale_log2, next_query, first_key, num_keys, CAUSAL),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
     if is_piece(schedule, CUT):
-        share = pieces + (4 * piece_number(schedule) + CONSUMER).to(gl.int64) * (ROWS * HEAD_DIM)
+        share = pieces_of(pieces, schedule, 2, HEAD_DIM) + CONSUMER * ROWS * HEAD_DIM
         store_piece(share, grad_key_sum * scale)
         store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
@@ -182,10 +197,11 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_heads",
+        "num_key_heads",
         "num_queries",
         "num_keys",
         "padded_queries",
+        "group_size",
     ]
 )
 def backward_kernel(
@@ -200,25 +216,29 @@ def backward_kernel(
     turns,
     pieces,
     schedule,
-    num_heads,
+    num_key_heads,
     num_queries,
     num_keys,
     padded_queries,
     scale,
     scale_log2,
+    group_size,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
     CUT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ORDERED: in turn, which ``turns`` counts (``pass_turns``). CUT: some programs have a piece of the queries only, and
-    leave dK and dV in ``pieces``, float32, (piece, dK or dV, first or second 64 keys, as ``convert.py`` describes).
+    ORDERED: in turn, which ``turns`` counts (``pass_turns``). GROUPED: group_size heads of queries side by side
+    share a head of keys, and the program visits all of their queries. CUT: some programs have a piece of these visits
+    only, and leave dK and dV in ``pieces``, float32, (piece, dK or dV, first or second 64 keys, as ``convert.py``
+    describes).
     """
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -275,14 +295,14 @@ def backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_heads, num_queries, num_keys, padded_queries)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
     shared = (tensors, buffers, barriers, schedule, shape)
     # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, CUT)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

@@ -31,40 +31,57 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     SECOND,
     TURNS,
     end_turn,
+    first_sequence,
+    is_piece,
     issue_scores,
     item,
     load_tiles,
+    pieces_of,
+    store_piece,
+    tile_of,
+    tile_of_group,
     wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import reduce_wait, store_wait, thread_barrier, tma_reduce_add, tma_store
 
 
 @gluon.jit
-def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+def _producer(
+    shared,
+    turns,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
+):
     tensors, buffers, barriers, schedule, shape = shared
     _, _, _, _, _, _, grad_key, grad_value = tensors
     key_tiles, value_tiles = buffers[0], buffers[1]
     results_ready, turn = barriers[8], barriers[9]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, False
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, False, GROUPED, CUT
     )
-    for consumer in gl.static_range(2):
-        mbarrier.wait(results_ready.index(consumer), 0)
-        row = first_key + consumer * ROWS
-        tma_store(grad_key, [batch, head, row, 0], key_tiles.index(consumer))
-        tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
-    store_wait(0)
+    if not is_piece(schedule, CUT):
+        for consumer in gl.static_range(2):
+            mbarrier.wait(results_ready.index(consumer), 0)
+            row = first_key + consumer * ROWS
+            tma_store(grad_key, [batch, head, row, 0], key_tiles.index(consumer))
+            tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
+        store_wait(0)
 
 
 @gluon.jit
 def _consumer(
     shared,
+    pieces,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, _ = tensors
@@ -73,7 +90,7 @@ def _consumer(
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     tile_free, grad_scores_ready, grad_scores_free = barriers[4], barriers[5], barriers[6]
     grad_query_done, results_ready = barriers[7], barriers[8]
-    _, num_queries, num_keys, _ = shape
+    num_keys = shape[2]
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -84,7 +101,7 @@ def _consumer(
     key_tile = key_tiles.index(CONSUMER)
     value_tile = value_tiles.index(CONSUMER)
 
-    first_key, _, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
+    first_key, _, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -93,10 +110,11 @@ def _consumer(
     key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     any_tile = first < end
-    scores = issue_scores(first, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
+    query = tile_of(first, first_tile, shape, GROUPED) * ROWS
+    scores = issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
     scores = warpgroup_mma_wait(0, [scores])
-    for tile in range(first, end):
-        use = tile - first
+    for visit in range(first, end):
+        use = visit - first
         slot = use % STAGES
         parity = (use // STAGES) & 1
         mbarrier.wait(grad_out_ready.index(slot), parity)
@@ -121,22 +139,27 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-        next_tile = tile + 1
-        another = next_tile < end
+        query = tile_of(visit + 1, first_tile, shape, GROUPED) * ROWS
+        another = visit + 1 < end
         scores = issue_scores(
-            next_tile, use + 1, another, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
+            query, use + 1, another, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    # Only this warpgroup reads its values, and its keys are read no more when dQ is done, so they make room for the
-    # results. The producer stores them, because it has registers to spare for the coordinates.
-    value_tile.store(grad_value_sum.to(dtype))
-    mbarrier.wait(grad_query_done.index(0), 0)
-    key_tile.store((grad_key_sum * scale).to(dtype))
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(results_ready.index(CONSUMER), count=1)
+    if is_piece(schedule, CUT):
+        share = pieces_of(pieces, schedule, 2, HEAD_DIM) + CONSUMER * ROWS * HEAD_DIM
+        store_piece(share, grad_key_sum * scale)
+        store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+    else:
+        # Only this warpgroup reads its values, and its keys are read no more when dQ is done, so they make room for the
+        # results. The producer stores them, because it has registers to spare for the coordinates.
+        value_tile.store(grad_value_sum.to(dtype))
+        mbarrier.wait(grad_query_done.index(0), 0)
+        key_tile.store((grad_key_sum * scale).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(results_ready.index(CONSUMER), count=1)
 
 
 @gluon.jit
@@ -148,7 +171,7 @@ def _in_register_order(grad_query):
 
 
 @gluon.jit
-def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
     """dQ of every tile of queries for the 128 keys.
 
     ORDERED: one tile of dQ is on its way to memory while the next is made, so two lie in shared memory.
@@ -158,17 +181,19 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
     key_tiles, grad_scores_tiles, grad_query_tiles = buffers[0], buffers[6], buffers[7]
     key_ready, grad_scores_ready, grad_scores_free, grad_query_done = barriers[0], barriers[5], barriers[6], barriers[7]
     turn = barriers[9]
-    _, num_queries, _, padded_queries = shape
+    padded_queries = shape[3]
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    _, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL)
+    _, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    sequence = first_sequence(key_sequence, shape, GROUPED)
     turns += sequence * padded_queries
     mbarrier.wait(key_ready.index(0), 0)
-    for tile in range(first, end):
-        use = tile - first
+    for visit in range(first, end):
+        use = visit - first
         buffer = use % 2
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
+        tile = tile_of_group(visit, first_tile, shape, GROUPED)
         row = (sequence * padded_queries // ROWS + tile) * (HEAD_DIM // 2)
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer).permute([1, 0]),
@@ -188,7 +213,7 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
         if ORDERED:
             reduce_wait(1)
             thread_barrier()
-            end_turn(turns, tile - 2, use >= 2)
+            end_turn(turns, visit - 2, use >= 2, first_tile, shape, GROUPED)
         else:
             # The reduction before must have read what this one overwrites.
             store_wait(0)
@@ -204,18 +229,19 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
     if ORDERED:
         reduce_wait(0)
         thread_barrier()
-        end_turn(turns, end - 2, first < end - 1)
-        end_turn(turns, end - 1, first < end)
+        end_turn(turns, end - 2, first < end - 1, first_tile, shape, GROUPED)
+        end_turn(turns, end - 1, first < end, first_tile, shape, GROUPED)
     else:
         store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_heads",
+        "num_key_heads",
         "num_queries",
         "num_keys",
         "padded_queries",
+        "group_size",
     ]
 )
 def reducer_backward_kernel(
@@ -228,25 +254,30 @@ def reducer_backward_kernel(
     grad_key,
     grad_value,
     turns,
+    pieces,
     schedule,
-    num_heads,
+    num_key_heads,
     num_queries,
     num_keys,
     padded_queries,
     scale,
     scale_log2,
+    group_size,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     REDUCER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors but the last two are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others
-    (batch, head, row, element). ORDERED: dQ is added in turn, which ``turns`` counts (``pass_turns``).
+    (batch, head, row, element). ORDERED: dQ is added in turn, which ``turns`` counts (``pass_turns``). GROUPED, CUT
+    and ``pieces``: as in ``backward_kernel``.
     """
     gl.static_assert(STAGES >= 2, "the scores of a tile are computed while the tile before it is in use")
     dtype: gl.constexpr = query.dtype
@@ -313,14 +344,14 @@ def reducer_backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_heads, num_queries, num_keys, padded_queries)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
     shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
-            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
-            (_reducer, (shared, turns, CAUSAL, ORDERED)),
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, GROUPED, CUT)),
+            (_reducer, (shared, turns, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, REDUCER_REGISTERS, 24],

@@ -5,7 +5,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from cs336sys.kernels.attention.hopper.gluon import tma_load
-from cs336sys.kernels.attention.hopper.schedule import piece_tiles, query_tiles, turns_before
+from cs336sys.kernels.attention.hopper.schedule import (
+    member_of_visit,
+    piece_visits,
+    query_tiles,
+    tile_among_heads,
+    tile_of_visit,
+    turns_before,
+    visits,
+)
 
 # The keys of one warpgroup, which are the rows of its matrix instructions, and the queries of a tile.
 ROWS = gl.constexpr(64)
@@ -17,22 +25,77 @@ TURNS = gl.constexpr(4)
 
 _query_tiles = gluon.jit(query_tiles)
 _turns_before = gluon.jit(turns_before)
-_piece_tiles = gluon.jit(piece_tiles)
+_visits = gluon.jit(visits)
+_member_of_visit = gluon.jit(member_of_visit)
+_tile_of_visit = gluon.jit(tile_of_visit)
+_tile_among_heads = gluon.jit(tile_among_heads)
+_piece_visits = gluon.jit(piece_visits)
 
 
 @gluon.jit
-def item(schedule, num_queries, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr = False):
-    """(first key, sequence, first tile of queries, end of the tiles) of this program, which has KEY_ROWS keys.
+def item(schedule, shape, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
+    """What this program works on, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``; CUT: it has pieces.
 
-    CUT: the schedule is ``as_table_of_pieces``.
+    Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
+    are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
     """
+    _, num_queries, _, _, group_size = shape
     entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
-    first, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
+    first_tile, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
+    first = first_tile
+    if GROUPED:
+        first, end = _visits(first_tile, end, group_size)
     if CUT:
         num_pieces = gl.load(schedule + gl.program_id(0) * 2) % 256
-        first, end = _piece_tiles(first, end, piece_number(schedule) % num_pieces, num_pieces)
-    return first_key, gl.load(entry + 1), first, end
+        first, end = _piece_visits(first, end, piece_number(schedule) % num_pieces, num_pieces)
+    return first_key, gl.load(entry + 1), first_tile, first, end
+
+
+@gluon.jit
+def first_sequence(key_sequence, shape, GROUPED: gl.constexpr):
+    """The first sequence of queries of the group that shares a sequence of keys."""
+    sequence = key_sequence
+    if GROUPED:
+        sequence *= shape[4]
+    return sequence
+
+
+@gluon.jit
+def member_of(visit, first_tile, shape, GROUPED: gl.constexpr):
+    """Which head of the group a visit is to; ``first_tile``: where its visits to each head begin."""
+    member = 0
+    if GROUPED:
+        member = _member_of_visit(visit, first_tile, shape[3] // ROWS)
+    return member
+
+
+@gluon.jit
+def tile_of(visit, first_tile, shape, GROUPED: gl.constexpr):
+    """The tile of queries of a visit among those of its sequence."""
+    tile = visit
+    if GROUPED:
+        tile = _tile_of_visit(visit, first_tile, shape[3] // ROWS)
+    return tile
+
+
+@gluon.jit
+def tile_of_group(visit, first_tile, shape, GROUPED: gl.constexpr):
+    """The tile of queries of a visit among those of all sequences of the group, one sequence after the other."""
+    tile = visit
+    if GROUPED:
+        tile = _tile_among_heads(visit, first_tile, shape[3] // ROWS)
+    return tile
+
+
+@gluon.jit
+def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, GROUPED: gl.constexpr):
+    """Where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
+    tile = tile_of_group(visit, first_tile, shape, GROUPED)
+    # Of one sequence 32 bits hold it.
+    if GROUPED:
+        tile = tile.to(gl.int64)
+    return tile * ROWS * HEAD_DIM
 
 
 @gluon.jit
@@ -63,36 +126,42 @@ def load_tiles(
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
     ENDS_TURNS: gl.constexpr,
-    CUT: gl.constexpr = False,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     """The producer: keys and values once, then every tile of queries that sees them; returns (batch, head, first key).
 
-    ``buffers`` and ``barriers`` begin with those that the names below say. ORDERED: see ``pass_turns``.
+    The head is that of keys. ``buffers`` and ``barriers`` begin with those that the names below say. ORDERED: see
+    ``pass_turns``.
     """
     query, key, value, grad_out, statistics, _, _, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring = buffers[4], buffers[5]
     key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
     grad_out_ready, tile_free = barriers[3], barriers[4]
-    num_heads, num_queries, num_keys, padded_queries = shape
-    first_key, sequence, first, end = item(schedule, num_queries, 2 * ROWS, CAUSAL, CUT)
-    batch = sequence // num_heads
-    head = sequence % num_heads
+    num_key_heads, _, _, padded_queries, _ = shape
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    batch = key_sequence // num_key_heads
+    key_head = key_sequence % num_key_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
     mbarrier.expect(value_ready.index(0), 2 * value.block_type.nbytes)
     for consumer in gl.static_range(2):
-        tma_load(key, [batch, head, first_key + consumer * ROWS, 0], key_ready.index(0), key_tiles.index(consumer))
+        tma_load(key, [batch, key_head, first_key + consumer * ROWS, 0], key_ready.index(0), key_tiles.index(consumer))
     for consumer in gl.static_range(2):
         row = first_key + consumer * ROWS
-        tma_load(value, [batch, head, row, 0], value_ready.index(0), value_tiles.index(consumer))
-    turns += sequence * padded_queries
-    for tile in range(first, end + (STAGES if ORDERED else 0)):
-        use = tile - first
+        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), value_tiles.index(consumer))
+    first_of_group = first_sequence(key_sequence, shape, GROUPED)
+    first_head = first_sequence(key_head, shape, GROUPED)
+    turns += first_of_group * padded_queries
+    for visit in range(first, end + (STAGES if ORDERED else 0)):
+        use = visit - first
         slot = use % STAGES
-        first_query = tile * ROWS
+        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, GROUPED)
+        sequence = first_of_group + member_of(visit, first_tile, shape, GROUPED)
         mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
-        # Turns go on for as many tiles as the ring has.
-        there_is_one = tile < end if ORDERED else True
+        # Turns go on for as many visits as the ring has tiles.
+        there_is_one = visit < end if ORDERED else True
         if there_is_one:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
@@ -101,34 +170,37 @@ def load_tiles(
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if ORDERED:
-            pass_turns(turns, turn, tile, first, end, first_key, num_keys, 2 * ROWS, STAGES, CAUSAL, ENDS_TURNS)
-    return batch, head, first_key
+            place = (first_key, first_tile, first, end)
+            pass_turns(turns, turn, visit, place, shape, 2 * ROWS, STAGES, CAUSAL, ENDS_TURNS, GROUPED)
+    return batch, key_head, first_key
 
 
 @gluon.jit
 def pass_turns(
     turns,
     turn,
-    tile,
-    first,
-    end,
-    first_key,
-    num_keys,
+    visit,
+    place,
+    shape,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ENDS_TURNS: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     """When a tile is on its way: ends the turn to add to dQ of the one it replaces, begins that of the one before it.
 
-    ``turns``: for each tile of queries of the sequence how many programs have added, at its first query;
+    ``turns``: for each tile of queries of the group's sequences how many programs have added, at its first query;
     ``prepare_kernel`` has set it to 0. ``turn``: barriers that tell those who add. The producer reads and writes the
-    counters because it has the time: who adds would lose the latency of L2 twice in every tile. ENDS_TURNS: who
-    releases a tile has added to its dQ; otherwise whoever adds ends its turns itself.
+    counters because it has the time: who adds would lose the latency of L2 twice in every tile. ``place``: what
+    ``item`` returns, but for the sequence. ENDS_TURNS: who releases a tile has added to its dQ; otherwise whoever adds
+    ends its turns itself.
     """
+    first_key, first_tile, first, end = place
+    num_keys = shape[2]
     if ENDS_TURNS:
-        end_turn(turns, tile - STAGES, tile - STAGES >= first)
-    if tile > first and tile <= end:
+        end_turn(turns, visit - STAGES, visit - STAGES >= first, first_tile, shape, GROUPED)
+    if visit > first and visit <= end:
         gl.inline_asm_elementwise(
             """{
             .reg .pred early;
@@ -140,26 +212,29 @@ def pass_turns(
             }""",
             "=&r,l,r",
             [
-                (turns + (tile - 1) * ROWS).to(gl.int64, bitcast=True),
-                _turns_before(tile - 1, ROWS, first_key, num_keys, KEY_ROWS, CAUSAL),
+                (turns + tile_of_group(visit - 1, first_tile, shape, GROUPED) * ROWS).to(gl.int64, bitcast=True),
+                _turns_before(
+                    tile_of(visit - 1, first_tile, shape, GROUPED), ROWS, first_key, num_keys, KEY_ROWS, CAUSAL
+                ),
             ],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
         )
-        mbarrier.arrive(turn.index((tile - 1 - first) % TURNS), count=1)
+        mbarrier.arrive(turn.index((visit - 1 - first) % TURNS), count=1)
 
 
 @gluon.jit
 def wait_for_turn(turn, use):
-    """Until this program may add to dQ of its tile number ``use``."""
+    """Until this program may add to dQ of its visit number ``use``."""
     mbarrier.wait(turn.index(use % TURNS), (use // TURNS) & 1)
 
 
 @gluon.jit
-def end_turn(turns, tile, there_is_one):
-    """Lets the next program add to dQ of a tile, if there is one, after all that this thread knows to be in memory."""
-    counter = (turns + tile * ROWS).to(gl.pointer_type(gl.int32), bitcast=True)
+def end_turn(turns, visit, there_is_one, first_tile, shape, GROUPED: gl.constexpr):
+    """Lets the next program add to dQ of a visit, if there is one, after all that this thread knows to be in memory."""
+    counter = turns + tile_of_group(visit, first_tile, shape, GROUPED) * ROWS
+    counter = counter.to(gl.pointer_type(gl.int32), bitcast=True)
     gl.atomic_add(counter, 1, mask=there_is_one, sem="release", scope="gpu")
 
 
@@ -242,6 +317,12 @@ def add_grad_query(sums, grad_query):
 
 
 @gluon.jit
+def pieces_of(pieces, schedule, NUM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Where this program's piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of dV."""
+    return pieces + piece_number(schedule).to(gl.int64) * (2 * NUM_TILES * ROWS * HEAD_DIM)
+
+
+@gluon.jit
 def store_piece(sums, grad):
     """Writes a piece's share of 64 rows of dK or dV where ``sum_pieces_kernel`` finds it."""
     addresses, first, second, third, fourth = _in_fours(sums, grad)
@@ -257,7 +338,7 @@ def store_piece(sums, grad):
 
 @gluon.jit
 def issue_scores(
-    tile,
+    first_query,
     use,
     there_is_one,
     key_operand,
@@ -276,8 +357,8 @@ def issue_scores(
     slot = use % STAGES
     mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1, pred=there_is_one)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    masked = needs_mask(tile * ROWS, first_key, num_keys, CAUSAL)
+    masked = needs_mask(first_query, first_key, num_keys, CAUSAL)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)
     if masked:
-        start = masked_start(start, tile * ROWS, first_key, num_keys, CAUSAL)
+        start = masked_start(start, first_query, first_key, num_keys, CAUSAL)
     return warpgroup_mma(key_operand, query_ring.index(slot).permute([1, 0]), start, use_acc=masked, is_async=True)

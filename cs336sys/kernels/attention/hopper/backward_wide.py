@@ -34,10 +34,17 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     SECOND,
     TURNS,
     add_grad_query,
+    first_sequence,
+    grad_query_offset,
     grad_weights_start,
+    is_piece,
     item,
+    member_of,
     pass_turns,
+    pieces_of,
     scores_start,
+    store_piece,
+    tile_of,
     wait_for_turn,
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
@@ -47,29 +54,41 @@ HALF_ROWS = gl.constexpr(ROWS.value // 2)
 
 
 @gluon.jit
-def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+def _producer(
+    shared,
+    turns,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
+):
     tensors, buffers, barriers, schedule, shape = shared
     query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, results_ready, turn = barriers[4], barriers[5], barriers[8], barriers[9]
-    num_heads, num_queries, num_keys, padded_queries = shape
-    first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
-    batch = sequence // num_heads
-    head = sequence % num_heads
+    num_key_heads, _, _, padded_queries, _ = shape
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CAUSAL, GROUPED, CUT)
+    batch = key_sequence // num_key_heads
+    key_head = key_sequence % num_key_heads
     mbarrier.expect(key_ready.index(0), key.block_type.nbytes)
-    tma_load(key, [batch, head, first_key, 0], key_ready.index(0), key_tiles.index(0))
+    tma_load(key, [batch, key_head, first_key, 0], key_ready.index(0), key_tiles.index(0))
     mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
-    tma_load(value, [batch, head, first_key, 0], value_ready.index(0), value_tiles.index(0))
-    turns += sequence * padded_queries
-    for tile in range(first, end + (STAGES if ORDERED else 0)):
-        use = tile - first
+    tma_load(value, [batch, key_head, first_key, 0], value_ready.index(0), value_tiles.index(0))
+    first_of_group = first_sequence(key_sequence, shape, GROUPED)
+    first_head = first_sequence(key_head, shape, GROUPED)
+    turns += first_of_group * padded_queries
+    for visit in range(first, end + (STAGES if ORDERED else 0)):
+        use = visit - first
         slot = use % STAGES
         fresh = ((use // STAGES) & 1) ^ 1
-        first_query = tile * ROWS
+        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, GROUPED)
+        sequence = first_of_group + member_of(visit, first_tile, shape, GROUPED)
         mbarrier.wait(query_free.index(slot), fresh)
-        # Turns go on for as many tiles as the ring has.
-        there_is_one = tile < end if ORDERED else True
+        # Turns go on for as many visits as the ring has tiles.
+        there_is_one = visit < end if ORDERED else True
         if there_is_one:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
@@ -80,22 +99,27 @@ def _producer(shared, turns, STAGES: gl.constexpr, CAUSAL: gl.constexpr, ORDERED
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if ORDERED:
             # Who releases the queries of a tile has added to its dQ.
-            pass_turns(turns, turn, tile, first, end, first_key, num_keys, ROWS, STAGES, CAUSAL, True)
-    mbarrier.wait(results_ready.index(0), 0)
-    tma_store(grad_key, [batch, head, first_key, 0], key_tiles.index(0))
-    tma_store(grad_value, [batch, head, first_key, 0], value_tiles.index(0))
-    store_wait(0)
+            place = (first_key, first_tile, first, end)
+            pass_turns(turns, turn, visit, place, shape, ROWS, STAGES, CAUSAL, True, GROUPED)
+    if not is_piece(schedule, CUT):
+        mbarrier.wait(results_ready.index(0), 0)
+        tma_store(grad_key, [batch, key_head, first_key, 0], key_tiles.index(0))
+        tma_store(grad_value, [batch, key_head, first_key, 0], value_tiles.index(0))
+        store_wait(0)
 
 
 @gluon.jit
 def _consumer(
     shared,
+    pieces,
     scale,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
 ):
     tensors, buffers, barriers, schedule, shape = shared
     _, key, _, _, _, _, _, grad_query_sum = tensors
@@ -104,7 +128,7 @@ def _consumer(
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, weights_ready = barriers[4], barriers[5], barriers[6]
     grad_scores_ready, results_ready, turn = barriers[7], barriers[8], barriers[9]
-    _, num_queries, num_keys, padded_queries = shape
+    _, _, num_keys, padded_queries, _ = shape
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -115,15 +139,16 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, sequence, first, end = item(schedule, num_queries, ROWS, CAUSAL)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CAUSAL, GROUPED, CUT)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
+    sequence = first_sequence(key_sequence, shape, GROUPED)
     sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
-    for tile in range(first, end):
-        use = tile - first
+    for visit in range(first, end):
+        use = visit - first
         slot = use % STAGES
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
@@ -132,7 +157,8 @@ def _consumer(
         # Both before a product of this warpgroup is on its way.
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
-        scores = scores_start(logsumexps, scale_log2, tile * ROWS + FIRST_ROW, first_key, num_keys, CAUSAL)
+        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS + FIRST_ROW
+        scores = scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSAL)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         grad_weights = grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
@@ -175,25 +201,31 @@ def _consumer(
         mbarrier.arrive(grad_out_free.index(slot), count=1)
         if ORDERED:
             wait_for_turn(turn, use)
-        add_grad_query(sums + tile * ROWS * HEAD_DIM, grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, GROUPED), grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
-    # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ is
-    # complete. The producer stores the results.
-    value_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store(grad_value_sum.to(dtype))
-    key_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store((grad_key_sum * scale).to(dtype))
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(results_ready.index(0), count=1)
+    if is_piece(schedule, CUT):
+        share = pieces_of(pieces, schedule, 1, HEAD_DIM) + CONSUMER * ROWS * HALF
+        store_piece(share, grad_key_sum * scale)
+        store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
+    else:
+        # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ
+        # is complete. The producer stores the results.
+        value_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store(grad_value_sum.to(dtype))
+        key_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store((grad_key_sum * scale).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(results_ready.index(0), count=1)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_heads",
+        "num_key_heads",
         "num_queries",
         "num_keys",
         "padded_queries",
+        "group_size",
     ]
 )
 def wide_backward_kernel(
@@ -206,24 +238,29 @@ def wide_backward_kernel(
     grad_value,
     grad_query_sum,
     turns,
+    pieces,
     schedule,
-    num_heads,
+    num_key_heads,
     num_queries,
     num_keys,
     padded_queries,
     scale,
     scale_log2,
+    group_size,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr,
+    CUT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """dK and dV of 64 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
-    All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
+    All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ORDERED: in turn, which ``turns`` counts (``pass_turns``).
+    ORDERED: in turn, which ``turns`` counts (``pass_turns``). GROUPED, CUT and ``pieces``: as in ``backward_kernel``,
+    a piece having 64 keys.
     """
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -284,13 +321,13 @@ def wide_backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_heads, num_queries, num_keys, padded_queries)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
     shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (shared, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED)),
-            (_consumer, (shared, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED)),
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

@@ -43,7 +43,7 @@ def convert_register_order_kernel(
     tl.store(pointers, rows.to(grad_query.dtype.element_ty), mask=(queries < num_queries)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_whole", "num_pieces", "num_heads", "num_keys"])
+@triton.jit(do_not_specialize=["first_item", "num_pieces", "num_key_heads", "num_keys"])
 def sum_pieces_kernel(
     pieces,
     grad_key,
@@ -51,27 +51,36 @@ def sum_pieces_kernel(
     schedule,
     grad_key_strides,
     grad_value_strides,
-    num_whole,
+    first_item,
     num_pieces,
-    num_heads,
+    num_key_heads,
     num_keys,
     HEAD_DIM: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """dK and dV of 64 keys of an item in pieces: the sum over these, which lie as ``backward_kernel`` wrote them."""
-    item = tl.program_id(0) // 2
-    half = tl.program_id(0) % 2
-    entry = schedule + tl.load(schedule + (num_whole + item * num_pieces) * 2 + 1) * 2
-    keys = (tl.load(entry) * 2 + half) * ROWS + tl.arange(0, ROWS)
+    """dK and dV of 64 keys of an item in pieces, and COLUMNS of them: the sum over the pieces.
+
+    An item has NUM_TILES times 64 keys, whose shares lie as the backward kernels wrote them; ``first_item``: where in
+    the schedule the first such item stands.
+    """
+    PARTS: tl.constexpr = HEAD_DIM // COLUMNS
+    item = tl.program_id(0) // (NUM_TILES * PARTS)
+    tile = tl.program_id(0) // PARTS % NUM_TILES
+    first_column = tl.program_id(0) % PARTS * COLUMNS
+    entry = schedule + (first_item + item) * 2
+    keys = (tl.load(entry) * NUM_TILES + tile) * ROWS + tl.arange(0, ROWS)
     sequence = tl.load(entry + 1)
-    batch = (sequence // num_heads).to(tl.int64)
-    head = (sequence % num_heads).to(tl.int64)
-    columns = tl.arange(0, HEAD_DIM)
+    batch = (sequence // num_key_heads).to(tl.int64)
+    head = (sequence % num_key_heads).to(tl.int64)
+    columns = first_column + tl.arange(0, COLUMNS)
     for which in tl.static_range(2):
-        sums = tl.zeros([ROWS * HEAD_DIM], tl.float32)
+        sums = tl.zeros([ROWS * COLUMNS], tl.float32)
         for piece in range(num_pieces):
-            share = 4 * (item * num_pieces + piece) + 2 * which + half
-            sums += tl.load(pieces + share.to(tl.int64) * (ROWS * HEAD_DIM) + tl.arange(0, ROWS * HEAD_DIM))
-        rows = sums.reshape([HEAD_DIM // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, HEAD_DIM])
+            share = (2 * (item * num_pieces + piece) + which) * NUM_TILES + tile
+            offset = share.to(tl.int64) * (ROWS * HEAD_DIM) + first_column * ROWS
+            sums += tl.load(pieces + offset + tl.arange(0, ROWS * COLUMNS))
+        rows = sums.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLUMNS])
         grad = grad_key if which == 0 else grad_value
         strides = grad_key_strides if which == 0 else grad_value_strides
         pointers = grad + batch * strides[0] + head * strides[1] + keys.to(tl.int64)[:, None] * strides[2]

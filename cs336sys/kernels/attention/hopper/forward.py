@@ -104,10 +104,12 @@ def _producer(
     barriers,
     schedule,
     shape,
+    group_size,
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     query, key, value, _ = tensors
     num_heads, num_queries, num_keys = shape
@@ -117,9 +119,12 @@ def _producer(
     first_use = 0
     for round in range(_num_rounds(schedule)):
         first_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
+        key_head = head
+        if GROUPED:
+            key_head //= group_size
         end = _key_tiles(first_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
         last_key = (end - 1) * KEY_ROWS
-        _load(key, batch, head, last_key, key_ring, key_ready, first_use, STAGES, KEY_FREE, CONSUMERS)
+        _load(key, batch, key_head, last_key, key_ring, key_ready, first_use, STAGES, KEY_FREE, CONSUMERS)
         for consumer in gl.static_range(CONSUMERS):
             row = first_query + consumer * CONSUMER_ROWS
             mbarrier.wait(query_free.index(consumer), (round & 1) ^ 1)
@@ -128,11 +133,11 @@ def _producer(
         for i in range(1, end):
             use = first_use + i
             row = last_key - i * KEY_ROWS
-            _load(key, batch, head, row, key_ring, key_ready, use, STAGES, KEY_FREE, CONSUMERS)
+            _load(key, batch, key_head, row, key_ring, key_ready, use, STAGES, KEY_FREE, CONSUMERS)
             row += KEY_ROWS
-            _load(value, batch, head, row, value_ring, value_ready, use - 1, STAGES, VALUE_FREE, CONSUMERS)
+            _load(value, batch, key_head, row, value_ring, value_ready, use - 1, STAGES, VALUE_FREE, CONSUMERS)
         first_use += end
-        _load(value, batch, head, 0, value_ring, value_ready, first_use - 1, STAGES, VALUE_FREE, CONSUMERS)
+        _load(value, batch, key_head, 0, value_ring, value_ready, first_use - 1, STAGES, VALUE_FREE, CONSUMERS)
 
 
 @gluon.jit
@@ -371,7 +376,7 @@ def _consumer(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size"])
 def forward_kernel(
     query,
     key,
@@ -383,18 +388,21 @@ def forward_kernel(
     num_queries,
     num_keys,
     scale_log2,
+    group_size,
     HEAD_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
+    GROUPED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
 
     ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points
-    to (sequence, query), ``schedule`` to what ``schedule.as_table`` made.
+    to (sequence, query), ``schedule`` to what ``schedule.as_table`` made. GROUPED: group_size heads of queries side by
+    side share a head of keys and values.
     """
     gl.static_assert(STAGES == 2, "there are named barriers for two slots of each ring")
     dtype: gl.constexpr = query.dtype
@@ -463,7 +471,22 @@ def forward_kernel(
                         TAKE_TURNS,
                     ),
                 ),
-                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+                (
+                    _producer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        group_size,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        GROUPED,
+                    ),
+                ),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, 24],
@@ -525,7 +548,22 @@ def forward_kernel(
                         TAKE_TURNS,
                     ),
                 ),
-                (_producer, (tensors, buffers, barriers, schedule, shape, CONSUMERS, KEY_ROWS, STAGES, CAUSAL)),
+                (
+                    _producer,
+                    (
+                        tensors,
+                        buffers,
+                        barriers,
+                        schedule,
+                        shape,
+                        group_size,
+                        CONSUMERS,
+                        KEY_ROWS,
+                        STAGES,
+                        CAUSAL,
+                        GROUPED,
+                    ),
+                ),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],

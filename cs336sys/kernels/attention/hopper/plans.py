@@ -16,10 +16,12 @@ from cs336sys.kernels.attention.hopper.gluon import TensorDescriptor
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     as_table_of_pieces,
+    cut_all,
     cut_the_rest,
     key_tiles,
     longest_first_at_the_end,
     ordered_items,
+    query_tiles,
     share_out,
 )
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_settings, hopper_forward_settings
@@ -47,6 +49,11 @@ BEGUN_TOGETHER = 0.75
 
 # What a piece of an item takes beside its tiles of queries, in tiles: its keys and values, and dK and dV to be summed.
 PIECE_COST = 5
+# What an item that stays whole takes beside them: the same but for float32 sums, which are written and read.
+WHOLE_COST = 2
+
+# Columns of dK and dV that a program sums over the pieces of grouped queries, of which there may be many.
+SUMMED_COLUMNS = 32
 
 _BACKWARD_KERNELS = {
     "exchange": backward_kernel,
@@ -110,8 +117,10 @@ class HopperForwardPlan(Plan):
         # 1x16x16384x128: 3.001 ms, in groups that fill L2 3.063; 1x16x16384x64: 1.854, 1.885.
         per_group = 1
         if problem.is_causal:
+            # The heads that share keys stay together: their keys are in L2 once.
             streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize
-            per_group = sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES)
+            per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, FORWARD_L2_BYTES)
+            per_group *= problem.group_size
         items = ordered_items(len(costs), problem.num_sequences, per_group, last_tile_first=problem.is_causal)
         num_programs = len(costs) * problem.num_sequences
         if settings.persistent:
@@ -124,6 +133,7 @@ class HopperForwardPlan(Plan):
                 operands[0].shape[1],
                 *lengths,
                 math.log2(math.e) / math.sqrt(problem.head_dim),
+                problem.group_size,
             ),
             (
                 problem.head_dim,
@@ -132,6 +142,7 @@ class HopperForwardPlan(Plan):
                 settings.num_stages,
                 problem.is_causal,
                 settings.take_turns,
+                problem.group_size > 1,
                 settings.consumer_registers,
             ),
             [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
@@ -151,48 +162,86 @@ class HopperBackwardPlan(BackwardPlan):
 
     def _only_pass(self) -> Launch:
         problem, settings = self._problem, self._settings
-        row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)
-        per_group = sequences_per_group(problem.num_sequences, problem.num_queries * row_bytes, BACKWARD_L2_BYTES)
         num_tiles = triton.cdiv(problem.num_keys, settings.key_rows)
+        streamed_bytes = problem.num_queries * self._row_bytes() * problem.group_size
+        per_group = sequences_per_group(problem.num_key_sequences, streamed_bytes, BACKWARD_L2_BYTES)
+        if problem.group_size > 1:
+            # At least as many as run at a time anyway, so that of all these the longest come first.
+            at_a_time = max(per_group, triton.cdiv(problem.num_multiprocessors, num_tiles))
+            per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
         # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
-        items = list(ordered_items(num_tiles, problem.num_sequences, per_group, last_tile_first=self._takes_turns))
+        items = list(ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns))
         if self._takes_turns and problem.is_causal and problem.head_dim >= 128:
             # Over the backward pass in any order, 1x16x16384x128: 1.084, not turned round 1.101; 8x16x2048x128: 1.156,
             # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
             items = longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
-        self._num_whole, self._num_pieces = len(items), 1
-        exchange = settings.kernel == "exchange"
-        if exchange and not self._takes_turns and not problem.is_causal:
-            query_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
-            self._num_whole, self._num_pieces = cut_the_rest(
-                len(items), problem.num_multiprocessors, query_tiles, PIECE_COST
-            )
+        self._num_whole, self._num_pieces = self._cut(items)
         self._num_cut = len(items) - self._num_whole
         num_programs = self._num_whole + self._num_cut * self._num_pieces
+        self._first_cut = num_programs + self._num_whole  # in the table, behind the programs
         self._own("schedule", _table(as_table_of_pieces(items, self._num_whole, self._num_pieces), self._device))
         scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
             (
-                self._operands[0].shape[1],
+                self._operands[1].shape[1],
                 problem.num_queries,
                 problem.num_keys,
                 self._padded_queries,
                 scale,
                 scale * math.log2(math.e),
+                problem.group_size,
             ),
             (
                 problem.head_dim,
                 settings.num_stages,
                 problem.is_causal,
                 self._takes_turns,
-                *([self._num_cut > 0] if exchange else []),
+                problem.group_size > 1,
+                self._num_cut > 0,
                 *settings.registers,
             ),
             self._only_pass_descriptors(),
             **_OPTIONS,
         )
+
+    def _row_bytes(self) -> int:
+        """What a program streams for one query, and adds to: queries, gradients of the output, and the sum of dQ."""
+        return self._problem.head_dim * (2 * self._problem.dtype.itemsize + 4)
+
+    def _cut(self, items: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """(items that stay whole, pieces of each other item); who adds to dQ in turn has no pieces."""
+        problem, settings = self._problem, self._settings
+        if self._takes_turns:
+            return len(items), 1
+        if problem.group_size > 1:
+            tiles = (
+                query_tiles(first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal)
+                for first_key in range(0, problem.num_keys, settings.key_rows)
+            )
+            num_visits = [max(0, end - first) * problem.group_size for first, end in tiles]
+            least_pieces = self._least_pieces(len(num_visits)) if problem.is_causal else 1
+            costs = WHOLE_COST, PIECE_COST
+            return cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
+        if settings.kernel == "exchange" and not problem.is_causal:
+            num_tiles = self._padded_queries // BACKWARD_QUERY_ROWS
+            return cut_the_rest(len(items), problem.num_multiprocessors, num_tiles, PIECE_COST)
+        return len(items), 1
+
+    def _least_pieces(self, num_tiles: int) -> int:
+        """Pieces with so few heads each that the programs of ``num_tiles`` tiles of keys find their queries in L2.
+
+        Under a causal mask a program is done with a head sooner than the one before it, so they part: by two tiles of
+        queries with the first head, by two more with each further one. Derived, not measured.
+        """
+        problem = self._problem
+        bytes_of_head = problem.num_queries * self._row_bytes()
+        if problem.num_sequences * bytes_of_head <= BACKWARD_L2_BYTES:
+            return 1
+        bytes_of_head = bytes_of_head * problem.num_multiprocessors // num_tiles
+        # On average as much as half of the heads of a piece stream.
+        return triton.cdiv(problem.group_size, max(1, 2 * BACKWARD_L2_BYTES // bytes_of_head))
 
     def _only_pass_descriptors(self) -> list[Descriptors]:
         dtype, head_dim = self._problem.dtype, self._problem.head_dim
@@ -215,12 +264,11 @@ class HopperBackwardPlan(BackwardPlan):
         if self._settings.kernel == "reducer":
             results = grad_query_sum, *grads[1:]
         turns = "turns" if self._takes_turns else statistics  # stands in for what is not touched
-        own = [turns, "schedule"]
-        if self._settings.kernel == "exchange":
+        pieces = statistics
+        if self._num_cut:
             rows = self._num_cut * self._num_pieces * 2 * self._settings.key_rows
-            pieces = Scratch((rows, self._problem.head_dim))
-            own.insert(1, self._own("pieces", pieces) if self._num_cut else statistics)
-        return *self._read_by_pass, statistics, *results, *own
+            pieces = self._own("pieces", Scratch((rows, self._problem.head_dim)))
+        return *self._read_by_pass, statistics, *results, turns, pieces, "schedule"
 
     def _add_convert(self, sums: Sequence[str], rows: int, key_sums: bool) -> None:
         problem = self._problem
@@ -240,16 +288,18 @@ class HopperBackwardPlan(BackwardPlan):
         )
         self._then(convert, sums[0], "grad_query")
         if self._num_cut:
+            num_tiles = self._settings.key_rows // WARPGROUP_ROWS
+            columns = problem.head_dim if problem.group_size == 1 else min(problem.head_dim, SUMMED_COLUMNS)
             sum_pieces = Launch(
                 sum_pieces_kernel,
-                2 * self._num_cut,
+                self._num_cut * num_tiles * (problem.head_dim // columns),
                 (
                     *self._grad_strides[1:],
-                    self._num_whole,
+                    self._first_cut,
                     self._num_pieces,
-                    self._operands[0].shape[1],
+                    self._operands[1].shape[1],
                     problem.num_keys,
                 ),
-                (problem.head_dim,),
+                (problem.head_dim, num_tiles, columns),
             )
             self._then(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")

@@ -7,6 +7,10 @@ The host makes the schedule of a launch once; the functions behind ``as_table`` 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
+# Into how many pieces ``cut_all`` may cut an item, and how many rounds of programs are enough to keep the GPU full.
+NUMBERS_OF_PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+MAX_ROUNDS = 16
+
 
 def ordered_items(
     num_tiles: int, num_sequences: int, sequences_per_group: int, last_tile_first: bool
@@ -65,6 +69,51 @@ def cut_the_rest(num_items: int, num_programs: int, num_tiles: int, piece_cost: 
     return num_items - rest, best
 
 
+def cut_all(
+    items: Sequence[tuple[int, int]],
+    num_visits: Sequence[int],
+    num_programs: int,
+    costs: tuple[int, int],
+    least_pieces: int = 1,
+) -> tuple[int, int]:
+    """As ``cut_the_rest``, for items of different lengths: item (tile, sequence) makes num_visits[tile] visits.
+
+    ``share_out`` tells what ends first: none cut, all cut, or only those behind the last whole round. ``costs``: what a
+    whole item and what a piece takes beside its visits, in visits. ``least_pieces``: how many it must be.
+    """
+    least_pieces = min(least_pieces, NUMBERS_OF_PIECES[-1])
+    whole_rounds = len(items) - len(items) % num_programs
+    # Of choices that end at about the same time the first.
+    choices = [(len(items), 1)]
+    if least_pieces > 1:
+        choices = [(0, next(pieces for pieces in NUMBERS_OF_PIECES if pieces >= least_pieces))]
+    for num_whole in sorted({0} if least_pieces > 1 else {0, whole_rounds} - {len(items)}):
+        for pieces in NUMBERS_OF_PIECES:
+            programs = num_whole + (len(items) - num_whole) * pieces
+            if pieces >= least_pieces and programs <= MAX_ROUNDS * num_programs:
+                choices.append((num_whole, pieces))
+    ends = {choice: _end_of_pieces(items, num_visits, num_programs, costs, *choice) for choice in choices}
+    best = min(ends, key=ends.__getitem__)
+    return best if ends[best] * 100 <= ends[choices[0]] * 99 else choices[0]
+
+
+def _end_of_pieces(
+    items: Sequence[tuple[int, int]],
+    num_visits: Sequence[int],
+    num_programs: int,
+    costs: tuple[int, int],
+    num_whole: int,
+    num_pieces: int,
+) -> int:
+    """When the last of the programs is done that have items and, behind ``num_whole`` of them, pieces of items."""
+    costs_of_programs = [costs[0] + visits for visits in num_visits]
+    costs_of_programs += [costs[1] + -(-visits // num_pieces) for visits in num_visits]
+    programs = [(tile, 0) for tile, _ in items[:num_whole]]
+    programs += [(len(num_visits) + tile, 0) for tile, _ in items[num_whole:] for _ in range(num_pieces)]
+    shares = share_out(programs, costs_of_programs, num_programs)
+    return max(sum(costs_of_programs[program] for program, _ in share) for share in shares)
+
+
 def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
     """What a kernel reads: for each program (number of its items, index of the first), then all (tile, sequence)."""
     heads: list[tuple[int, int]] = []
@@ -103,10 +152,33 @@ def query_tiles(first_key, num_queries, query_rows, is_causal):
     return (first_key // query_rows if is_causal else 0), (num_queries + query_rows - 1) // query_rows
 
 
-def piece_tiles(first, end, piece, num_pieces):
-    """(first, end) of the query tiles of one of the pieces into which an item's tiles are cut."""
-    num_tiles = end - first
-    return first + num_tiles * piece // num_pieces, first + num_tiles * (piece + 1) // num_pieces
+def visits(first, end, group_size):
+    """(first, end) of the visits to tiles ``first`` to ``end`` of the queries of each head of a group, head by head.
+
+    With one head a visit has the number of its tile, and so have those to the first head of several.
+    """
+    return first, first + (end - first) * group_size
+
+
+def member_of_visit(visit, first, end):
+    """Which head of the group it is whose tiles ``first`` to ``end`` are visited."""
+    return (visit - first) // max(end - first, 1)
+
+
+def tile_of_visit(visit, first, end):
+    """The tile of a visit among those of its head."""
+    return first + (visit - first) % max(end - first, 1)
+
+
+def tile_among_heads(visit, first, end):
+    """The tile of a visit among those of all heads of the group, one below the other, with ``end`` tiles each."""
+    return visit + (visit - first) // max(end - first, 1) * first
+
+
+def piece_visits(first, end, piece, num_pieces):
+    """(first, end) of the visits of one of the pieces into which an item's visits are cut."""
+    num_visits = end - first
+    return first + num_visits * piece // num_pieces, first + num_visits * (piece + 1) // num_pieces
 
 
 def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal):

@@ -133,8 +133,14 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
 
 
 def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> bool:
-    """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that."""
+    """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
+
+    Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
+    they fill the GPU, at most to one for each head. Who adds to dQ in turn is not cut.
+    """
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
+    if deterministic:
+        load /= problem.group_size
     if problem.head_dim == 16:
         # 1x16x16384x16: 1.678, Triton 1.628; 8x16x2048x16: 0.297, 0.257. With dQ in register order 1x1x65536: 1.642,
         # 1.662; 1x1x32768: 0.431, 0.430.

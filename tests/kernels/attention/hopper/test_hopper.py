@@ -1,7 +1,6 @@
 """The Hopper kernels: what refuses them anywhere, and what they compute on a GPU that has them."""
 
 import collections
-import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -14,8 +13,15 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTriton, choice, flash_attention, operators
 from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
-from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan
-from cs336sys.kernels.attention.hopper.schedule import as_table_of_pieces, piece_tiles, query_tiles
+from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan, HopperForwardPlan
+from cs336sys.kernels.attention.hopper.schedule import (
+    as_table_of_pieces,
+    member_of_visit,
+    piece_visits,
+    query_tiles,
+    tile_of_visit,
+    visits,
+)
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.reference import reference_attention
@@ -83,10 +89,18 @@ def test_refusal_reaches_the_user():
 
 
 def problem(
-    num_sequences=16, num_queries=16384, num_keys=16384, head_dim=64, tma_allowed=True, is_causal=True
+    num_sequences=16,
+    num_queries=16384,
+    num_keys=16384,
+    head_dim=64,
+    tma_allowed=True,
+    is_causal=True,
+    group_size=1,
+    num_multiprocessors=132,
 ) -> Problem:
     lengths = num_sequences, num_queries, num_keys
-    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, (9, 0), 132, tma_allowed)
+    gpu = (9, 0), num_multiprocessors
+    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size)
 
 
 @pytest.mark.parametrize(
@@ -201,59 +215,134 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_heads", "num_queries", "num_keys", "num_multiprocessors"),
-    [(2, 3, 5000, 5000, 114), (1, 17, 4100, 1020, 132), (2, 3, 5000, 300, 132), (1, 2, 700, 129, 78)],
+    ("num_key_sequences", "group_size", "length", "head_dim", "deterministic", "chosen"),
+    [
+        (8, 4, 8192, 64, False, True),
+        (8, 4, 8192, 128, False, True),
+        (1, 32, 8192, 128, False, True),
+        (1, 32, 2048, 256, False, True),
+        (1, 2, 2048, 128, False, False),
+        (8, 4, 8192, 128, True, True),
+        (1, 32, 8192, 128, True, False),
+        (2, 16, 8192, 64, True, False),
+    ],
 )
-def test_a_cut_backward_computes_every_tile_once_and_sums_every_piece_to_where_it_belongs(
-    batch, num_heads, num_queries, num_keys, num_multiprocessors
+def test_auto_takes_grouped_queries_where_pieces_or_programs_fill_the_gpu(
+    num_key_sequences, group_size, length, head_dim, deterministic, chosen
 ):
-    """What its plan gives to ``backward_kernel`` and ``sum_pieces_kernel``, followed by their integer arithmetic."""
-    lengths = (num_queries, num_keys, num_keys, num_queries) * 2
-    # Values have rows of their own.
-    rows = (128, 128, 136, 128, 128, 128, 128, 136)
+    """In turn there are no pieces, and the programs of few heads of keys leave the GPU without work."""
+    described = problem(num_key_sequences * group_size, length, length, head_dim, group_size=group_size)
+    assert hopper_backward_is_faster(described, deterministic) == chosen
+
+
+# batch, heads of queries, heads that share keys, lengths, mask, head dimension, multiprocessors, as cut or not
+PLANS = {
+    "one head in a group": (2, 3, 1, 5000, 5000, False, 128, 114, "some"),
+    "more queries than keys": (1, 17, 1, 4100, 1020, False, 128, 132, "some"),
+    "few keys": (2, 3, 1, 5000, 300, False, 128, 132, "all"),
+    "one short head": (1, 2, 1, 700, 129, False, 128, 78, "all"),
+    "pairs": (1, 4, 2, 1000, 1000, True, 64, 132, "all"),
+    "one head of keys": (2, 7, 7, 700, 900, True, 256, 132, "all"),
+    "full, one head of keys": (1, 32, 32, 500, 300, False, 16, 132, "all"),
+    "last round": (1, 32, 4, 2000, 4400, False, 128, 132, "some"),
+    "fill the GPU": (8, 8, 2, 1000, 2048, True, 128, 132, "none"),
+}
+
+
+@pytest.mark.parametrize("shape", PLANS.values(), ids=PLANS)
+def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belongs(shape):
+    """What its plan gives to the pass and to ``sum_pieces_kernel``, followed by their integer arithmetic."""
+    batch, num_heads, group_size, num_queries, num_keys, is_causal, head_dim, num_multiprocessors, cut = shape
+    key_heads = num_heads // group_size
+    of_queries, of_keys = (num_heads, num_queries), (key_heads, num_keys)
+    # Query, key, value, gradient of the output, and the gradients of the first three. Values have rows of their own.
+    shapes = (of_queries, 0), (of_keys, 0), (of_keys, 8), (of_queries, 0), (of_queries, 0), (of_keys, 0), (of_keys, 8)
     tensors = [
-        torch.empty(batch, num_heads, length, row, dtype=torch.bfloat16, device="meta")[..., :128]
-        for length, row in zip(lengths, rows, strict=True)
+        torch.empty(batch, *shape, head_dim + more, dtype=torch.bfloat16, device="meta")[..., :head_dim]
+        for shape, more in shapes
     ]
     operands = [Operand(tensor) for tensor in tensors]
-    described = dataclasses.replace(
-        problem(batch * num_heads, num_queries, num_keys, 128, is_causal=False), num_multiprocessors=num_multiprocessors
+    grads = operands[4:]
+    described = problem(
+        batch * num_heads, num_queries, num_keys, head_dim, True, is_causal, group_size, num_multiprocessors
     )
-    plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], torch.device("cpu"), False)
-    _, (backward, _), _, (summing, tensors_of_sum) = plan.steps
+    plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, torch.device("cpu"), False)
+    backward, tensors_of_pass = plan.steps[1]
     table = next(one for one in plan.own if isinstance(one, torch.Tensor)).tolist()
     of_plan = dict(enumerate([*plan.given, *plan.own]))
-    pieces, grad_key, grad_value, schedule = (of_plan[number] for number in tensors_of_sum)
+    key_rows = 64 if head_dim == 256 else 128
+    assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
+    assert backward.arguments[6] == group_size
+    assert backward.arguments[10:13] == (False, group_size > 1, cut != "none"), "in any order, and cut"
 
     seen, items_of_pieces, whole = collections.Counter(), [], []
-    assert backward.arguments[9:11] == (False, True), "in any order, and cut"
     for pieces_of_item, at in table[: backward.num_programs]:
         item = tuple(table[at])
         number, count = divmod(pieces_of_item, 256)
-        first, end = piece_tiles(*query_tiles(item[0] * 128, num_queries, 64, False), number % count, count)
-        seen.update((item, tile) for tile in range(first, end))
+        tiles = query_tiles(item[0] * key_rows, num_queries, 64, is_causal)
+        for visit in range(*piece_visits(*visits(*tiles, group_size), number % count, count)):
+            head = item[1] * group_size + member_of_visit(visit, *tiles)
+            seen[item[0], head, tile_of_visit(visit, *tiles)] += 1
         if count == 1:
             whole.append(item)
         else:
             assert number == len(items_of_pieces)
             items_of_pieces.append(item)
-    items = set(itertools.product(range(-(-num_keys // 128)), range(batch * num_heads)))
-    assert seen == collections.Counter(itertools.product(items, range(-(-num_queries // 64))))
-    assert pieces.shape == (256 * len(items_of_pieces), 128)
+    items = set(itertools.product(range(-(-num_keys // key_rows)), range(batch * key_heads)))
+    assert seen == collections.Counter(
+        (key_tile, head, tile)
+        for key_tile in range(-(-num_keys // key_rows))
+        for head in range(batch * num_heads)
+        for tile in range(*query_tiles(key_tile * key_rows, num_queries, 64, is_causal))
+    )
+    assert (len(whole) > 0, len(items_of_pieces) > 0) == {"none": (1, 0), "some": (1, 1), "all": (0, 1)}[cut]
+    num_tiles = key_rows // 64
+    halves = [(item, half) for item in whole for half in range(num_tiles)]
+    if cut != "none":
+        summing, tensors_of_sum = plan.steps[3]
+        pieces, grad_key, grad_value, schedule = (of_plan[number] for number in tensors_of_sum)
+        assert of_plan[tensors_of_pass[-2]] is pieces
+        assert pieces.shape == (2 * key_rows * len(items_of_pieces), head_dim)
+        grad_key_strides, grad_value_strides, first_item, num_pieces, heads, keys = summing.arguments[:6]
+        assert (grad_key_strides, grad_value_strides) == tuple(one.row_strides for one in grads[1:])
+        assert (grad_key, grad_value) == ("grad_key", "grad_value")
+        assert (heads, keys, schedule.tolist()) == (key_heads, num_keys, table)
+        dim, tiles_of_item, columns = summing.arguments[6:]
+        assert (dim, tiles_of_item) == (head_dim, num_tiles)
+        parts = collections.Counter()
+        for program in range(summing.num_programs):
+            item, half = divmod(program // (head_dim // columns), num_tiles)
+            own = tuple(table[first_item + item])
+            assert items_of_pieces[item * num_pieces : (item + 1) * num_pieces] == [own] * num_pieces
+            parts[own, half] += columns
+        assert set(parts.values()) == {head_dim}
+        halves += parts
+    assert sorted(halves) == sorted(itertools.product(items, range(num_tiles)))
 
-    grad_key_strides, grad_value_strides, num_whole, num_pieces, heads, keys = summing.arguments[:6]
-    assert (grad_key_strides, grad_value_strides) == tuple(one.row_strides for one in operands[6:])
-    assert (grad_key, grad_value) == ("grad_key", "grad_value")
-    assert (heads, keys, schedule.tolist()) == (num_heads, num_keys, table)
-    summed = []
-    for program in range(summing.num_programs):
-        item, half = divmod(program, 2)
-        own = tuple(table[table[num_whole + item * num_pieces][1]])
-        assert items_of_pieces[item * num_pieces : (item + 1) * num_pieces] == [own] * num_pieces
-        summed.append((own, half))
-    halves = [(item, half) for item in whole for half in range(2)] + summed
-    assert sorted(halves) == sorted(itertools.product(items, range(2)))
-    assert len(items_of_pieces) * 2 == len(summed) * num_pieces > 0
+
+@pytest.mark.parametrize(
+    ("num_heads", "group_size", "is_causal", "together"),
+    [(32, 4, True, 4 * 4), (32, 4, False, 1), (32, 32, True, 32), (6, 2, True, 6)],
+)
+def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, group_size, is_causal, together):
+    """16384 keys of a head are 8 MiB: those of four fit in the 32 MiB of L2."""
+    tensors = [
+        torch.empty(1, heads, 16384, 128, dtype=torch.bfloat16, device="meta")
+        for heads in (num_heads, num_heads // group_size, num_heads // group_size, num_heads)
+    ]
+    described = problem(num_heads, 16384, 16384, 128, True, is_causal, group_size, num_multiprocessors=1)
+    plan = HopperForwardPlan(described, [Operand(tensor) for tensor in tensors], torch.device("cpu"))
+    ((launch, _),) = plan.steps
+    assert launch.arguments[:3] == (num_heads, 16384, 16384)
+    assert launch.arguments[4] == group_size
+    (schedule,) = plan.own
+    (count, first), *items = schedule.tolist()
+    assert (count, first) == (len(items), 1)
+    sequences = [sequence for _, sequence in items]
+    size = len(items) // num_heads
+    for start in range(0, num_heads, together):
+        group = sequences[start * size : (start + together) * size]
+        assert set(group) == set(range(start, start + together))
 
 
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
@@ -313,22 +402,38 @@ def in_register_order(tiles):
     return ordered
 
 
-def test_pieces_of_grad_key_and_value_are_summed(device):
-    """Two heads of 200 keys: the first item is whole, the other three are in two pieces each."""
-    head_dim, num_whole, num_pieces = 16, 1, 2
+@pytest.mark.parametrize(("num_tiles", "head_dim", "columns"), [(2, 16, 16), (2, 32, 8), (1, 32, 16)])
+def test_pieces_of_grad_key_and_value_are_summed(num_tiles, head_dim, columns, device):
+    """Two heads of as many keys as two items have, but 20: the first item is whole, the others are in two pieces."""
+    num_whole, num_pieces, key_rows = 1, 2, 64 * num_tiles
+    num_keys = 2 * key_rows - 20
     items = [(tile, sequence) for tile in range(2) for sequence in range(2)]
-    schedule = torch.tensor(as_table_of_pieces(items, num_whole, num_pieces), dtype=torch.int32, device=device)
-    shares = torch.randn(3, num_pieces, 2, 128, head_dim, device=device)
+    table = as_table_of_pieces(items, num_whole, num_pieces)
+    schedule = torch.tensor(table, dtype=torch.int32, device=device)
+    shares = torch.randn(3, num_pieces, 2, key_rows, head_dim, device=device)
     pieces = in_register_order(shares.view(-1, 64, head_dim))
-    expected = torch.full((2, 1, 2, 256, head_dim), -1.0, device=device)  # -1: of whole items, not written
+    expected = torch.full((2, 1, 2, 2 * key_rows, head_dim), -1.0, device=device)  # -1: of whole items, not written
     for (tile, sequence), share in zip(items[num_whole:], shares.sum(1), strict=True):
-        expected[:, 0, sequence, 128 * tile : 128 * tile + 128] = share
-    grads = torch.full((2, 1, 2, 200, head_dim), -1.0, device=device)
+        expected[:, 0, sequence, key_rows * tile : key_rows * (tile + 1)] = share
+    grads = torch.full((2, 1, 2, num_keys, head_dim), -1.0, device=device)
     strides = grads[0].stride()[:3]
-    sum_pieces_kernel[(6,)](
-        pieces, grads[0], grads[1], schedule, strides, strides, num_whole, num_pieces, 2, 200, head_dim
+    first_item = len(table) - len(items) + num_whole
+    sum_pieces_kernel[(3 * num_tiles * head_dim // columns,)](
+        pieces,
+        grads[0],
+        grads[1],
+        schedule,
+        strides,
+        strides,
+        first_item,
+        num_pieces,
+        2,
+        num_keys,
+        head_dim,
+        num_tiles,
+        columns,
     )
-    torch.testing.assert_close(grads, expected[..., :200, :])
+    torch.testing.assert_close(grads, expected[..., :num_keys, :])
 
 
 @on_hopper

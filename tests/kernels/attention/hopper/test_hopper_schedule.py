@@ -8,14 +8,19 @@ import pytest
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     as_table_of_pieces,
+    cut_all,
     cut_the_rest,
     key_tiles,
     longest_first_at_the_end,
+    member_of_visit,
     ordered_items,
-    piece_tiles,
+    piece_visits,
     query_tiles,
     share_out,
+    tile_among_heads,
+    tile_of_visit,
     turns_before,
+    visits,
 )
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
@@ -134,9 +139,74 @@ def test_pieces_of_an_item_have_each_of_its_tiles_once(num_whole, num_pieces):
         number = pieces // 256
         assert (pieces % 256 == 1) == (at - num_programs < num_whole)
         assert number // num_pieces == max(0, at - num_programs - num_whole)
-        first, end = piece_tiles(1, 12, number % (pieces % 256), pieces % 256)
+        first, end = piece_visits(1, 12, number % (pieces % 256), pieces % 256)
         seen.update((table[at], query_tile) for query_tile in range(first, end))
     assert seen == collections.Counter((item, query_tile) for item in items for query_tile in range(1, 12))
+
+
+def causal_visits(num_tiles, group_size):
+    """Of tiles of 128 keys, to tiles of 64 queries, of as many queries as keys."""
+    return [(2 * num_tiles - 2 * tile) * group_size for tile in range(num_tiles)]
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_sequences", "group_size", "least_pieces", "expected"),
+    [
+        (64, 1, 32, 1, (0, 4)),  # one head of 8192 keys: 64 programs of 132
+        (16, 1, 32, 1, (0, 16)),  # one head of 2048 keys
+        (16, 8, 4, 1, (0, 2)),  # eight of them, of which the longest takes twice as long as all on average
+        (64, 8, 4, 1, (512, 1)),  # eight of 8192 keys fill the GPU
+        (64, 8, 4, 3, (0, 3)),
+        (64, 8, 4, 99, (0, 32)),
+        (1, 1, 1, 1, (1, 1)),
+    ],
+)
+def test_items_of_grouped_queries_are_cut_until_they_fill_the_gpu(
+    num_tiles, num_sequences, group_size, least_pieces, expected
+):
+    items = list(ordered_items(num_tiles, num_sequences, num_sequences, last_tile_first=False))
+    assert cut_all(items, causal_visits(num_tiles, group_size), 132, (2, 5), least_pieces) == expected
+
+
+def test_only_the_last_round_of_grouped_queries_is_cut_where_that_suffices():
+    """1024 items of full attention are 7 rounds of 132 and 100 more."""
+    items = list(ordered_items(128, 8, 1, last_tile_first=False))
+    num_whole, num_pieces = cut_all(items, [1024] * 128, 132, (2, 5))
+    assert (num_whole, num_pieces) == (924, 6)
+
+
+def test_cut_items_end_sooner():
+    for num_tiles, num_sequences, group_size in ((64, 1, 32), (16, 1, 32), (16, 8, 4), (3, 2, 7)):
+        num_visits = causal_visits(num_tiles, group_size)
+        items = list(ordered_items(num_tiles, num_sequences, num_sequences, last_tile_first=False))
+        num_whole, num_pieces = cut_all(items, num_visits, 132, (2, 5))
+        ideal = num_sequences * sum(num_visits) / 132
+        assert num_whole == 0
+        # Of the 5 visits that a piece takes besides, each of 132 has those of its pieces.
+        pieces_of_program = -(-len(items) * num_pieces // 132)
+        longest = -(-max(num_visits) // num_pieces) + 5
+        assert longest <= max(1.2 * ideal + 5 * pieces_of_program, group_size + 5)
+        assert longest < 2 + max(num_visits)
+
+
+@CAUSAL
+@pytest.mark.parametrize("group_size", [1, 2, 5, 32])
+@pytest.mark.parametrize("num_pieces", [1, 3, 32])
+def test_visits_are_to_every_tile_of_every_head_once(num_pieces, group_size, is_causal):
+    """Also of keys behind the last query, which no query sees under a causal mask."""
+    for num_queries, first_key in itertools.product(LENGTHS, (0, 64, 128, 384)):
+        first_tile, end_tile = query_tiles(first_key, num_queries, 64, is_causal)
+        seen = []
+        for piece in range(num_pieces):
+            first, end = visits(first_tile, end_tile, group_size)
+            first, end = piece_visits(first, end, piece, num_pieces)
+            for visit in range(first, end):
+                member = member_of_visit(visit, first_tile, end_tile)
+                tile = tile_of_visit(visit, first_tile, end_tile)
+                assert tile_among_heads(visit, first_tile, end_tile) == member * end_tile + tile
+                seen.append((member, tile))
+        # Head by head, so that a program works on few of them at a time.
+        assert seen == list(itertools.product(range(group_size), range(first_tile, end_tile)))
 
 
 @CAUSAL
@@ -350,10 +420,12 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
                 assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
 
 
-def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns=None, num_keys=None):
-    """As ``simulate``, of a backward program: its coroutines, the tiles that each sum got, and those it must get.
+def simulate_backward(
+    first_key, num_queries, is_causal, kernel, stages=2, turns=None, num_keys=None, group_size=1, piece=0, num_pieces=1
+):
+    """As ``simulate``, of a backward program: its coroutines, the visits that each sum got, and those it must get.
 
-    ``turns``: for each tile of queries how many programs have added to dQ, if they do so in turn.
+    ``turns``: for each tile of queries of each head how many programs have added to dQ, if they do so in turn.
     """
     is_wide, has_reducer, in_turn = kernel == "wide", kernel == "reducer", turns is not None
     key_rows = 64 if is_wide else 128
@@ -373,7 +445,10 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
     )
     memory = {}
     sums = collections.defaultdict(list)
-    first, end = query_tiles(first_key, num_queries, 64, is_causal)
+    tiles = query_tiles(first_key, num_queries, 64, is_causal)
+    first, end = piece_visits(*visits(*tiles, group_size), piece, num_pieces)
+    # Turns are counted by the tile of queries among those of all heads.
+    place = {visit: tile_among_heads(visit, *tiles) for visit in range(first, end)}
     grad_query_names = ["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)]
     waited = set()
 
@@ -384,63 +459,64 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
     def producer():
         memory.update({(name, consumer): "input" for name in ("key", "value") for consumer in range(2)})
         barriers.arrive("key_ready")
-        for tile in range(first, end + (stages if in_turn else 0)):
-            use = tile - first
+        for visit in range(first, end + (stages if in_turn else 0)):
+            use = visit - first
             slot = use % stages
             for name in ("query", "grad_out"):
-                if tile < end or name == "query":
+                if visit < end or name == "query":
                     free = f"{name}_free" if is_wide else "tile_free"
                     yield from wait(free, slot, parity=((use // stages) & 1) ^ 1)
-                if tile < end:
-                    memory[name, slot] = tile
+                if visit < end:
+                    memory[name, slot] = visit
                     barriers.arrive(f"{name}_ready", slot)
                     yield
             if in_turn:
-                yield from pass_turns(tile)
-        for consumer in range(2):
+                yield from pass_turns(visit)
+        # Of a piece the consumers write their shares of dK and dV to memory themselves.
+        for consumer in range(2 if num_pieces == 1 else 0):
             yield from wait("results_ready", 0 if is_wide else consumer, parity=0)
             assert memory["grad_key" if kernel == "exchange" else "key", consumer] == "dK"
             assert memory["value", consumer] == "dV"
 
-    def seen_before(tile):
-        return turns_before(tile, 64, first_key, num_keys, key_rows, is_causal)
+    def seen_before(visit):
+        return turns_before(tile_of_visit(visit, *tiles), 64, first_key, num_keys, key_rows, is_causal)
 
-    def pass_turns(tile):
-        if not has_reducer and tile - stages >= first:
-            end_turn(tile - stages)
-        if first < tile <= end:
-            while turns[tile - 1] < seen_before(tile - 1):
+    def pass_turns(visit):
+        if not has_reducer and visit - stages >= first:
+            end_turn(visit - stages)
+        if first < visit <= end:
+            while turns[place[visit - 1]] < seen_before(visit - 1):
                 yield
             # Whoever uses the turns sees every one of them.
-            assert tile - 1 - first - len(waited) < 4
-            barriers.arrive("turn", (tile - 1 - first) % 4)
+            assert visit - 1 - first - len(waited) < 4
+            barriers.arrive("turn", (visit - 1 - first) % 4)
 
-    def end_turn(tile):
-        assert turns[tile] == seen_before(tile)
-        assert all(tile in sums[name] for name in grad_query_names)
-        turns[tile] += 1
+    def end_turn(visit):
+        assert turns[place[visit]] == seen_before(visit)
+        assert all(visit in sums[name] for name in grad_query_names)
+        turns[place[visit]] += 1
 
     def wait_for_turn(use):
         if in_turn:
             yield from wait("turn", use % 4, parity=(use // 4) & 1)
-            assert turns[first + use] == seen_before(first + use)
+            assert turns[place[first + use]] == seen_before(first + use)
             waited.add(use)
 
     def both(name, *where):
         return [memory[name, *where, consumer] for consumer in range(2)]
 
-    def add_grad_query(name, tile, *buffer, columns=(0, 1)):
+    def add_grad_query(name, visit, *buffer, columns=(0, 1)):
         """dS of both consumers is there when the product begins, and still there when it is complete."""
         for _ in range(2):
-            assert both("grad_scores", *buffer) == [tile, tile]
+            assert both("grad_scores", *buffer) == [visit, visit]
             assert [memory["key", which] for which in columns] == ["input"] * len(columns)
             yield
         if name != "dQ":
-            yield from wait_for_turn(tile - first)
-            sums[name].append(tile)
+            yield from wait_for_turn(visit - first)
+            sums[name].append(visit)
 
-    def scores_of(tile):
-        use = tile - first
+    def scores_of(visit):
+        use = visit - first
         yield from wait("query_ready", use % stages, parity=(use // stages) & 1)
         return memory["query", use % stages]
 
@@ -448,26 +524,28 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
         yield from wait("key_ready", parity=0)
         if first < end:
             scores = yield from scores_of(first)
-        for tile in range(first, end):
-            use = tile - first
+        for visit in range(first, end):
+            use = visit - first
             slot, buffer = use % stages, use % 2
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
-            assert scores == memory["grad_out", slot] == tile
+            assert scores == memory["grad_out", slot] == visit
             yield
             if has_reducer:
                 yield from wait("grad_scores_free", buffer, parity=((use // 2) & 1) ^ 1)
-            memory["grad_scores", buffer, me] = tile
+            memory["grad_scores", buffer, me] = visit
             barriers.arrive("grad_scores_ready", buffer)
             yield
-            if tile + 1 < end:
-                scores = yield from scores_of(tile + 1)
+            if visit + 1 < end:
+                scores = yield from scores_of(visit + 1)
             if not has_reducer:
                 yield from wait("grad_scores_ready", buffer, parity=(use // 2) & 1)
-                yield from add_grad_query(("dQ", me), tile, buffer)
-            assert memory["query", slot] == memory["grad_out", slot] == tile
-            sums["dK", me].append(tile)
+                yield from add_grad_query(("dQ", me), visit, buffer)
+            assert memory["query", slot] == memory["grad_out", slot] == visit
+            sums["dK", me].append(visit)
             barriers.arrive("tile_free", slot)
             yield
+        if num_pieces > 1:
+            return
         memory["value", me] = "dV"
         if has_reducer:
             yield from wait("grad_query_done", parity=0)
@@ -476,90 +554,134 @@ def simulate_backward(first_key, num_queries, is_causal, kernel, stages=2, turns
 
     def wide_consumer(me):
         yield from wait("key_ready", parity=0)
-        for tile in range(first, end):
-            use = tile - first
+        for visit in range(first, end):
+            use = visit - first
             slot, buffer = use % stages, use % 2
-            scores = yield from scores_of(tile)
+            scores = yield from scores_of(visit)
             yield from wait("grad_out_ready", slot, parity=(use // stages) & 1)
-            assert scores == memory["grad_out", slot] == tile
+            assert scores == memory["grad_out", slot] == visit
             assert both("value") == ["input", "input"]
-            memory["weights", buffer, me] = tile
+            memory["weights", buffer, me] = visit
             barriers.arrive("weights_ready")
             yield
             yield from wait("weights_ready", parity=use & 1)
-            assert both("weights", buffer) == [tile, tile]
+            assert both("weights", buffer) == [visit, visit]
             yield
-            memory["grad_scores", me] = tile
+            memory["grad_scores", me] = visit
             barriers.arrive("grad_scores_ready")
             yield
             yield from wait("grad_scores_ready", parity=use & 1)
-            yield from add_grad_query(("dQ", me), tile, columns=(me,))
+            yield from add_grad_query(("dQ", me), visit, columns=(me,))
             # dV is complete as well.
-            assert both("weights", buffer) == [tile, tile]
-            assert memory["grad_out", slot] == tile
+            assert both("weights", buffer) == [visit, visit]
+            assert memory["grad_out", slot] == visit
             barriers.arrive("grad_out_free", slot)
             yield
-            assert both("grad_scores") == [tile, tile]
-            assert memory["query", slot] == tile
-            sums["dK", me].append(tile)
+            assert both("grad_scores") == [visit, visit]
+            assert memory["query", slot] == visit
+            sums["dK", me].append(visit)
             barriers.arrive("query_free", slot)
             yield
+        if num_pieces > 1:
+            return
         memory["value", me] = "dV"
         memory["key", me] = "dK"
         barriers.arrive("results_ready", 0)
 
     def reducer():
         yield from wait("key_ready", parity=0)
-        for tile in range(first, end):
-            use = tile - first
+        for visit in range(first, end):
+            use = visit - first
             yield from wait("grad_scores_ready", use % 2, parity=(use // 2) & 1)
-            yield from add_grad_query("dQ", tile, use % 2)
+            yield from add_grad_query("dQ", visit, use % 2)
             barriers.arrive("grad_scores_free", use % 2)
             if in_turn and use >= 2:
-                end_turn(tile - 2)
+                end_turn(visit - 2)
             yield from wait_for_turn(use)
-            sums["dQ"].append(tile)
+            sums["dQ"].append(visit)
         barriers.arrive("grad_query_done")
         if in_turn:
-            for tile in range(max(first, end - 2), end):
-                end_turn(tile)
+            for visit in range(max(first, end - 2), end):
+                end_turn(visit)
 
     coroutines = [producer(), *((wide_consumer if is_wide else consumer)(me) for me in range(2))]
     return [*coroutines, reducer()] if has_reducer else coroutines, sums, range(first, end)
 
 
+KERNELS = pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
+
+
 @CAUSAL
-@pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
+@KERNELS
 @pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
 def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_key, num_queries, kernel, is_causal):
     for seed in range(20):
         coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel)
         _run_in_random_order([coroutines], seed)
-        names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
-        assert [sums[name] for name in names] == [list(tiles)] * len(names)
+        assert_summed_once(sums, kernel, tiles)
+
+
+def assert_summed_once(sums, kernel, visited):
+    names = [("dK", 0), ("dK", 1), *(["dQ"] if kernel == "reducer" else [("dQ", 0), ("dQ", 1)])]
+    assert [sums[name] for name in names] == [list(visited)] * len(names)
 
 
 @CAUSAL
-@pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
+@KERNELS
+@pytest.mark.parametrize(("group_size", "num_pieces"), [(2, 1), (3, 1), (4, 3), (8, 8), (3, 32)])
+@pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 300), (128, 300), (256, 100)])
+def test_heads_of_a_group_add_to_the_same_keys_once(first_key, num_queries, group_size, num_pieces, kernel, is_causal):
+    """dK and dV get every tile of queries of every head that sees the keys from one piece, and dQ of it their share."""
+    tiles = query_tiles(first_key, num_queries, 64, is_causal)
+    for seed in range(3):
+        summed = []
+        for piece in range(num_pieces):
+            coroutines, sums, visited = simulate_backward(
+                first_key, num_queries, is_causal, kernel, group_size=group_size, piece=piece, num_pieces=num_pieces
+            )
+            _run_in_random_order([coroutines], seed)
+            assert_summed_once(sums, kernel, visited)
+            summed += [(member_of_visit(visit, *tiles), tile_of_visit(visit, *tiles)) for visit in visited]
+        assert summed == list(itertools.product(range(group_size), range(*tiles)))
+
+
+@CAUSAL
+@KERNELS
+@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize(
     ("num_queries", "num_keys", "at_once"), [(1, 1, 1), (500, 700, 3), (700, 300, 1), (300, 900, 9)]
 )
-def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(num_queries, num_keys, at_once, kernel, is_causal):
+def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
+    num_queries, num_keys, at_once, group_size, kernel, is_causal
+):
     """``at_once`` programs have a multiprocessor; the next begins when one ends, in the order of the schedule.
 
     Under a causal mask as many of them may wait for one that begins after them.
     """
     key_rows = 64 if kernel == "wide" else 128
+    end_tile = -(-num_queries // 64)
     for seed in range(4):
         turns = collections.Counter()
         programs = [
-            simulate_backward(tile * key_rows, num_queries, is_causal, kernel, turns=turns, num_keys=num_keys)
+            simulate_backward(
+                tile * key_rows,
+                num_queries,
+                is_causal,
+                kernel,
+                turns=turns,
+                num_keys=num_keys,
+                group_size=group_size,
+            )
             for tile, _ in longest_first_at_the_end(
                 ordered_items(-(-num_keys // key_rows), 1, 1, last_tile_first=True), at_once if is_causal else 1
             )
         ]
         _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
-        assert turns == collections.Counter(tile for _, _, tiles in programs for tile in tiles)
+        expected = collections.Counter()
+        for tile in range(-(-num_keys // key_rows)):
+            first, end = query_tiles(tile * key_rows, num_queries, 64, is_causal)
+            expected.update(member * end_tile + seen for member in range(group_size) for seen in range(first, end))
+        assert turns == expected
 
 
 def _run_in_random_order(programs, seed, at_once=None):
