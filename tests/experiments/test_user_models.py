@@ -111,8 +111,7 @@ def test_our_attention_is_torchs(settings):
     torch.testing.assert_close(user_models.attention.our_attention(query, key, value, **settings), expected)
 
 
-@pytest.mark.parametrize("needed", [False, True])
-def test_grouped_heads_are_repeated_only_for_kernels_that_have_no_groups(monkeypatch, needed):
+def test_grouped_heads_are_read_in_place(monkeypatch):
     heads = []
     flash_attention = user_models.attention.flash_attention
 
@@ -121,11 +120,10 @@ def test_grouped_heads_are_repeated_only_for_kernels_that_have_no_groups(monkeyp
         return flash_attention(query, key, value, **settings)
 
     monkeypatch.setattr(user_models.attention, "flash_attention", noted)
-    monkeypatch.setattr(user_models.attention, "_needs_equal_heads", lambda query: needed)
     query, (key, value) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
     found = user_models.attention.our_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(found, user_models.torch_attention(query, key, value, enable_gqa=True))
-    assert heads == [4 if needed else 2]
+    assert heads == [2]
 
 
 def test_a_models_own_cell_leaves_torchs_attention_alone():

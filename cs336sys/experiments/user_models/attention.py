@@ -1,7 +1,6 @@
 """Another attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.kernels.attention.hopper.availability import HEAD_DIMS as HOPPER_HEAD_DIMS
 
 # torch's own, whatever stands in its place.
 torch_attention = F.scaled_dot_product_attention
@@ -73,23 +71,7 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
     if call.scale is not None:
         # Ours divides the scores by sqrt(D).
         query = query * (call.scale * math.sqrt(query.shape[-1]))
-    if call.enable_gqa and _needs_equal_heads(query):
-        key, value = call.repeated
     return flash_attention(query, key, value, is_causal=call.is_causal)
-
-
-def _needs_equal_heads(query: Tensor) -> bool:
-    """Whether the kernels that would take this query are those for Hopper, which have no groups of heads.
-
-    With copies of keys and values they are faster than plain Triton without.
-    """
-    in_half = query.dtype != torch.float32 or torch.is_autocast_enabled("cuda")
-    return query.is_cuda and _is_hopper() and in_half and query.shape[-1] in HOPPER_HEAD_DIMS
-
-
-@functools.cache
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def why_not_ours(

@@ -2,8 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
+from cs336sys.kernels.attention.hopper import availability
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.reference import reference_attention
 
@@ -22,11 +24,29 @@ STRIDES = {
 }
 
 
-def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=0):
+def _why_no_hopper():
+    if not ON_GPU:
+        return "no CUDA GPU"
+    return availability.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
+
+
+# Of a test, or of one parameter's, that needs a GPU which has the Hopper kernels.
+HOPPER_MARKS = (pytest.mark.gpu, pytest.mark.skipif(_why_no_hopper() is not None, reason=str(_why_no_hopper())))
+
+
+def on_hopper(function):
+    for mark in HOPPER_MARKS:
+        function = mark(function)
+    return function
+
+
+def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=0, group_size=1):
+    """Query, key and value; ``leading`` ends with the heads of queries, of which ``group_size`` share one of keys."""
     generator = torch.Generator(device).manual_seed(seed)
+    of_keys = (*leading[:-1], leading[-1] // group_size)
     return tuple(
-        torch.randn(*leading, length, head_dim, dtype=dtype, device=device, generator=generator).requires_grad_()
-        for length in (num_queries, num_keys, num_keys)
+        torch.randn(*heads, length, head_dim, dtype=dtype, device=device, generator=generator).requires_grad_()
+        for heads, length in ((leading, num_queries), (of_keys, num_keys), (of_keys, num_keys))
     )
 
 

@@ -59,7 +59,7 @@ def random_case(generator: random.Random) -> Case:
         dtype=generator.choice((torch.bfloat16, torch.float16) if is_hopper else tuple(TOLERANCES)),
         batch=generator.choice((1, 2, 3)),
         key_heads=generator.choice((1, 2, 4, 9)),
-        group=1 if is_hopper else generator.choice((1, 1, 2, 5)),
+        group=generator.choice((1, 1, 2, 5)),
         num_queries=num_queries,
         num_keys=num_queries if generator.random() < 0.6 else generator.randint(1, 1500),
         head_dim=generator.choice((16, 32, 64, 128, 256) if is_hopper else (16, 24, 32, 64, 80, 128, 256)),

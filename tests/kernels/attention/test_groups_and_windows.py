@@ -3,14 +3,15 @@
 The interpreter's tiles are 32 queries by 16 keys, so that windows of 1 to 70 are smaller and larger than either.
 """
 
+import itertools
 import math
 
 import pytest
 import torch
-from attention_checks import ON_GPU, assert_close_to_float64, assert_matches_float64
+from attention_checks import HOPPER_MARKS, ON_GPU, assert_close_to_float64, assert_matches_float64
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, tiled
 from cs336sys.kernels.attention.operators import FlashAttentionTriton, _number_of
 from cs336sys.kernels.attention.reference import reference_attention
@@ -101,6 +102,16 @@ def test_descriptors_address_the_heads_of_keys(device, monkeypatch):
     assert_matches_float64(in_rows, True, window=7)
 
 
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8], ids=lambda heads: f"{heads} of 8 heads")
+@pytest.mark.parametrize("implementation", ["auto", pytest.param("hopper", marks=HOPPER_MARKS)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA GPU")
+def test_half_precision_groups_on_a_gpu(implementation, key_heads, device):
+    """Long enough for what "auto" takes on an H200 by itself."""
+    inputs = grouped_inputs(8, key_heads, 1100, 1100, device, torch.bfloat16, batch=4, head_dim=128)
+    assert_matches_float64(inputs, True, kernels=implementation)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
 def test_implementations_return_the_logsumexp(implementation, window, device):
@@ -129,8 +140,14 @@ def test_groups_equal_copies_of_the_keys(implementation, device):
         torch.testing.assert_close(actual, one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ANYWHERE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        *itertools.product(ANYWHERE, [torch.float32, torch.float16]),
+        pytest.param("hopper", torch.float16, marks=HOPPER_MARKS),
+    ],
+    ids=str,
+)
 def test_gradients_of_blocks_of_keys_add_up(implementation, dtype, device):
     """Two blocks of keys, the second of which the queries see causally: as a rank of a context parallel group does."""
     query, key, value = grouped_inputs(4, 2, 40, 64, device, dtype, batch=1)
@@ -304,17 +321,10 @@ def test_what_is_no_group_or_window_is_refused(implementation, heads, key_heads,
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("key_heads", "window", "text"),
-    [
-        (2, 3, "has no sliding window, got 3: choose 'triton' or 'auto'"),
-        (1, None, "as many heads of keys as of queries"),
-    ],
-)
-def test_hopper_refuses_what_it_cannot_do(key_heads, window, text, device):
-    inputs = grouped_inputs(2, key_heads, 8, 8, device, torch.float16)
-    with pytest.raises(Exception, match=text):
-        flash_attention(*inputs, True, window=window, implementation="hopper")
+def test_hopper_refuses_what_it_cannot_do(device):
+    inputs = grouped_inputs(2, 2, 8, 8, device, torch.float16)
+    with pytest.raises(CapabilityError, match="has no sliding window, got 3: choose 'triton' or 'auto'"):
+        flash_attention(*inputs, True, window=3, implementation="hopper")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def member_of_visit(visit, first, end):
 
 def tile_of_visit(visit, first, end):
     """The tile of a visit among those of its head."""
-    return first + (visit - first) % max(end - first, 1)
+    return visit - (visit - first) // max(end - first, 1) * (end - first)
 
 
 def tile_among_heads(visit, first, end):

@@ -7,11 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_checks import STRIDES, TOLERANCES, assert_exact, assert_matches_float64, random_inputs
+from attention_checks import (
+    STRIDES,
+    TOLERANCES,
+    assert_exact,
+    assert_matches_float64,
+    exact_inputs,
+    on_hopper,
+    random_inputs,
+)
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import FlashAttentionTriton, choice, flash_attention, operators
-from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention import (
+    FlashAttentionTriton,
+    choice,
+    flash_attention,
+    flash_attention_backward,
+    operators,
+)
+from cs336sys.kernels.attention.hopper import availability, plans
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan, HopperForwardPlan
 from cs336sys.kernels.attention.hopper.schedule import (
@@ -28,13 +42,6 @@ from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", availability.HEAD_DIMS)
-
-
-def on_hopper(function):
-    lacks = "no CUDA GPU"
-    if torch.cuda.is_available():
-        lacks = availability.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
-    return pytest.mark.gpu(pytest.mark.skipif(lacks is not None, reason=str(lacks))(function))
 
 
 def pretend_query(**changes):
@@ -573,3 +580,146 @@ def test_compile_keeps_one_graph(implementation, device):
         return flash_attention(query * 2.0, key, value, True, implementation=implementation).sin()
 
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(*inputs), block(*inputs), rtol=2e-2, atol=2e-2)
+
+
+# (batch, heads of queries), how many share a head of keys, and lengths: ragged, few queries, few keys, one tile.
+GROUPED_SHAPES = {
+    "2": ((2, 4), 2, 333, 517),
+    "4": ((1, 8), 4, 700, 300),
+    "8, one head of keys": ((1, 8), 8, 300, 1000),
+    "3": ((3, 6), 3, 129, 129),
+    "32, one head of keys": ((1, 32), 32, 64, 200),
+    "2, one query": ((2, 8), 2, 1, 300),
+    "4, one key": ((1, 4), 4, 300, 1),
+    "4, more than multiprocessors": ((12, 16), 4, 400, 400),
+}
+GROUPS = pytest.mark.parametrize("shape", GROUPED_SHAPES.values(), ids=GROUPED_SHAPES)
+# What is done with the items of the backward pass, in the place of ``cut_all``.
+CUTS = {
+    "whole": lambda items: (len(items), 1),
+    "in pieces": lambda items: (0, 3),
+    "both": lambda items: (len(items) // 2, 4),
+    "more pieces than visits": lambda items: (0, 32),
+}
+
+
+def grouped_inputs(shape, head_dim, device, dtype=torch.bfloat16):
+    leading, group_size, num_queries, num_keys = shape
+    return random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, group_size=group_size)
+
+
+@on_hopper
+@HEAD_DIMS
+@CAUSAL
+@GROUPS
+def test_grouped_queries(shape, is_causal, head_dim, device, poisoned_empty):
+    assert_matches_float64(grouped_inputs(shape, head_dim, device), is_causal, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+@CAUSAL
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_grouped_queries_however_items_are_cut(
+    cut, is_causal, head_dim, device, monkeypatch, fresh_plans, poisoned_empty
+):
+    monkeypatch.setattr(plans, "cut_all", lambda items, *others: cut(items))
+    inputs = grouped_inputs(((2, 6), 3, 333, 300), head_dim, device)
+    assert_matches_float64(inputs, is_causal, kernels="hopper")
+
+
+@on_hopper
+@HEAD_DIMS
+@CAUSAL
+@GROUPS
+def test_grouped_queries_deterministic(shape, is_causal, head_dim, device, poisoned_empty):
+    inputs = grouped_inputs(shape, head_dim, device)
+    assert_matches_float64(inputs, is_causal, kernels="hopper", deterministic=True)
+    out = flash_attention(*inputs, is_causal, implementation="hopper", deterministic=True)
+    grad_out = torch.randn_like(out)
+    first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@on_hopper
+@HEAD_DIMS
+@CAUSAL
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_integer_data_of_grouped_queries(seed, is_causal, head_dim, device):
+    """Each of six heads picks keys of its own among those of two; a head that reads other keys gets other values."""
+    group_size, key_heads = 3, 2
+    num_queries, num_keys = [(1000, 1000), (300, 1300), (1300, 300), (2000, 2000)][seed]
+    heads = [
+        exact_inputs(num_queries, num_keys, head_dim, is_causal, torch.bfloat16, device, 100 * seed + head)
+        for head in range(group_size * key_heads)
+    ]
+    query = torch.stack([inputs[0].detach() for inputs, _, _ in heads])[None].requires_grad_()
+    # The keys are the same for every seed; the values are those of the first head of a group.
+    key, value = (
+        torch.stack([heads[head][0][which].detach() for head in range(0, len(heads), group_size)])[None]
+        for which in (1, 2)
+    )
+    key, value = key.requires_grad_(), value.requires_grad_()
+    grad_out = torch.stack([one for _, one, _ in heads])[None]
+    out = flash_attention(query, key, value, is_causal, implementation="hopper")
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, (query, key, value), grad_out)
+    for head, (_, _, picked) in enumerate(heads):
+        assert torch.equal(out[0, head], value[0, head // group_size, picked])
+    for key_head in range(key_heads):
+        expected = torch.zeros(num_keys, head_dim, device=device)
+        for _, grad, picked in heads[key_head * group_size : (key_head + 1) * group_size]:
+            expected.index_add_(0, picked, grad.float())
+        assert torch.equal(grad_value[0, key_head].float(), expected)
+    # The weight is exactly 1, so dP - D = 0 exactly.
+    assert not grad_query.any()
+    assert not grad_key.any()
+
+
+@on_hopper
+@pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_grouped_queries_equal_copies_of_their_keys(is_causal, head_dim, device):
+    """By the same kernels without groups; and again by the C++, which knows the plan from the second call on."""
+    query, key, value = grouped_inputs(((2, 8), 4, 700, 900), head_dim, device)
+    copies = [one.detach().repeat_interleave(4, 1).requires_grad_() for one in (key, value)]
+    expected = flash_attention(query, *copies, is_causal, implementation="hopper", return_logsumexp=True)
+    grad_out = torch.randn_like(query)
+    expected_grads = torch.autograd.grad(expected[0], (query, *copies), grad_out)
+    for _ in range(3):
+        actual = flash_attention(query, key, value, is_causal, implementation="hopper", return_logsumexp=True)
+        grads = torch.autograd.grad(actual[0], (query, key, value), grad_out)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(grads[0], expected_grads[0], rtol=1.6e-2, atol=2e-3)
+        for one, other in zip(grads[1:], expected_grads[1:], strict=True):
+            summed = other.float().unflatten(1, (2, 4)).sum(2)
+            scale = summed.abs().max().item()
+            torch.testing.assert_close(one.float(), summed, rtol=0.0, atol=1.6e-2 * scale)
+
+
+@on_hopper
+@HEAD_DIMS
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_grouped_queries_from_an_external_logsumexp_and_delta(deterministic, head_dim, device):
+    """As autograd's own backward, which hands on just these two, and with heads that lie beside each other in rows."""
+    inputs = [
+        one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for one in grouped_inputs(((2, 8), 4, 500, 700), head_dim, device)
+    ]
+    options = {"implementation": "hopper", "deterministic": deterministic}
+    out, logsumexp = flash_attention(*inputs, True, return_logsumexp=True, **options)
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, grad_out)
+    delta = (grad_out.float() * out.detach().float()).sum(-1)
+    detached = [one.detach() for one in inputs]
+    actual = flash_attention_backward(*detached, grad_out, logsumexp, delta, True, **options)
+    for name, one, other in zip(("dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1.6e-2, atol=4e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_hopper
+@pytest.mark.parametrize(("key_heads", "deterministic"), [(4, False), (4, True), (1, False)])
+def test_auto_takes_them_in_either_pass_of_grouped_queries(key_heads, deterministic, device, fresh_plans):
+    inputs = random_inputs((4, 16), 2048, 2048, 128, torch.bfloat16, device, group_size=16 // key_heads)
+    flash_attention(*inputs, True, deterministic=deterministic).sum().backward()
+    assert [type(plan).__name__ for plan in operators._plans.values()] == ["HopperForwardPlan", "HopperBackwardPlan"]
