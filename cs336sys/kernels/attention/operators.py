@@ -363,8 +363,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: gradients are equal from run to run to the last bit; slower for some shapes.
             ``torch.use_deterministic_algorithms`` does the same.
         kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
-            D 16, 32, 64, 128 or 256, with H_kv = H and without window) or "auto" (for either pass what was measured to
-            be faster).
+            D 16, 32, 64, 128 or 256, without window) or "auto" (for either pass what was measured to be faster).
         window: if causal, query i sees only the last so many keys, i - window < j <= i.
         return_logsumexp: return the logsumexp as well.
 

@@ -68,6 +68,7 @@ HOPPER_CONFIGURATIONS = {
     "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
     "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
     "hopper, head dim 256": ((1, 16, 16384, 256), torch.bfloat16, True),
+    "hopper, head dim 128 grouped": ((1, 16, 2048, 128), torch.bfloat16, True, 4),
 }
 # Compiled with the argument "all"; those of head dimension 64 take turns only if they are causal.
 MORE_HOPPER_CONFIGURATIONS = {
@@ -78,6 +79,20 @@ MORE_HOPPER_CONFIGURATIONS = {
     "hopper, head dim 64 deterministic": ((1, 16, 16384, 64), torch.bfloat16, True, None, None, True),
     "hopper, head dim 128 deterministic": ((1, 16, 16384, 128), torch.bfloat16, True, None, None, True),
     "hopper, head dim 256 deterministic": ((1, 16, 16384, 256), torch.bfloat16, True, None, None, True),
+    "hopper, head dim 16 grouped": ((1, 16, 2048, 16), torch.bfloat16, True, 4),
+    "hopper, head dim 32 grouped": ((1, 16, 2048, 32), torch.bfloat16, True, 4),
+    "hopper, head dim 64 grouped": ((1, 16, 2048, 64), torch.bfloat16, True, 4),
+    "hopper, head dim 256 grouped": ((1, 16, 2048, 256), torch.bfloat16, True, 4),
+    "hopper, head dim 64 grouped full": ((1, 16, 2048, 64), torch.bfloat16, False, 4),
+    "hopper, head dim 128 grouped full": ((1, 16, 2048, 128), torch.bfloat16, False, 4),
+    "hopper, head dim 64 grouped uncut": ((1, 16, 16384, 64), torch.bfloat16, True, 4),
+    "hopper, head dim 128 grouped uncut": ((1, 16, 16384, 128), torch.bfloat16, True, 4),
+    "hopper, head dim 256 grouped uncut": ((1, 16, 16384, 256), torch.bfloat16, True, 4),
+    "hopper, head dim 256 grouped full": ((1, 16, 2048, 256), torch.bfloat16, False, 4),
+    "hopper, head dim 64 grouped deterministic": ((1, 16, 2048, 64), torch.bfloat16, True, 4, None, True),
+    "hopper, head dim 128 grouped deterministic": ((1, 16, 2048, 128), torch.bfloat16, True, 4, None, True),
+    "hopper, head dim 128 grouped full deterministic": ((1, 16, 2048, 128), torch.bfloat16, False, 4, None, True),
+    "hopper, head dim 256 grouped deterministic": ((1, 16, 2048, 256), torch.bfloat16, True, 4, None, True),
 }
 
 

@@ -138,12 +138,17 @@ HOPPER = (
     "hopper, head dim 64 full",
     "hopper, head dim 128",
     "hopper, head dim 256",
+    "hopper, head dim 128 grouped",
     *(MORE_HOPPER_CONFIGURATIONS if MORE else ()),
 )
 # Bytes of registers that go to memory. With triton 3.6, by which all was measured: in forward an address once an item.
 SPILLED_BY_TRITON_3_6 = {
     ("hopper, head dim 64", "forward"): 16,
     ("hopper, head dim 64 deterministic", "forward"): 16,
+    ("hopper, head dim 64 grouped", "forward"): 16,
+    ("hopper, head dim 64 grouped uncut", "forward"): 16,
+    ("hopper, head dim 64 grouped deterministic", "forward"): 16,
+    ("hopper, head dim 128 grouped full deterministic", "backward"): 8,
 }
 # From triton 3.7 on. Triton 3.9: in forward mostly around the mask, at the end of an item and where a step is repeated
 # with new maxima; in backward for each tile.
@@ -165,6 +170,23 @@ SPILLED_BY_LATER_TRITON = {
     ("hopper, head dim 64 deterministic", "backward"): 40,
     ("hopper, head dim 128 deterministic", "backward"): 528,
     ("hopper, head dim 256 deterministic", "backward"): 40,
+    ("hopper, head dim 16 grouped", "forward"): 88,
+    ("hopper, head dim 32 grouped", "forward"): 192,
+    ("hopper, head dim 64 grouped", "forward"): 720,
+    ("hopper, head dim 64 grouped full", "forward"): 604,
+    ("hopper, head dim 64 grouped uncut", "forward"): 720,
+    ("hopper, head dim 64 grouped deterministic", "forward"): 720,
+    ("hopper, head dim 256 grouped", "forward"): 112,
+    ("hopper, head dim 256 grouped full", "forward"): 96,
+    ("hopper, head dim 256 grouped uncut", "forward"): 112,
+    ("hopper, head dim 256 grouped deterministic", "forward"): 112,
+    ("hopper, head dim 64 grouped", "backward"): 40,
+    ("hopper, head dim 64 grouped full", "backward"): 16,
+    ("hopper, head dim 64 grouped uncut", "backward"): 24,
+    ("hopper, head dim 64 grouped deterministic", "backward"): 16,
+    ("hopper, head dim 128 grouped full", "backward"): 20,
+    ("hopper, head dim 128 grouped uncut", "backward"): 108,
+    ("hopper, head dim 128 grouped deterministic", "backward"): 108,
 }
 
 

@@ -105,7 +105,7 @@ def test_descriptors_address_the_heads_of_keys(device, monkeypatch):
 @pytest.mark.parametrize("key_heads", [1, 2, 4, 8], ids=lambda heads: f"{heads} of 8 heads")
 @pytest.mark.parametrize("implementation", ["auto", pytest.param("hopper", marks=HOPPER_MARKS)])
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="no CUDA GPU")
+@pytest.mark.skipif(not ON_GPU, reason="float32 matrix algebra of this size takes the interpreter minutes")
 def test_half_precision_groups_on_a_gpu(implementation, key_heads, device):
     """Long enough for what "auto" takes on an H200 by itself."""
     inputs = grouped_inputs(8, key_heads, 1100, 1100, device, torch.bfloat16, batch=4, head_dim=128)
