@@ -43,7 +43,7 @@ def on_hopper(function):
 def random_inputs(leading, num_queries, num_keys, head_dim, dtype, device, seed=0, group_size=1):
     """Query, key and value; ``leading`` ends with the heads of queries, of which ``group_size`` share one of keys."""
     generator = torch.Generator(device).manual_seed(seed)
-    of_keys = (*leading[:-1], leading[-1] // group_size)
+    of_keys = (*leading[:-1], *(heads // group_size for heads in leading[-1:]))
     return tuple(
         torch.randn(*heads, length, head_dim, dtype=dtype, device=device, generator=generator).requires_grad_()
         for heads, length in ((leading, num_queries), (of_keys, num_keys), (of_keys, num_keys))

@@ -58,8 +58,9 @@ def sum_pieces_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
 ):
-    """dK and dV of 64 keys of an item in pieces, and COLUMNS of them: the sum over the pieces.
+    """dK and dV of 64 keys of an item in pieces, and COLUMNS of them: the sum over the pieces, AT_A_TIME after another.
 
     An item has NUM_TILES times 64 keys, whose shares lie as the backward kernels wrote them; ``first_item``: where in
     the schedule the first such item stands.
@@ -76,10 +77,13 @@ def sum_pieces_kernel(
     columns = first_column + tl.arange(0, COLUMNS)
     for which in tl.static_range(2):
         sums = tl.zeros([ROWS * COLUMNS], tl.float32)
-        for piece in range(num_pieces):
-            share = (2 * (item * num_pieces + piece) + which) * NUM_TILES + tile
-            offset = share.to(tl.int64) * (ROWS * HEAD_DIM) + first_column * ROWS
-            sums += tl.load(pieces + offset + tl.arange(0, ROWS * COLUMNS))
+        for first_piece in range(0, num_pieces, AT_A_TIME):
+            # All of them on their way at the same time: the latency of L2 is what a program waits for.
+            some = first_piece + tl.arange(0, AT_A_TIME)
+            shares = (2 * (item * num_pieces + some) + which) * NUM_TILES + tile
+            offsets = shares.to(tl.int64) * (ROWS * HEAD_DIM) + first_column * ROWS
+            elements = pieces + offsets[:, None] + tl.arange(0, ROWS * COLUMNS)[None, :]
+            sums += tl.sum(tl.load(elements, mask=(some < num_pieces)[:, None], other=0.0), 0)
         rows = sums.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLUMNS])
         grad = grad_key if which == 0 else grad_value
         strides = grad_key_strides if which == 0 else grad_value_strides

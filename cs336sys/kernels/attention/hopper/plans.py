@@ -52,8 +52,9 @@ PIECE_COST = 5
 # What an item that stays whole takes beside them: the same but for float32 sums, which are written and read.
 WHOLE_COST = 2
 
-# Columns of dK and dV that a program sums over the pieces of grouped queries, of which there may be many.
-SUMMED_COLUMNS = 32
+# How many columns of dK and dV a program sums over the pieces, and how many pieces at a time; of grouped queries there
+# may be few items of many pieces.
+SUMMED = {"of one head": (128, 1), "grouped": (16, 8)}
 
 _BACKWARD_KERNELS = {
     "exchange": backward_kernel,
@@ -289,7 +290,7 @@ class HopperBackwardPlan(BackwardPlan):
         self._then(convert, sums[0], "grad_query")
         if self._num_cut:
             num_tiles = self._settings.key_rows // WARPGROUP_ROWS
-            columns = problem.head_dim if problem.group_size == 1 else min(problem.head_dim, SUMMED_COLUMNS)
+            columns, at_a_time = SUMMED["of one head" if problem.group_size == 1 else "grouped"]
             sum_pieces = Launch(
                 sum_pieces_kernel,
                 self._num_cut * num_tiles * (problem.head_dim // columns),
@@ -300,6 +301,6 @@ class HopperBackwardPlan(BackwardPlan):
                     self._operands[1].shape[1],
                     problem.num_keys,
                 ),
-                (problem.head_dim, num_tiles, columns),
+                (problem.head_dim, num_tiles, columns, at_a_time),
             )
             self._then(sum_pieces, "pieces", "grad_key", "grad_value", "schedule")
