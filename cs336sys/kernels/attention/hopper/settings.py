@@ -136,7 +136,7 @@ def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> 
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
 
     Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
-    they fill the GPU, at most to one for each head. Who adds to dQ in turn is not cut.
+    they fill the GPU. Who adds to dQ in turn is not cut.
     """
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
     if deterministic:
