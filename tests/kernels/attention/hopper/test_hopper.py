@@ -328,6 +328,28 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
 
 
 @pytest.mark.parametrize(
+    ("key_heads", "length", "head_dim", "is_causal", "programs"),
+    [
+        (1, 8192, 128, True, 64 * 8),  # four heads of 8 MiB a piece, although four pieces would fill the GPU
+        (1, 8192, 64, True, 64 * 4),
+        (1, 8192, 128, False, 64 * 2),
+        (8, 8192, 128, True, 512),
+        (1, 512, 128, True, 4 * 32),  # all queries fit in L2
+    ],
+)
+def test_pieces_have_so_few_heads_that_their_queries_fit_in_l2(key_heads, length, head_dim, is_causal, programs):
+    """Under a causal mask; in full attention programs stay together."""
+    tensors = [
+        torch.empty(1, heads, length, head_dim, dtype=torch.bfloat16, device="meta")
+        for heads in (32, key_heads, key_heads, 32, 32, key_heads, key_heads)
+    ]
+    operands = [Operand(tensor) for tensor in tensors]
+    described = problem(32, length, length, head_dim, is_causal=is_causal, group_size=32 // key_heads)
+    plan = HopperBackwardPlan(described, operands[:4], operands[0], operands[4:], torch.device("cpu"), False)
+    assert plan.steps[1][0].num_programs == programs
+
+
+@pytest.mark.parametrize(
     ("num_heads", "group_size", "is_causal", "together"),
     [(32, 4, True, 4 * 4), (32, 4, False, 1), (32, 32, True, 32), (6, 2, True, 6)],
 )
