@@ -335,9 +335,12 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         (1, 8192, 128, False, 64 * 2),
         (8, 8192, 128, True, 512),
         (1, 512, 128, True, 4 * 32),  # all queries fit in L2
+        (1, 8192, 256, True, 128 * 16),  # two heads a piece, as measured
+        (4, 8192, 256, True, 512 * 4),
+        (8, 2048, 256, True, 256 * 2),
     ],
 )
-def test_pieces_have_so_few_heads_that_their_queries_fit_in_l2(key_heads, length, head_dim, is_causal, programs):
+def test_pieces_have_as_few_heads_as_was_best(key_heads, length, head_dim, is_causal, programs):
     """Under a causal mask; in full attention programs stay together."""
     tensors = [
         torch.empty(1, heads, length, head_dim, dtype=torch.bfloat16, device="meta")
