@@ -139,7 +139,10 @@ def test_the_three_times_of_the_handout():
 @pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
 @pytest.mark.parametrize("name", ["xl", "2.7b", "10b"])
 def test_eager_ranks_held_what_is_predicted(name, strategy):
-    """Two H200, bf16. Beside tensors, a GPU held two workspaces of cuBLAS, 64 MiB, in every cell."""
+    """Two H200, bf16. Beside tensors, a GPU held two workspaces of cuBLAS, 64 MiB, once it had multiplied.
+
+    Of 2.7b's ranks each cell begins without those of the one before; when the others were measured they were kept.
+    """
     cells = [
         cell
         for cell in read_results(RESULTS / f"shard-{name}-h200.jsonl.gz").cells
@@ -155,7 +158,8 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
     for held in by_source["measured"]:
         if held.moment in predicted:
             low, high = MEASURED[strategy][held.moment == "peak"]
-            total = held.total - 64 * 2**20
+            has_multiplied = name != "2.7b" or held.moment != "initialized"
+            total = held.total - has_multiplied * 64 * 2**20
             assert low <= total / predicted[held.moment].total - 1 <= high, held.moment
 
 
