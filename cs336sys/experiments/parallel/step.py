@@ -125,6 +125,15 @@ class ParallelStep(TrainStep):
         with self._around_passes:
             super().backward()
 
+    def __call__(self) -> None:
+        """One step. Replays have ended when it returns, so that collectives may be launched.
+
+        Beside a graph that has some, NCCL allows none after ``NCCL_GRAPH_MIXING_SUPPORT=0``.
+        """
+        super().__call__()
+        if self.graphs is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def aside(self) -> AbstractContextManager[None]:
         """Where the step is launched until it is captured: on the stream that it was built on."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.aside()

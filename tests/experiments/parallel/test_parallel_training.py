@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import time
 from dataclasses import asdict, replace
 
@@ -311,6 +312,36 @@ def test_a_priority_that_gloo_does_not_have_is_refused():
     asked = ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
     with pytest.raises(UsageError, match="--high-priority: is of NCCL's kernels, and ranks communicate by gloo"):
         kept_ranks(asked)
+
+
+def test_ranks_of_nccl_expect_no_collective_beside_a_graph(monkeypatch):
+    """Unless the environment has decided."""
+    monkeypatch.setattr(measurement, "_backend", lambda workload: workload.backend)
+    monkeypatch.setattr(measurement.launch, "kept", lambda *_, **__: os.environ.get("NCCL_GRAPH_MIXING_SUPPORT"))
+    for backend, given, expected in (("nccl", None, "0"), ("nccl", "1", "1"), ("gloo", None, None)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "environ", {} if given is None else {"NCCL_GRAPH_MIXING_SUPPORT": given})
+            assert kept_ranks(ParallelWorkload(Workload(SIZE), "naive", backend=backend)) == expected
+
+
+@pytest.mark.multigpu
+def test_gpus_compute_while_parameters_arrive_in_graphs():
+    """With an event before each gather GPUs ran out of queues: computing waited for gathers that it did not need."""
+    size = choose_size("xl", num_layers=24, batch_size=4, context=512)
+    settings = {"size": size, "precision": "bf16", "attention": "flash", "optimizer": "fused", "device": "cuda"}
+    cell = replace(workload("optimizer-flat", cuda_graph="on", warmup=2, steps=5, **settings), check_layers=1)
+    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.derived["overlap_percent"] > 75
+
+
+@pytest.mark.multigpu
+def test_a_replayed_step_is_over_when_it_returns():
+    cell = workload("bucketed", size=SMALL, optimizer="fused", device="cuda", cuda_graph="on", bucket_mb="block")
+    assert launch.run(training_ranks.is_over_after_replays, cell, world_size=2, backend="nccl", timeout_s=120) == [
+        True,
+        True,
+    ]
 
 
 def test_three_ranks_share_a_batch_of_six(ranks):

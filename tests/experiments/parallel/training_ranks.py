@@ -93,6 +93,17 @@ def _largest_difference(first, second):
     return (first - second).abs().max().item()
 
 
+def is_over_after_replays(workload):
+    """Whether this rank's GPU had nothing left to do after each of some replayed steps."""
+    step = ParallelStep(workload, step_module.rank_device(workload))
+    step.capture()
+    found = []
+    for _ in range(20):
+        step()
+        found.append(torch.cuda.current_stream().query())
+    return all(found)
+
+
 def killed_between_replays(workload):
     """Rank 1 dies after a replayed step; the others go on."""
     step = ParallelStep(workload, step_module.rank_device(workload))
