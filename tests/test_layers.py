@@ -25,6 +25,7 @@ LAYERS = (
             "results",
             "results_file",
             "gzip_members",
+            "whole_files",
             "late_compiler",
         ),
         "accounting",

@@ -33,6 +33,7 @@ from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results import Samples
+from cs336sys.whole_files import written_whole
 from cs336sys.workload import ProfileWorkload, Workload
 
 
@@ -253,7 +254,8 @@ def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:
     if workload.keep is not None:
         folder = Path(workload.keep)
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, folder / f"{workload.training.name}.{ending}")
+        with written_whole(folder / f"{workload.training.name}.{ending}") as whole:
+            shutil.copyfile(file, whole)
 
 
 def _main(configuration: str, outcome_file: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.results import holds_results
+from cs336sys.whole_files import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,8 +44,8 @@ def check_writable(path: Path, option: str) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            # Another rank of the same command may have been faster.
-            path.unlink(missing_ok=True)
+            # A link that led nowhere stays. Another rank of the same command may have been faster.
+            Path(os.path.realpath(path)).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(_unwritable(f"{option} {path}", error)) from error
 
@@ -75,13 +76,14 @@ def check_drawing(asked: str) -> None:
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:
-    """Write what an option asked for.
+    """Write what an option asked for, whole or not at all.
 
     Raises:
         OutputError: it cannot be written; that a disk is full is found out too late for anything else.
     """
     try:
-        path.write_bytes(content)
+        with written_whole(path) as whole:
+            whole.write_bytes(content)
     except OSError as error:
         raise OutputError(_unwritable(f"{option} {path}", error)) from error
 

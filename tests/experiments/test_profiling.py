@@ -1,7 +1,9 @@
 """A cell of ``nsys``: which profiler is used, what becomes of failures, and what is kept."""
 
 import contextlib
+import errno
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -238,3 +240,19 @@ def test_nsys_and_torch_profiler_agree_on_a_gpu():
     for a, b in zip(of_nsys.phases, of_torch.phases, strict=True):
         assert (a.name, a.kernels) == (b.name, b.kernels)
         assert a.kernel_ns == pytest.approx(b.kernel_ns, rel=0.03)
+
+
+def test_a_report_that_cannot_be_kept_leaves_that_of_before(tmp_path, monkeypatch):
+    workload = ProfileWorkload(TINY, "nsys", keep=str(tmp_path))
+    kept = tmp_path / f"{TINY.name}.sqlite"
+    kept.write_text("of before")
+
+    def copy_half(source, destination):
+        destination.write_text("of n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    with pytest.raises(OSError, match="No space left"):
+        profiling._keep(tmp_path / "report.sqlite", workload, "sqlite")
+    assert kept.read_text() == "of before"
+    assert list(tmp_path.iterdir()) == [kept]

@@ -8,6 +8,7 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
+from cs336sys.whole_files import written_whole
 
 # The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
 PICKLE_PROTOCOL = 4
@@ -19,7 +20,7 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with written_whole(path) as whole, whole.open("wb") as file:
             pickle.dump(snapshot, file, protocol=PICKLE_PROTOCOL)
     except OSError as error:
         raise UsageError(f"cannot write the snapshot {path}: {error.strerror or error}") from error

@@ -1,16 +1,19 @@
 """The engine of ``ddp``, on Gloo ranks that all tests share."""
 
+import errno
 import gzip
 import json
 import os
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import torch
 import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.parallel import measurement
+from cs336sys.experiments.parallel import measurement, timeline
 from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
@@ -286,6 +289,23 @@ def test_a_cell_has_what_its_columns_need(ranks, tmp_path, monkeypatch):
     # Steps without communication serve all strategies.
     measure_parallel_training(workload("torch").configuration(), stages.append)
     assert stages[4:] == ["checking torch against one process", "timing torch"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_that_of_before(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json.gz"
+    path.write_text("of before")
+
+    def write_half(profiler, file):
+        assert file.endswith(".json.gz"), "torch compresses by the name"
+        Path(file).write_text("of n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(timeline.TorchProfiler, "export_chrome_trace", write_half)
+    monkeypatch.setattr(timeline, "finish_communication", lambda: None)
+    with pytest.raises(OSError, match="No space left"):
+        timeline.write_trace({}, torch.device("cpu"), path)
+    assert path.read_text() == "of before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_no_cell_writes_over_the_trace_of_another(tmp_path):

@@ -1,0 +1,94 @@
+"""Files that are written whole or not at all: what was there before stays until the new content is complete.
+
+A full disk, an exception or a killed process then costs the new content, and not the old.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# File systems allow names of 255 bytes, and a character may take four.
+_KEPT_CHARACTERS = 40
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give the file to write to, beside ``path``, which takes its place when the context ends without an error.
+
+    Its name ends as that of ``path``, by which some writers choose a format. Its permissions are those of ``path``, or
+    of any new file. Where ``path`` is a symbolic link, the file that it leads to is replaced.
+
+    ``path`` itself is given, and written in place, where another file cannot stand for it: a pipe or a device; a file
+    that this process holds open, as standard output is (``/dev/stdout``); one with several names, of another owner or
+    group, or that may not be written; one in a folder that takes no new files.
+
+    Raises:
+        OSError: the file cannot be made or cannot take its place. Nothing is left beside ``path`` then, nor after an
+            error in the context.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        existing = path.stat()
+    except FileNotFoundError:
+        existing = None
+    partial = _made_beside(target, existing)
+    if partial is None:
+        yield path
+        return
+    try:
+        yield partial
+        try:
+            partial.replace(target)
+        except OSError:
+            # A mount point, or another's file in a folder like /tmp: what is complete is copied.
+            shutil.copyfile(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _made_beside(target: Path, existing: os.stat_result | None) -> Path | None:
+    """An empty file that can take the place of ``target``; None where none can."""
+    if existing is not None and not _is_replaceable(target, existing):
+        return None
+    partial = target.with_name(f".{secrets.token_hex(4)}-{target.name[-_KEPT_CHARACTERS:]}")
+    try:
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+        return None
+    try:
+        made = os.fstat(descriptor)
+        if existing is None:
+            return partial
+        if (made.st_uid, made.st_gid) == (existing.st_uid, existing.st_gid):
+            with contextlib.suppress(OSError):  # some file systems have no permissions
+                partial.chmod(stat.S_IMODE(existing.st_mode))
+            return partial
+    finally:
+        os.close(descriptor)
+    partial.unlink()
+    return None
+
+
+def _is_replaceable(target: Path, existing: os.stat_result) -> bool:
+    if not stat.S_ISREG(existing.st_mode) or existing.st_nlink > 1 or not os.access(target, os.W_OK):
+        return False
+    return not any(os.path.samestat(existing, opened) for opened in _open_files())
+
+
+def _open_files() -> Iterator[os.stat_result]:
+    """What this process holds open, as far as the system says."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir("/dev/fd")
+    for name in names:
+        # The descriptor by which the folder was listed is among them, and closed.
+        with contextlib.suppress(OSError, ValueError):
+            yield os.fstat(int(name))
