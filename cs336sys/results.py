@@ -213,10 +213,28 @@ LATER_SETTINGS: dict[str, Any] = {
 }
 
 
+# Settings that name a folder for files of a cell, or none; memprof has a "trace" that is none of them.
+_FOLDERS = ("keep", "snapshot", "trace")
+
+# How long ranks wait for each other before they give up, which takes no part in what they measured.
+_PATIENCE = ("timeout_s",)
+
+
+def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
+    """The settings by which a cell leaves traces, reports or snapshots in folders, with these."""
+    return {name: configuration[name] for name in _FOLDERS if isinstance(configuration.get(name), str)}
+
+
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
-    """Canonical text of a configuration: equal for equal settings, whatever their order, in earlier files, too."""
+    """Canonical text of what a configuration measures: equal for equal settings, whatever their order.
+
+    Settings that earlier files lack have the values of then. Those that no measurement depends on are no part of it:
+    the folders of :func:`folders_of`, and ``timeout_s``.
+    """
     settings = {**LATER_SETTINGS, **configuration}
-    return json_text({name: value for name, value in settings.items() if name not in ignore}, sort_keys=True)
+    passed_over = {*ignore, *_PATIENCE, *folders_of(settings)}
+    passed_over |= {name for name in _FOLDERS if settings.get(name) is None}
+    return json_text({name: value for name, value in settings.items() if name not in passed_over}, sort_keys=True)
 
 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -267,6 +267,15 @@ def test_configuration_key_does_not_depend_on_order():
     assert configuration_key({"a": 1}) != configuration_key({"a": "1"})
 
 
+@pytest.mark.parametrize(
+    "changed", [{"timeout_s": 9.0}, {"trace": "folder"}, {"snapshot": "folder"}, {"keep": "folder"}]
+)
+def test_what_no_measurement_depends_on_is_no_part_of_a_configurations_key(changed):
+    settings = {"a": 1, "timeout_s": 120.0, "trace": None, "snapshot": None, "keep": None}
+    assert configuration_key(settings | changed) == configuration_key(settings)
+    assert configuration_key(settings | changed | {"trace": True}) != configuration_key(settings | {"trace": False})
+
+
 def test_statistics_of_samples():
     samples = Samples("ms", "cpu clock", (4.0, 1.0, 3.0, 2.0), warmup=(1000.0,))
     assert (samples.mean, samples.median) == (2.5, 2.5)

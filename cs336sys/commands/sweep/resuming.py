@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.results import Cell, Results, Run, code_name, configuration_key, differing_conditions, same_code
+from cs336sys.results import (
+    Cell,
+    Results,
+    Run,
+    code_name,
+    configuration_key,
+    differing_conditions,
+    folders_of,
+    same_code,
+)
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
@@ -30,15 +39,15 @@ def known_cells(
 
     They are those of a run under the same :attr:`~cs336sys.results.Run.conditions` with the same code, or of any run
     with ``take_any``; the latest, where there are several. Cells that are measured in turn (``interleave``) are known
-    together, from one run, or not at all.
+    together, from one run, or not at all. A cell that is asked for files (``--trace``) is known if it left them there.
     """
     measured: dict[str, dict[str, Cell]] = {}
     for cell in results.cells:
         if cell.command == command and cell.status not in _WORTH_RETRYING:
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
-    together: dict[str, list[str]] = {}
+    together: dict[str, list[Mapping[str, Any]]] = {}
     for configuration in configurations:
-        together.setdefault(turn_key(configuration), []).append(configuration_key(configuration))
+        together.setdefault(turn_key(configuration), []).append(configuration)
     differences = {
         run_id: _differences(results.runs.get(run_id), run) for cells in measured.values() for run_id in cells
     }
@@ -46,9 +55,13 @@ def known_cells(
     otherwise: list[str] = []
     differing: dict[str, tuple[Any, Any]] = {}
     apart = 0
-    for keys in together.values():
-        present = [set(measured.get(key, ())) for key in keys]
-        complete = [run_id for run_id in measured.get(keys[0], ()) if all(run_id in runs for runs in present)]
+    for in_turn in together.values():
+        keys = [configuration_key(configuration) for configuration in in_turn]
+        present = [
+            [run_id for run_id, cell in measured.get(key, {}).items() if _left_files(cell, configuration)]
+            for key, configuration in zip(keys, in_turn, strict=True)
+        ]
+        complete = [run_id for run_id in present[0] if all(run_id in runs for runs in present)]
         same = [run_id for run_id in complete if not differences[run_id]]
         if complete and not same:
             otherwise += keys
@@ -68,6 +81,11 @@ def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
     measured_in = [runs[cell.run_id] for cell in cells] or [run]
     first = measured_in[0]
     return first if first and all(one and one.machine == first.machine for one in measured_in) else None
+
+
+def _left_files(cell: Cell, asked: Mapping[str, Any]) -> bool:
+    """Whether a cell left its files where they are asked for, if they are."""
+    return folders_of(asked).items() <= folders_of(cell.configuration).items()
 
 
 def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:

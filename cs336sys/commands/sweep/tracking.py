@@ -14,13 +14,10 @@ from typing import Any, Protocol
 
 from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import CapabilityError, OutputError
-from cs336sys.results import Cell, Run, json_text
+from cs336sys.results import Cell, Run, folders_of, json_text
 
 # Of MLflow's experiment and W&B's project, where their variables name no other.
 PROJECT = "cs336sys"
-
-# Settings that are folders, in which a cell leaves traces, reports or snapshots.
-_FOLDERS = ("keep", "snapshot", "trace")
 
 # MLflow's limit for a tag; its parameters may have 6000.
 _LONGEST_TEXT = 5000
@@ -203,8 +200,8 @@ def _as_tracked(
             figures |= {f"{column}_{part}": getattr(samples, part) for part in ("mean", "std", "median")}
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
-    folders = [Path(configuration[name]) for name in _FOLDERS if isinstance(configuration.get(name), str)]
-    left = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
+    folders = folders_of(configuration).values()
+    left = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "cell.json")
         whole.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))

@@ -145,8 +145,6 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
     if dist.get_world_size() > 1:
         timeline = _profiled(step, device)
-    if trace is not None:
-        _write_trace(step, device, trace)
     gathers = _watched_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
@@ -155,6 +153,9 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
         samples["communication"] = _time_alone(communications, tensors, training.steps, device)
+    # Last, so that nothing is measured with its ranges.
+    if trace is not None:
+        _write_trace(step, device, trace)
     return RankMeasurement(
         samples,
         peak_gib,

@@ -88,6 +88,38 @@ def test_errors_other_commands_and_other_settings_are_not_known():
     assert known([run("then")], cells) == ([None], [])
 
 
+@pytest.mark.parametrize("take_any", [False, True])
+def test_settings_that_no_measurement_depends_on_are_passed_over(take_any):
+    asked = [
+        {"size": "small", "strategy": strategy, "timeout_s": 120.0, "trace": None} for strategy in ("flat", "torch")
+    ]
+    cells = [
+        cell("then", **asked[0] | {"timeout_s": 300.0}),
+        cell("then", **asked[1] | {"trace": "traces"}),
+        # Predictions of memprof that another would lack, and other lengths of sampling.
+        cell("then", size="small", trace=True),
+        cell("then", size="small", steps=3),
+    ]
+    assert known([run("then")], cells, asked, take_any=take_any) == (["then", "then"], [])
+    others = ({"size": "small", "trace": False}, {"size": "small", "steps": 4})
+    assert known([run("then")], cells, others, take_any=take_any) == ([None, None], [])
+
+
+@pytest.mark.parametrize("setting", ["trace", "snapshot", "keep"])
+def test_files_that_are_asked_for_are_there_or_written(setting):
+    runs = [run("without"), run("with"), run("elsewhere")]
+    cells = [
+        cell("with", size="small", **{setting: "folder"}),
+        cell("elsewhere", size="small", **{setting: "another"}),
+        cell("without", size="small", **{setting: None}),
+    ]
+    asked = {"size": "small", setting: "folder"}
+    assert known(runs, cells, [asked]) == (["with"], [])
+    assert known(runs, cells[1:], [asked]) == ([None], [])
+    assert known(runs, cells, [asked | {setting: None}]) == (["without"], [])
+    assert known(runs, cells[:1], [asked | {setting: None}]) == (["with"], [])
+
+
 def in_turn(attention, **settings):
     return {"attention": attention, "interleave": "attention", "interleaved": "sdpa,flash"} | settings
 
