@@ -25,6 +25,7 @@ from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines,
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import share_layers
 from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.partial_gradients import PartialGradients
 from cs336sys.parallel.tensor_parallel.weights import cut_weights, load_whole, require_shareable, whole_tensors
 
 
@@ -95,6 +96,8 @@ class TensorParallel(nn.Module):
         share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start, vocabulary[0])
         self._first_token, self._vocabulary = own_part(vocabulary[1], rank, size).start, vocabulary[1]
         self._compares_tokens = bool(name)
+        watched = self._whole_parameters().values() if self.completes_gradients else ()
+        self._partial_gradients = PartialGradients(watched, self.group)
         for tensor in (*self._whole_parameters().values(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
@@ -123,19 +126,17 @@ class TensorParallel(nn.Module):
         )
 
     def finish_gradient_synchronization(self) -> None:
-        """Complete the gradients. Every rank must call it between backward passes and optimizer step, once a step.
+        """Complete the gradients. Every rank must call it between backward passes and optimizer step.
 
         Under sequence parallelism the gradients of norms, which each rank has of its slice of the sequence, are summed;
         all others are complete already. On a GPU the wait is only queued.
+
+        Gradients add up over several backward passes, whether it is called after the last or after each of them; called
+        again before another pass it does nothing. Passes that a CUDA graph replays are not seen: it sums after every
+        replay, so call it once for each, or capture it with them.
         """
-        if not self.completes_gradients:
-            return
-        gradients = [parameter.grad for parameter in self._whole_parameters().values() if parameter.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.group)
-            sums = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+        if self.completes_gradients:
+            self._partial_gradients.sum(self._whole_parameters().values())
 
     @property
     def completes_gradients(self) -> bool:

@@ -69,6 +69,101 @@ def gradients_of_all(variants):
     return {name: gradients(**settings) for name, settings in variants.items()}
 
 
+def _pass(shared, seed, wrapped=None, share=slice(None)):
+    inputs, targets = batch(seed)
+    shared.loss((wrapped or shared)(inputs[share]), targets[share]).backward()
+
+
+def accumulations():
+    """Whole gradients after two passes, by when they were completed and what happened in between."""
+
+    def once(shared, finish):
+        _pass(shared, 0)
+        _pass(shared, 1)
+        finish()
+
+    def twice_each(shared, finish):
+        for seed in (0, 1):
+            _pass(shared, seed)
+            finish()
+            finish()
+
+    def scaled_in_between(shared, finish):
+        _pass(shared, 0)
+        finish()
+        for parameter in shared.parameters():
+            parameter.grad *= 3
+        _pass(shared, 1)
+        finish()
+
+    def dropped_pass(shared, finish, set_to_none=True):
+        _pass(shared, 2)
+        finish()
+        _pass(shared, 3)
+        shared.zero_grad(set_to_none)
+        once(shared, finish)
+
+    def differentiated_besides(shared, finish):
+        once(shared, finish)
+        inputs, targets = batch(2)
+        torch.autograd.grad(shared.loss(shared(inputs), targets), list(shared.parameters()))
+
+    def differentiated_and_finished(shared, finish):
+        differentiated_besides(shared, finish)
+        finish()
+
+    orders = {
+        "once": once,
+        "twice after each": twice_each,
+        "scaled in between": scaled_in_between,
+        "after a dropped pass": dropped_pass,
+        "after a zeroed pass": lambda shared, finish: dropped_pass(shared, finish, set_to_none=False),
+        "differentiated besides": differentiated_besides,
+        "differentiated besides, then finished": differentiated_and_finished,
+    }
+    found = {}
+    for name, order in orders.items():
+        shared = TensorParallel(model(), sequence_parallel=True)
+        order(shared, shared.finish_gradient_synchronization)
+        found[name] = _whole_gradients(shared)
+    return found
+
+
+def accumulations_on_mesh():
+    """Whole gradients after two passes on a mesh of 2 x 2, by the outer wrapper; both are told to finish twice."""
+    found = {}
+    for outer in ("ddp", "fsdp"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+        shared = TensorParallel(model(), mesh["tp"], sequence_parallel=True)
+        wrap = {"ddp": lambda plain, group: BucketedDDP(plain, 0.001, group=group), "fsdp": FSDP}[outer]
+        wrapped = wrap(shared.module, group=mesh["data"])
+        first = 2 * mesh.get_local_rank("data")
+        for seed in (0, 1):
+            _pass(shared, seed, wrapped, slice(first, first + 2))
+            for _ in range(2):
+                wrapped.finish_gradient_synchronization()
+                shared.finish_gradient_synchronization()
+        norms = wrapped.replicated_parameters if outer == "fsdp" else dict(shared.module.named_parameters())
+        found[outer] = {name: norms[name].grad for name in NORMS}
+    return found
+
+
+NORMS = ("ln_final.weight", "layers.0.ln1.weight", "layers.1.ln2.weight")
+
+
+def accumulated_alone(factor=1):
+    """Gradients of two passes of one process, those of the first times ``factor``."""
+    plain = model()
+    for seed, scale in ((0, factor), (1, 1)):
+        inputs, targets = batch(seed)
+        (cross_entropy(plain(inputs), targets) * scale).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def _whole_gradients(shared):
+    return shared.full_state_dict({name: one.grad for name, one in shared.module.named_parameters()})
+
+
 def round_trip(sequence_parallel):
     """A whole state dict loaded, and what comes out again."""
     shared = TensorParallel(model(seed=1), sequence_parallel=sequence_parallel)

@@ -49,6 +49,26 @@ def test_groups_of_four(ranks):
                 assert off <= 1e-5, (name, parameter)
 
 
+def test_gradients_add_up_however_often_they_are_completed(ranks):
+    """Norms of which each rank has a part were summed again by every further call."""
+    for of_rank in ranks(2).run(tensor_parallel_ranks.accumulations):
+        for name, gradients in of_rank.items():
+            expected = tensor_parallel_ranks.accumulated_alone(3 if name == "scaled in between" else 1)
+            assert gradients.keys() == expected.keys()
+            for parameter, gradient in gradients.items():
+                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+                assert off <= 1e-5, (name, parameter)
+
+
+def test_gradients_add_up_on_meshes(ranks):
+    expected = tensor_parallel_ranks.accumulated_alone()
+    for of_rank in ranks(4).run(tensor_parallel_ranks.accumulations_on_mesh):
+        for outer, gradients in of_rank.items():
+            for parameter, gradient in gradients.items():
+                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+                assert off <= 1e-5, (outer, parameter)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_whole_state_dict_comes_out_as_it_went_in(ranks, sequence_parallel):
     expected = tensor_parallel_ranks.model(seed=2).state_dict()
