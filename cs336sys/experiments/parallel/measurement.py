@@ -116,8 +116,9 @@ def _derived(
 ) -> dict[str, Any]:
     first = measured[0]
     peaks_gib = [rank.peak_gib for rank in measured if rank.peak_gib is not None]
+    running_ms = None if first.timeline is None else first.timeline.communication_ms
     derived: dict[str, Any] = {
-        **exposed_communication({name: series.median for name, series in samples.items()}),
+        **exposed_communication({name: series.median for name, series in samples.items()}, running_ms),
         "overlap_percent": None,
         "calls": first.calls,
         "gradient_calls": first.gradient_calls,
@@ -202,9 +203,9 @@ def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     else:
         # By default each collective in a graph waits for an event, in case others are launched while the graph runs
-        # (:meth:`ParallelStep.__call__` sees to it that none is), and leaves a branch of its own. Gaps between 436
-        # all-reduces of large: 41.2 ms, without 19.2. Branches are more than the GPU has queues for: xl's forward pass
-        # stood still until most updated parameters had arrived, with optimizer-flat for 11 ms of 26.8, without 20.3.
+        # (:meth:`ParallelStep.__call__` sees to it that none is), and leaves a branch of its own: 436 all-reduces of
+        # large took 41.2 ms, without 19.2. Branches were more than the GPU has queues: while updated parameters of
+        # optimizer-flat arrived, the forward pass of xl stood still for 11 ms of 26.9; without, it takes 20.5.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     return launch.kept(
         workload.world_size, backend=backend, timeout_s=workload.timeout_s, high_priority=workload.high_priority

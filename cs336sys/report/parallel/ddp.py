@@ -1,5 +1,6 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,10 +65,19 @@ def _derived_of_rounds(
     training = ParallelWorkload.from_configuration(configuration).training
     return (
         rounds[0].derived
-        | exposed_communication({name: series.median for name, series in samples.items()})
+        | _exposed(samples, rounds[0].derived)
         | training.throughput(samples["step"])
         | {"peak_gib": largest_known(rounds, "peak_gib")}
     )
+
+
+def _exposed(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
+    return exposed_communication({name: series.median for name, series in samples.items()}, _running_ms(derived))
+
+
+def _running_ms(derived: Mapping[str, Any]) -> float | None:
+    """How long communication ran in the profiled step of a cell."""
+    return (derived.get("timeline") or {}).get("communication_ms")
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -142,8 +152,7 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
         if cell.status == "ok" and comparison(cell) in baselines:
             row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
-        timeline = cell.derived.get("timeline")
-        row["running_ms"] = timeline["communication_ms"] if timeline else None
+        row["running_ms"] = _running_ms(cell.derived)
         rows.append(row | exposure(cell))
     return rows
 
@@ -162,10 +171,11 @@ def exposure(cell: Cell) -> dict[str, Any]:
     exposed = replace(exposed, is_cost=is_cost)
     low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
     found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
-    if cell.derived.get("hidden_percent") is not None:
-        alone_ms = cell.samples["communication"].median
-        most, least = (min(max(100 * (1 - ms / alone_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
-        found["hidden_percent"] = Interval(cell.derived["hidden_percent"], least, most, is_range=exposed.is_noise)
+    hidden_percent = _exposed(cell.samples, cell.derived)["hidden_percent"]
+    if hidden_percent is not None:
+        to_hide_ms = min(cell.samples["communication"].median, _running_ms(cell.derived) or math.inf)
+        most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
+        found["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
     return found
 
 
@@ -174,8 +184,8 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
     if any(cell.status == "ok" for cell in cells):
         notes.append(
             "exposed: median step less the median of the same step without communication; "
-            "hidden: the part of the communication alone that is not exposed; as it ran: how long communication "
-            "ran in one profiled step: no launch holds it up, and it waits for slower ranks"
+            "as it ran: how long communication ran in one profiled step, where no launch holds it up and it waits for "
+            "slower ranks; hidden: the part of the shorter of the two that is not exposed"
         )
     if any(0 < cell.derived.get("gradient_calls", 0) < cell.derived.get("calls", 0) for cell in cells):
         notes.append(

@@ -74,6 +74,19 @@ def test_speedup_is_over_naive_in_the_same_precision():
     assert rows[3]["largest_difference"] == 0.3, "how wrong it is stands in the table"
 
 
+def test_what_ran_for_less_time_than_its_launches_took_hides_no_more_than_it_ran():
+    """436 all-reduces took 61 ms alone, 35 of 86 ms in a graph, beside nothing: 43 % of them were "hidden"."""
+    timeline = TIMELINE | {"communication_ms": 34.9, "overlap_ms": 0.0}
+    naive = cell("naive", 116.0, timeline=timeline)
+    naive = replace(naive, samples=naive.samples | {"communication": samples(61.5, 61.5, 61.5)})
+    (row,) = rows_of(ddp_tables([naive], None), "ddp")
+    assert (row["exposed_ms"].estimate, row["running_ms"]) == (36.0, 34.9)
+    assert row["hidden_percent"].estimate == 0.0 <= row["hidden_percent"].high < 10
+    alone = replace(naive, derived=naive.derived | {"timeline": None})
+    (row,) = rows_of(ddp_tables([alone], None), "ddp")
+    assert row["hidden_percent"].estimate == pytest.approx(100 * (1 - 36.0 / 61.5))
+
+
 def test_rounds_are_one_row_and_what_follows_from_the_samples_is_made_anew():
     def of_round(number, one):
         return replace(one, configuration=one.configuration | {"round": number})
