@@ -30,6 +30,8 @@ LONGEST = {"test_attention_compile_gate.py", "test_attention_other_gpus.py"}
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Else each process that compiles for the CPU starts another, which imports the compiler, too, to call g++.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser):
