@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336sys.accounting.sharding.context import SequenceSplit
 from cs336sys.errors import UsageError
@@ -63,7 +62,8 @@ class RingAttention:
             (..., H, S_r, D) in the dtype of the inputs, which under autocast is autocast's.
 
         Raises:
-            UsageError: the tensors do not have as many tokens as this rank holds.
+            UsageError: the tensors do not have as many tokens as this rank holds; or in a backward pass, it has
+                ``create_graph=True``.
             RuntimeError: another rank died or timed out.
         """
         for tensor in (query, key, value):
@@ -139,8 +139,13 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable of torch lets a gradient pass that is in no graph, as that of a sum is.
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "ring attention is differentiable once, so create_graph=True is refused: all-to-all attention is as "
+                "differentiable as the attention it is given"
+            )
         query, key, value, out, logsumexp = ctx.saved_tensors
         ring, attention = _Ring(ctx.settings.context), ctx.settings.attention
         wide = logsumexp.dtype

@@ -163,6 +163,7 @@ def refusals():
     ring = attention_of("ring", 16)
     wrong = torch.zeros(1, 4, 3, 8)
     odd = torch.zeros(1, 3, ring.context.length, 8)
+    inputs = [torch.ones(1, 4, ring.context.length, 8, requires_grad=True) for _ in range(3)]
     contiguous = ContextGroup(SequenceSplit(16, 2, is_zigzag=False))
     return [
         error_of(ring, wrong, wrong, wrong),
@@ -171,6 +172,7 @@ def refusals():
         error_of(AllToAllAttention, ring.context, None),
         error_of(ContextGroup, SequenceSplit(16, 3)),
         error_of(ContextGroup, SequenceSplit(16 + dist.get_rank(), 2)),
+        error_of(torch.autograd.grad, ring(*inputs).sum(), inputs, create_graph=True),
     ]
 
 

@@ -57,8 +57,8 @@ def test_training_has_loss_and_every_gradient_of_one_process(ranks, world_size):
 
 def test_what_cannot_be_is_refused_on_every_rank(ranks):
     for of_rank in ranks(2).run(context_ranks.refusals):
-        assert [kind for kind, _ in of_rank] == ["UsageError"] * 6
-        tokens, heads, order, zigzag, number, differing = (message for _, message in of_rank)
+        assert [kind for kind, _ in of_rank] == ["UsageError"] * 7
+        tokens, heads, order, zigzag, number, differing, twice = (message for _, message in of_rank)
         assert "ring attention of 3 tokens: rank " in tokens
         assert tokens.endswith("holds 8 of 16; take those of context.positions()")
         assert heads == "all-to-all attention: 2 ranks do not divide 3 heads; choose 1 or 3 ranks, or ring attention"
@@ -67,6 +67,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
         assert number == "a sequence split over 3 ranks: the process group has 2; choose the same number"
         assert "16 tokens zigzag" in differing
         assert "17 tokens zigzag" in differing
+        assert twice.startswith("ring attention is differentiable once, so create_graph=True is refused")
 
 
 def test_without_communication_a_rank_computes_alone(ranks):
