@@ -86,6 +86,9 @@ class BucketOptimizer(torch.optim.Optimizer):
             )
         if self._divided is not self._wrapped.buckets:
             self._divide()
+        # Every part begins with the options that all of them have at first: a class may count its steps in them.
+        for part in self._parts:
+            part.take_options()
         parts = iter(self._parts)
         self._wrapped.finish_gradient_synchronization(lambda _: next(parts).step())
 
@@ -162,9 +165,12 @@ class _Part:
             self._optimizer = optimizer_cls(own, **options)
             self._optimizer.state = whole.state
 
+    def take_options(self) -> None:
+        """Use what the groups have now: a scheduler may have changed a learning rate."""
+        if self._optimizer is not None:
+            copy_options(self._groups, self._optimizer.param_groups)
+
     def step(self) -> None:
         if self._optimizer is not None:
-            # A scheduler may have changed a learning rate.
-            copy_options(self._groups, self._optimizer.param_groups)
             self._optimizer.step()
             copy_options(self._optimizer.param_groups, self._groups)

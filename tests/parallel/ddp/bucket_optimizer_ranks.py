@@ -55,6 +55,42 @@ def train_both():
     return train(False), train(True)
 
 
+class CountsInGroup(torch.optim.Optimizer):
+    """Steps get smaller by a count that is an option of the group."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+
+
+def counted():
+    """Weights after steps of that class, plain and by bucket, and the count."""
+    results = []
+    for by_bucket in (False, True):
+        model = network(0).to(collectives.group_device())
+        wrapped = BucketedDDP(model, BUCKET_MB)
+        if by_bucket:
+            optimizer = BucketOptimizer(wrapped, _groups(model), CountsInGroup, lr=0.01)
+        else:
+            optimizer = CountsInGroup(_groups(model), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = map(share, batch(step))
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            if not by_bucket:
+                wrapped.finish_gradient_synchronization()
+            optimizer.step()
+        results.append((weights(model), [group["count"] for group in optimizer.param_groups]))
+    return results
+
+
 def resume():
     """Trained on from a checkpoint of the plain class, beside the plain class itself."""
     _, state = train(False, 2)

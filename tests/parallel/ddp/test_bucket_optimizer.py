@@ -22,6 +22,12 @@ def test_training_equals_the_plain_class_after_averaging(ranks):
         assert {int(state["step"]) for state in by_bucket[1]["state"].values()} == {4, 5}
 
 
+def test_a_class_that_counts_steps_in_its_groups_counts_each_once(ranks):
+    for (expected, counts), (found, found_counts) in ranks(2).run(bucket_optimizer_ranks.counted):
+        assert_same(found, expected)
+        assert found_counts == counts == [3, 3]
+
+
 def test_a_checkpoint_of_the_plain_class_is_resumed(ranks):
     for plain, by_bucket in ranks(2).run(bucket_optimizer_ranks.resume):
         _assert_same_training(plain, by_bucket)
