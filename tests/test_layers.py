@@ -82,6 +82,10 @@ SHARED_AMONG_SIBLINGS = {
     },
 }
 
+# Importing a wrapper must not load the accounting and the workloads that describe it, but for what it computes with.
+DESCRIBES_PARALLEL = ("accounting", "workload")
+LENT_TO_PARALLEL = ("accounting", "accounting.sharding", "accounting.sharding.partition")
+
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:
 # Hopper's backward pass begins and ends with launches of the plain kernels.
 BACKENDS = ("kernels.attention.triton", "kernels.attention.hopper")
@@ -127,6 +131,9 @@ def violations(module: str, imported: set[str], modules: set[str]) -> list[str]:
             continue
         if layer_of(own) > layer_of(module):
             wrong.append(f"{module} imports {own} from a higher layer")
+        describes = any(is_within(own, room) for room in DESCRIBES_PARALLEL)
+        if is_within(module, "parallel") and describes and own not in LENT_TO_PARALLEL:
+            wrong.append(f"{module} imports {own}: parallel/ takes partition.py alone from accounting")
         same_layer = layer_of(own) == layer_of(module) and layer_of(module) > 0
         if same_layer and own.split(".")[0] != module.split(".")[0]:
             wrong.append(f"{module} imports {own} from beside it")
@@ -176,6 +183,8 @@ def test_module_imports_only_what_its_layer_may(module):
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton import settings"),
         ("kernels.weighted_sum", "from cs336sys.parallel.fsdp import FSDP"),
         ("parallel.ddp", "from cs336sys.experiments.training import TrainStep"),
+        ("parallel.buckets", "from cs336sys.workload import ParallelWorkload"),
+        ("parallel.fsdp.unit", "from cs336sys.accounting.sharding.fsdp import most_gathered"),
         ("report.tables", "from cs336sys.commands.options.output import OutputOptions"),
         ("results", "from tabulate import tabulate"),
     ],

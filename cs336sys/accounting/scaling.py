@@ -31,8 +31,9 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
 from cs336sys.accounting.sharding.mesh import mesh_text
+from cs336sys.accounting.sharding.partition import heads_refusal
 from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
-from cs336sys.accounting.sharding.tensor import TensorStep, heads_refusal
+from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 

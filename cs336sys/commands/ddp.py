@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
@@ -27,7 +28,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, TRANSPORTS, WHOLE_BLOCKS, ParallelWorkload
+from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
 
 
 def ddp(

@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.errors import UsageError
-from cs336sys.workload import WHOLE_BLOCKS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cs336sys.accounting.sharding.optimizer import ALIGNMENT
+from cs336sys.accounting.sharding.partition import ALIGNMENT
 from cs336sys.parallel.buckets import BucketRule, TensorSpec, assign_buckets, block_of
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable

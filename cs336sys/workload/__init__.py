@@ -7,6 +7,7 @@
 - ``operations.py``: one operation by itself.
 """
 
+from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.workload.configured import DEVICES
 from cs336sys.workload.operations import (
     CLASSIFIER,
@@ -29,7 +30,6 @@ from cs336sys.workload.parallel import (
     SHARDING_STRATEGIES,
     TENSOR_STRATEGIES,
     TRANSPORTS,
-    WHOLE_BLOCKS,
     ParallelWorkload,
     bucket_name,
 )

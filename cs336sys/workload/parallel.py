@@ -13,20 +13,14 @@ from cs336sys.accounting.sharding.context import (
     CONTEXT_STRATEGIES,
     OWN_CONTEXT_STRATEGIES,
     RING,
-    require_heads,
     share_of_context,
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
 from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, outer_dimension, read_mesh
+from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS, heads_refusal, require_heads
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
-from cs336sys.accounting.sharding.tensor import (
-    OWN_TENSOR_STRATEGIES,
-    TENSOR,
-    TENSOR_STRATEGIES,
-    heads_refusal,
-    is_sequence_parallel,
-)
+from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TENSOR, TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.workload.configured import Configured, check_choices
@@ -54,9 +48,6 @@ BLOCK_CHECKPOINTING = ("none", "block")
 
 # What sends the gradients of buckets: collectives of the backend, or the copy engines of two GPUs.
 TRANSPORTS = ("collectives", "copy-engines")
-
-# In place of a bucket size: buckets of whole blocks.
-WHOLE_BLOCKS = "block"
 
 
 def bucket_name(bucket_mb: float | str) -> str:

@@ -8,12 +8,10 @@
   after it.
 """
 
-import itertools
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError
+from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
@@ -21,47 +19,6 @@ OWN_CONTEXT_STRATEGIES = (RING, ALL_TO_ALL)
 # Beside them, all state in slices: each of several groups of ranks has sequences of its own.
 SHARDED_CONTEXT_STRATEGIES = tuple(f"fsdp+{name}" for name in OWN_CONTEXT_STRATEGIES)
 CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context", *SHARDED_CONTEXT_STRATEGIES)
-
-
-@dataclass(frozen=True)
-class SequenceSplit:
-    """Which tokens of a sequence each rank holds; lengths differ by at most one.
-
-    Attributes:
-        length: tokens of the sequence.
-        world_size: ranks.
-        is_zigzag: two chunks a rank, the ``r``-th from either end; else one, in rank order.
-
-    Raises:
-        UsageError: there are fewer tokens than ranks.
-    """
-
-    length: int
-    world_size: int
-    is_zigzag: bool = True
-
-    def __post_init__(self) -> None:
-        if self.length < self.world_size:
-            raise UsageError(
-                f"a sequence of {self.length} tokens cannot be split over {self.world_size} ranks: choose at least one "
-                "token a rank"
-            )
-
-    @cached_property
-    def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """The positions that each rank holds, in order."""
-        count = 2 * self.world_size if self.is_zigzag else self.world_size
-        short, longer = divmod(self.length, count)
-        starts = [number * short + min(number, longer) for number in range(count + 1)]
-        cut = [range(start, end) for start, end in itertools.pairwise(starts)]
-        if not self.is_zigzag:
-            return tuple((chunk,) for chunk in cut)
-        return tuple((cut[rank], cut[-1 - rank]) for rank in range(self.world_size))
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        return tuple(sum(map(len, chunks)) for chunks in self.chunks)
 
 
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
@@ -72,20 +29,6 @@ def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
 def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
     """The size with the longest slice of a sequence that a rank holds."""
     return replace(size, context=max(split_of(strategy, size, world_size).lengths))
-
-
-def require_heads(heads: int, world_size: int) -> None:
-    """Refuse heads that ranks of all-to-all attention cannot share equally.
-
-    Raises:
-        UsageError: naming the numbers of ranks that can.
-    """
-    if heads % world_size:
-        choices = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
-        raise UsageError(
-            f"all-to-all attention: {world_size} ranks do not divide {heads} heads; choose "
-            f"{', '.join(choices[:-1])} or {choices[-1]} ranks, or ring attention"
-        )
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:

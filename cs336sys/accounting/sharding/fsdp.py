@@ -1,6 +1,6 @@
 """Fully sharded training on paper: who holds which rows, what is gathered, and how many bytes are sent. No torch.
 
-``parallel.fsdp.unit`` lays out memory by these very functions, so what is said here is what it allocates. Source:
+``parallel.fsdp`` lays out memory by the same functions of ``partition``: it allocates the bytes counted here. Source:
 ZeRO stage 3 (https://arxiv.org/abs/1910.02054, sections 5.3 and 7.2.2).
 
 Units of a ``BasicsTransformerLM`` are its token embedding, each block, and its LM head; norms are replicated. ``N`` is
@@ -15,14 +15,9 @@ from dataclasses import dataclass, replace
 
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.parameters import parameter_shapes
+from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ModelSize
-
-# Every gathered parameter starts at a multiple of so many bytes, as if it had been allocated alone: cudaMalloc aligns
-# to at least 256 bytes, and kernels are fastest on aligned addresses.
-GATHER_ALIGNMENT_BYTES = 256
-
-Shape = Sequence[int]
 
 # A search for what fits asks for the same few models again and again, at each moment of each step.
 _remembering = functools.lru_cache(maxsize=1024)
@@ -30,39 +25,6 @@ _remembering = functools.lru_cache(maxsize=1024)
 # Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
 # bits, by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
 STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
-
-
-def rows_per_rank(rows: int, world_size: int) -> int:
-    """Rows of a parameter that each rank has room for: equally many, so the last ranks may hold fewer or none."""
-    return math.ceil(rows / world_size)
-
-
-def own_rows(rows: int, rank: int, world_size: int) -> range:
-    """Which rows of a parameter a rank holds; as ``torch.chunk`` cuts."""
-    each = rows_per_rank(rows, world_size)
-    return range(min(rank * each, rows), min((rank + 1) * each, rows))
-
-
-def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
-    """Bytes of one gathered parameter with room for equally many rows from each rank: what its all-gather sends."""
-    return world_size * rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) * element_bytes
-
-
-def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
-    """Where the parameters of a unit lie in its memory when they are gathered.
-
-    Args:
-        parameters: shape and bytes an element of each.
-
-    Returns:
-        the byte at which each starts, and the bytes of the whole.
-    """
-    starts, end = [], 0
-    for shape, element_bytes in parameters:
-        starts.append(end)
-        size = padded_bytes(shape, element_bytes, world_size)
-        end += math.ceil(size / GATHER_ALIGNMENT_BYTES) * GATHER_ALIGNMENT_BYTES
-    return starts, end
 
 
 def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:

@@ -1,81 +1,14 @@
-"""Who holds what when training state is shared out over ranks, and how many bytes that is: arithmetic, no torch.
+"""Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
 
-``parallel.sharded_optimizer`` shares out by these very functions, so what is said here on
-paper is what they hold. Optimizer-state sharding is ZeRO stage 1 (https://arxiv.org/abs/1910.02054, section 5.1).
+``parallel.sharded_optimizer`` shards by the same functions of ``partition``. Optimizer-state sharding is ZeRO stage 1
+(https://arxiv.org/abs/1910.02054, section 5.1).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cs336sys.accounting.memory import TrainingState
+from cs336sys.accounting.sharding.partition import flat_pieces, greedy_partition
 from cs336sys.errors import UsageError
-
-# Slices and packed tensors start at multiples of 64 elements, as in Megatron-LM: kernels that read 16 bytes at a time
-# need aligned addresses.
-ALIGNMENT = 64
-
-
-def greedy_partition(sizes: Sequence[int], held: Sequence[int]) -> list[int]:
-    """Give each of some tensors to one rank so that ranks hold about equally much.
-
-    The largest first, each to the rank that holds least by then: the fullest rank gets at most 4/3 of what it would in
-    the best partition (Graham 1969, "Bounds on multiprocessing timing anomalies").
-
-    Args:
-        sizes: of the tensors, in any unit.
-        held: what each rank holds already.
-
-    Returns:
-        for each tensor, its rank.
-    """
-    totals = list(held)
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = totals.index(min(totals))
-        totals[owners[index]] += sizes[index]
-    return owners
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Contiguous memory that is cut into equal slices, one a rank, in rank order.
-
-    Attributes:
-        starts: for each tensor in it, by index, the element at which it starts.
-        slice_size: elements of a slice.
-        is_packed: several tensors (or one that does not fill the slices) were copied together, with gaps between.
-    """
-
-    starts: dict[int, int]
-    slice_size: int
-    is_packed: bool
-
-    def owned(self, index: int, size: int, rank: int) -> range:
-        """The elements of a tensor of this size that lie in a rank's slice; may be empty."""
-        first = rank * self.slice_size - self.starts[index]
-        return range(min(max(first, 0), size), min(max(first + self.slice_size, 0), size))
-
-
-def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
-    """Cut tensors that are communicated together into one slice a rank.
-
-    A tensor that divides into aligned slices is cut where it lies, which saves the copies that packing costs. All
-    others are packed together, padded at the end.
-
-    Args:
-        sizes: elements of each tensor.
-    """
-    pieces, packed, end = [], {}, 0
-    for index, size in enumerate(sizes):
-        if size and size % (world_size * ALIGNMENT) == 0:
-            pieces.append(Piece({index: 0}, size // world_size, is_packed=False))
-        else:
-            packed[index] = end
-            end += _aligned(size, ALIGNMENT)
-    if end:
-        pieces.append(Piece(packed, _aligned(end, world_size * ALIGNMENT) // world_size, is_packed=True))
-    return pieces
 
 
 def sharded_optimizer_state(
@@ -140,10 +73,6 @@ def flat_optimizer_state(
         TrainingState(parameters, gradients[rank], moments * stepped_bytes * held[rank], master_bytes * held[rank])
         for rank in range(world_size)
     ]
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return math.ceil(size / alignment) * alignment
 
 
 def _check_world_size(world_size: int) -> None:

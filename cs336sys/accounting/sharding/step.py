@@ -19,14 +19,10 @@ from cs336sys.accounting.sharding.context import (
     context_sent_bytes,
     share_of_context,
 )
-from cs336sys.accounting.sharding.fsdp import (
-    fully_sharded_peak,
-    fully_sharded_state,
-    most_sent_bytes,
-    rows_per_rank,
-)
+from cs336sys.accounting.sharding.fsdp import fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
+from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -37,11 +33,6 @@ _COUNTERPARTS = {"torch-zero": "optimizer"}
 
 # They gather weights in half precision, in which their models compute; all others compute under autocast.
 FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *SHARDED_CONTEXT_STRATEGIES)
-
-# What ShardedOptimizer communicates in one launch. Two H200, 12 blocks of 2.7b, bf16, compiled, ms a step at 100, 250
-# and 500 MB: whole parameters 51.9, 47.1, 46.9 (at 100 a weight of the feed-forward network is a bucket of its own,
-# which travels in one direction of the link); slices 46.5 and 39.2.
-OPTIMIZER_BUCKET_MB = 250.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Everything but attention works on tokens one by one: the model needs ``context.p
 and gradients averaged over the ranks, by :class:`~cs336sys.parallel.ddp.BucketedDDP` or its like.
 """
 
-from cs336sys.accounting.sharding.context import SequenceSplit
+from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.parallel.context_parallel.all_to_all import AllToAllAttention
 from cs336sys.parallel.context_parallel.block_attention import BlockAttention
 from cs336sys.parallel.context_parallel.group import ContextGroup

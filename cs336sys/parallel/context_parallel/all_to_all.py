@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.accounting.sharding.context import require_heads
+from cs336sys.accounting.sharding.partition import require_heads
 from cs336sys.errors import UsageError
 from cs336sys.parallel.context_parallel.group import ContextGroup
 

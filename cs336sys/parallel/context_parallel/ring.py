@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.accounting.sharding.context import SequenceSplit
+from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
 from cs336sys.parallel.context_parallel.block_attention import BlockAttention
 from cs336sys.parallel.context_parallel.group import Arriving, ContextGroup

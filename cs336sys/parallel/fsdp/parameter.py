@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.fsdp import own_rows, rows_per_rank
+from cs336sys.accounting.sharding.partition import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan

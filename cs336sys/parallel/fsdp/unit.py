@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.fsdp import gathered_layout, padded_bytes
+from cs336sys.accounting.sharding.partition import gathered_layout, padded_bytes
 from cs336sys.parallel.collectives import SliceGather
 from cs336sys.parallel.fsdp.gradients import GradientScatter, on_side_stream
 from cs336sys.parallel.fsdp.parameter import ShardedParameter

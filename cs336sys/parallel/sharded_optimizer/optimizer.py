@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from cs336sys.accounting.sharding.step import OPTIMIZER_BUCKET_MB
+from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group

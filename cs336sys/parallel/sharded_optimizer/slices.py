@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.optimizer import flat_pieces
+from cs336sys.accounting.sharding.partition import flat_pieces
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import (
     MeanScatter,

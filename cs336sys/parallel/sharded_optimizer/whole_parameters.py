@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.optimizer import ALIGNMENT, greedy_partition
+from cs336sys.accounting.sharding.partition import ALIGNMENT, greedy_partition
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import Broadcasts, is_dense

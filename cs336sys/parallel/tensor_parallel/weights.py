@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.tensor import cut_dimension, heads_refusal, own_part
+from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers

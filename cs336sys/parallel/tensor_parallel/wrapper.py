@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
+from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank

@@ -4,13 +4,8 @@ import itertools
 
 import pytest
 
-from cs336sys.accounting.sharding.context import (
-    SequenceSplit,
-    all_to_all_bytes,
-    context_sent_bytes,
-    require_heads,
-    ring_bytes,
-)
+from cs336sys.accounting.sharding.context import all_to_all_bytes, context_sent_bytes, ring_bytes
+from cs336sys.accounting.sharding.partition import SequenceSplit, require_heads
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import choose_size

@@ -6,6 +6,7 @@ import pytest
 
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding import fsdp
+from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES, ModelSize
 
@@ -17,15 +18,15 @@ SMALL = ModelSize("", d_model=8, d_ff=12, num_layers=2, num_heads=2, vocab_size=
     [(8, 2, [4, 4]), (7, 2, [4, 3]), (3, 4, [1, 1, 1, 0]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (6, 1, [6])],
 )
 def test_rows_are_cut_as_torch_chunks(rows, world_size, expected):
-    cut = [fsdp.own_rows(rows, rank, world_size) for rank in range(world_size)]
+    cut = [own_rows(rows, rank, world_size) for rank in range(world_size)]
     assert [len(own) for own in cut] == expected
     assert [row for own in cut for row in own] == list(range(rows))
 
 
 def test_gathered_parameters_are_padded_and_aligned():
     # 4 rows of 5 fp32 elements are 80 bytes; 3 rows on 2 ranks have room for 4.
-    assert fsdp.padded_bytes((3, 5), 4, 2) == 80
-    assert fsdp.gathered_layout([((3, 5), 4), ((64, 2), 2), ((1,), 4)], 2) == ([0, 256, 512], 768)
+    assert padded_bytes((3, 5), 4, 2) == 80
+    assert gathered_layout([((3, 5), 4), ((64, 2), 2), ((1,), 4)], 2) == ([0, 256, 512], 768)
 
 
 def test_units_are_embedding_blocks_and_head():
