@@ -6,10 +6,10 @@ from cs336sys.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Beside:
+class OverlapSlowdown:
     """The speed of computing and of communication while both go on, over what each reaches alone.
 
-    Communication occupies multiprocessors and takes memory bandwidth, and so does what computes beside it.
+    Communication occupies multiprocessors and takes memory bandwidth, and so do the kernels that run at the same time.
 
     Raises:
         UsageError: a speed is not above 0, or above 1.
@@ -21,14 +21,17 @@ class Beside:
     def __post_init__(self) -> None:
         for name, speed in vars(self).items():
             if not 0 < speed <= 1:
-                raise UsageError(f"{name} beside the other at {speed} of its speed: must be above 0 and at most 1")
+                raise UsageError(f"{name} while both go on at {speed} of its speed: must be above 0 and at most 1")
 
     def seconds(self, computing_s: float, communication_s: float) -> float:
         """Of both, begun together: as long as both go on each has its lower speed, then the other its own."""
-        computing_beside_s, communication_beside_s = computing_s / self.computing, communication_s / self.communication
-        if communication_beside_s <= computing_beside_s:
-            return computing_s + (1 - self.computing) * communication_beside_s
-        return communication_s + (1 - self.communication) * computing_beside_s
+        overlapped_computing_s, overlapped_communication_s = (
+            computing_s / self.computing,
+            communication_s / self.communication,
+        )
+        if overlapped_communication_s <= overlapped_computing_s:
+            return computing_s + (1 - self.computing) * overlapped_communication_s
+        return communication_s + (1 - self.communication) * overlapped_computing_s
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Cluster:
         memory_bytes: of a device.
         ranks_bytes_per_s: numbers of ranks of one node and what each of them sends a second, in the place of
             ``bytes_per_s`` for rings of so many.
-        beside: what communication and computing cost each other.
+        slowdown: what communication and computing cost each other.
 
     Raises:
         UsageError: one of them is not positive.
@@ -55,7 +58,7 @@ class Cluster:
     call_s: float
     memory_bytes: float
     ranks_bytes_per_s: tuple[tuple[int, float], ...] = ()
-    beside: Beside = Beside()
+    slowdown: OverlapSlowdown = OverlapSlowdown()
 
     def __post_init__(self) -> None:
         for name in ("node_devices", "bytes_per_s", "node_bytes_per_s", "memory_bytes"):

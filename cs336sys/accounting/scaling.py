@@ -13,7 +13,8 @@ What is counted, for ``c`` seconds that one device computes on a sequence:
 - tp: sums over ranks in every block, beside nothing.
 - optimizer: one device's time over fsdp x tp.
 
-While a device computes and communicates at the same time, both may be slower than alone (:class:`.cluster.Beside`).
+While a device computes and communicates at the same time, both may be slower than alone
+(:class:`.cluster.OverlapSlowdown`).
 
 A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
 for the last.
@@ -162,10 +163,10 @@ def simulate(
     backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
 
     gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
-    beside = cluster.beside.seconds
-    sharded_s = beside(backward_s, gather_s + scatter_s)
-    replicated_s = beside(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
-    exposed_fsdp_s = beside(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
+    overlapped = cluster.slowdown.seconds
+    sharded_s = overlapped(backward_s, gather_s + scatter_s)
+    replicated_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
+    exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
     return SimulatedStep(
         mesh,
         size.batch_size,

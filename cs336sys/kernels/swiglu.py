@@ -267,51 +267,6 @@ def _project(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torc
     return torch.nn.functional.linear(product(gate, up, weight.dtype), weight)
 
 
-class SwiGLULinear(torch.autograd.Function):
-    """``SwiGLULinear.apply(gate, up, weight)``; see :func:`swiglu_linear`."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return _project(gate, up, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        gate, up, weight = ctx.saved_tensors
-        backward = _backward_operator if needs_operators(grad) else _backward
-        grad_gate, grad_up, product = backward(gate, up, grad @ weight, True)
-        return grad_gate, grad_up, as_rows(grad).mT @ as_rows(product)
-
-
-def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``swiglu(gate, up) @ weight.T``, the down projection, without keeping the product for the weight's gradient.
-
-    The backward pass computes the product again while it reads gate and up anyway: 2 bytes an element more to write in
-    half precision, and as much less to keep. Everything else is as in :func:`swiglu`.
-
-    Args:
-        gate: (..., d).
-        up: (..., d).
-        weight: (d_out, d); the product is rounded to its dtype. Under ``torch.autocast`` it is cast first.
-
-    Returns:
-        (..., d_out), of the weight's dtype.
-
-    Raises:
-        ValueError: the shapes do not fit together, or the tensors are on different devices.
-        TypeError: a dtype is not supported.
-        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
-        RuntimeError: it is differentiated twice.
-    """
-    device_type = gate.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return SwiGLULinear.apply(gate, up, weight)
-    weight = weight.to(torch.get_autocast_dtype(device_type))
-    with torch.autocast(device_type, enabled=False):
-        return SwiGLULinear.apply(gate, up, weight)
-
-
 class SwiGLULinearOfCopy(torch.autograd.Function):
     """``SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype, weight)``; see :func:`swiglu_linear_of_copy`."""
 
@@ -336,7 +291,10 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
 def swiglu_linear_of_copy(
     gate_up: torch.Tensor, copy: torch.Tensor, weight: torch.Tensor, gradient_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """:func:`swiglu_linear` of a gate and an up projection side by side, with the copy of a weight.
+    """Return ``swiglu(gate, up) @ copy.T``, the down projection, without keeping the product for the weight's gradient.
+
+    The backward pass computes the product again while it reads gate and up anyway: 2 bytes an element more to write in
+    half precision, and as much less to keep.
 
     Args:
         gate_up: (..., 2 d), of the dtype of ``copy``: gate, then up; the gradient is made whole, too.
@@ -348,7 +306,10 @@ def swiglu_linear_of_copy(
         (..., d_out), of the dtype of ``copy``.
 
     Raises:
-        As :func:`swiglu_linear`.
+        ValueError: the shapes do not fit together, or the tensors are on different devices.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        RuntimeError: it is differentiated twice.
     """
     with torch.autocast(gate_up.device.type, enabled=False):
         return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.accounting.cluster import Beside, Cluster
+from cs336sys.accounting.cluster import Cluster, OverlapSlowdown
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import (
     DeviceTime,
@@ -112,13 +112,13 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
 @pytest.mark.parametrize(
     ("beside", "computing_s", "communication_s", "seconds"),
     [
-        (Beside(), 3.0, 2.0, 3.0),
-        (Beside(), 2.0, 3.0, 3.0),
+        (OverlapSlowdown(), 3.0, 2.0, 3.0),
+        (OverlapSlowdown(), 2.0, 3.0, 3.0),
         # 4 s of communication at half speed; a quarter of 12 s of computing is left to do meanwhile.
-        (Beside(0.75, 0.5), 12.0, 2.0, 4.0 + 12.0 - 3.0),
+        (OverlapSlowdown(0.75, 0.5), 12.0, 2.0, 4.0 + 12.0 - 3.0),
         # 4 s of computing at 0.75; communication has done half of that.
-        (Beside(0.75, 0.5), 3.0, 6.0, 4.0 + 6.0 - 2.0),
-        (Beside(0.5, 0.5), 0.0, 6.0, 6.0),
+        (OverlapSlowdown(0.75, 0.5), 3.0, 6.0, 4.0 + 6.0 - 2.0),
+        (OverlapSlowdown(0.5, 0.5), 0.0, 6.0, 6.0),
     ],
 )
 def test_what_goes_on_at_once_is_slower(beside, computing_s, communication_s, seconds):
@@ -128,14 +128,14 @@ def test_what_goes_on_at_once_is_slower(beside, computing_s, communication_s, se
 def test_communication_slows_computing_even_where_it_is_hidden():
     mesh, size = MeshShape(2, 2, 1), replace(SIZE, batch_size=256)
     alone = simulate(size, BF16, mesh, CLUSTER, DEVICE)
-    beside = simulate(size, BF16, mesh, replace(CLUSTER, beside=Beside(0.6, 0.9)), DEVICE)
+    beside = simulate(size, BF16, mesh, replace(CLUSTER, slowdown=OverlapSlowdown(0.6, 0.9)), DEVICE)
     assert alone.exposed_ddp_s == 0
     sent_s = 4 * count_parameters(SIZE) / 2 / 400e9
     assert beside.exposed_ddp_s == pytest.approx(0.4 / 0.9 * sent_s)
     assert beside.exposed_fsdp_s > alone.exposed_fsdp_s
     for speeds in ((0.0, 1.0), (1.0, 1.1)):
         with pytest.raises(UsageError, match="above 0 and at most 1"):
-            Beside(*speeds)
+            OverlapSlowdown(*speeds)
 
 
 def test_gradients_and_state_have_dtypes():

@@ -15,12 +15,9 @@ import torch
 import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
-from cs336sys.kernels import embedding, partial_sums, swiglu
+from cs336sys.kernels import embedding, linear_cross_entropy, partial_sums, rms_norm, rope, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
 from cs336sys.kernels.adamw import kernels as adamw_kernels
-from cs336sys.kernels.linear_cross_entropy import launchers as linear_cross_entropy
-from cs336sys.kernels.rms_norm import launchers as rms_norm
-from cs336sys.kernels.rope import launchers as rope
 
 BF16 = torch.bfloat16
 # Sizes decide nothing but what they are divisible by.
@@ -79,9 +76,9 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def norm(width: int, dtype: torch.dtype = BF16, residual: bool = False) -> None:
     x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=torch.float32)
-    _, total, inverse_rms = rms_norm.forward(x, weight, x if residual else None, 1e-5, dtype)
+    _, total, inverse_rms = rms_norm.launch_forward(x, weight, x if residual else None, 1e-5, dtype)
     saved, residual_dtype = (total, dtype) if residual else (x, None)
-    rms_norm.backward(x, x if residual else None, saved, weight, inverse_rms, dtype, residual_dtype)
+    rms_norm.launch_backward(x, x if residual else None, saved, weight, inverse_rms, dtype, residual_dtype)
 
 
 def rotate(heads: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
@@ -109,10 +106,10 @@ def predict(vocab_size: int, dtype: torch.dtype = BF16) -> None:
     targets = torch.zeros(2, dtype=torch.int64)
     # What the kernel that counts has not written cannot be looked at.
     linear_cross_entropy._count_targets = lambda *_: torch.tensor(2)
-    _, _, gradient, _, factor = linear_cross_entropy.forward(
+    _, _, gradient, _, factor = linear_cross_entropy.launch_forward(
         empty(2, 16, dtype=dtype), empty(vocab_size, 16, dtype=dtype), targets, -100, 0.0, 0.0, dtype, True, False
     )
-    linear_cross_entropy.scale(gradient, factor, dtype, overwrite=True)
+    linear_cross_entropy.launch_scale(gradient, factor, dtype, overwrite=True)
 
 
 def update(dtype: torch.dtype, state_dtype: str, copies: bool = False) -> None:

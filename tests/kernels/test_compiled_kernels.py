@@ -7,7 +7,7 @@ from kernel_checks import results
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
-from cs336sys.kernels.swiglu import swiglu, swiglu_linear
+from cs336sys.kernels.swiglu import swiglu
 
 
 def rotate_projection(x, positions):
@@ -30,7 +30,6 @@ CASES = {
     "rope": (rotate_projection, {"x": (2, 5, 18), "positions": None}),
     "rope_qkv": (split_and_rotate, {"x": (2, 5, 18)}),
     "swiglu": (swiglu, {"gate": (2, 5, 18), "up": (2, 5, 18)}),
-    "swiglu_linear": (swiglu_linear, {"gate": (2, 5, 18), "up": (2, 5, 18), "weight": (7, 18)}),
     "linear_cross_entropy": (predict_first_tokens, {"hidden": (2, 5, 18), "weight": (11, 18)}),
 }
 

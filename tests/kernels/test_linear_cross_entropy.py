@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.errors import CapabilityError
+from cs336sys.kernels import linear_cross_entropy as module
 from cs336sys.kernels.linear_cross_entropy import (
     LinearCrossEntropy,
-    launchers,
     linear_cross_entropy,
-    operators,
     reference_linear_cross_entropy,
 )
 
@@ -79,9 +78,9 @@ def test_loss_and_gradients(leading, width, vocab_size, dtype, device):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Rows of several tiles and tokens of several chunks, in the interpreter's time."""
-    monkeypatch.setattr(launchers, "MAX_COLUMN_TILE", 512)
-    monkeypatch.setattr(launchers, "CHUNK_ALIGNMENT", 2)
-    monkeypatch.setattr(launchers, "CHUNK_BYTES", 2 * 4 * 1344)
+    monkeypatch.setattr(module, "MAX_COLUMN_TILE", 512)
+    monkeypatch.setattr(module, "CHUNK_ALIGNMENT", 2)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 4 * 1344)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -99,10 +98,10 @@ def test_several_tiles_and_chunks(vocab_size, options, device):
     [(1, 128), (128, 128), (129, 256), (4096, 4096), (32768, 4096), (32769, 3712), (100_000, 4096)],
 )
 def test_chunks_are_of_about_one_size_and_never_larger_than_asked(num_tokens, tokens):
-    token_bytes = launchers.logits_bytes_of_a_token(151_936, torch.bfloat16)
+    token_bytes = module.logits_bytes_of_a_token(151_936, torch.bfloat16)
     assert token_bytes == 151_936 * 2
-    assert launchers.chunk_tokens(num_tokens, launchers.CHUNK_BYTES, token_bytes) == tokens
-    assert tokens * token_bytes <= launchers.CHUNK_BYTES
+    assert module.chunk_tokens(num_tokens, module.CHUNK_BYTES, token_bytes) == tokens
+    assert tokens * token_bytes <= module.CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -118,18 +117,18 @@ def test_chunks_are_of_about_one_size_and_never_larger_than_asked(num_tokens, to
 )
 def test_dtype_of_sums_over_chunks(weight_dtype, dtype, shape, chunks, sums):
     weight = torch.empty(shape, dtype=getattr(torch, weight_dtype), device="meta")
-    logits_bytes = (chunks - 1) * launchers.CHUNK_BYTES + 1
-    kept = launchers.kept_dtype(weight.dtype, getattr(torch, dtype))
-    chosen = launchers._sums_dtype(weight, getattr(torch, dtype), kept, launchers.CHUNK_BYTES, logits_bytes)
+    logits_bytes = (chunks - 1) * module.CHUNK_BYTES + 1
+    kept = module.kept_dtype(weight.dtype, getattr(torch, dtype))
+    chosen = module._sums_dtype(weight, getattr(torch, dtype), kept, module.CHUNK_BYTES, logits_bytes)
     assert chosen == getattr(torch, sums)
 
 
 @pytest.mark.parametrize("sums_fit", [False, True])
 def test_bfloat16_weight_in_several_chunks(sums_fit, monkeypatch, device):
-    monkeypatch.setattr(launchers, "CHUNK_ALIGNMENT", 2)
-    monkeypatch.setattr(launchers, "MIN_CHUNK_TOKENS", 2)
-    token_bytes = launchers.logits_bytes_of_a_token(100, torch.bfloat16)
-    monkeypatch.setattr(launchers, "CHUNK_BYTES", 2 * token_bytes + (4 * 100 * 8 if sums_fit else 0))
+    monkeypatch.setattr(module, "CHUNK_ALIGNMENT", 2)
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 2)
+    token_bytes = module.logits_bytes_of_a_token(100, torch.bfloat16)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * token_bytes + (4 * 100 * 8 if sums_fit else 0))
     assert_matches_float64(*make_inputs((6,), 8, 100, torch.bfloat16, device))
 
 
@@ -303,7 +302,7 @@ def test_operator_is_what_compilers_are_told(dtype, needed, device):
     hidden.requires_grad_(needed[0])
     weight.requires_grad_(needed[1])
     torch.library.opcheck(
-        operators._operator,
+        module._operator,
         (hidden, weight, targets, -100, 0.1, 0.01, dtype, *needed, None, None),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
@@ -406,8 +405,8 @@ def test_target_outside_the_vocabulary_is_a_device_side_assertion():
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    compiled_kernel = triton.JITFunction(launchers.cross_entropy_forward_kernel.fn)
-    monkeypatch.setattr(launchers, "cross_entropy_forward_kernel", compiled_kernel)
+    compiled_kernel = triton.JITFunction(module.cross_entropy_forward_kernel.fn)
+    monkeypatch.setattr(module, "cross_entropy_forward_kernel", compiled_kernel)
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         linear_cross_entropy(HIDDEN, WEIGHT, TARGETS)
 
@@ -435,7 +434,7 @@ def test_memory_is_one_chunk_of_logits(weight_dtype):
     beyond = torch.cuda.max_memory_allocated() - before - hidden.grad.nbytes - weight.grad.nbytes
     rounded_weight = 0 if weight_dtype == torch.bfloat16 else 2 * weight.numel()
     # cuBLAS keeps a workspace of 32 MiB.
-    assert beyond - rounded_weight <= launchers.CHUNK_BYTES + 2**26
+    assert beyond - rounded_weight <= module.CHUNK_BYTES + 2**26
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ from kernel_checks import (
 )
 
 from cs336sys.errors import CapabilityError
-from cs336sys.kernels.rms_norm import launchers, operators, reference_rms_norm, rms_norm
+from cs336sys.kernels import rms_norm as module
+from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -57,9 +58,9 @@ def test_output_and_gradients(shape, dtype, residual, device):
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_rows_of_several_tiles(residual, device, monkeypatch):
-    monkeypatch.setattr(launchers, "FORWARD_TILE", 32)
-    monkeypatch.setattr(launchers, "BACKWARD_TILE", 16)
-    monkeypatch.setattr(launchers, "LONG_ROW_TILES", (4, 16))
+    monkeypatch.setattr(module, "FORWARD_TILE", 32)
+    monkeypatch.setattr(module, "BACKWARD_TILE", 16)
+    monkeypatch.setattr(module, "LONG_ROW_TILES", (4, 16))
     inputs, grads = problem((17, 75), device, residual=residual)
     matches(inputs, grads)
 
@@ -111,7 +112,7 @@ def test_strides(layout, device):
 @pytest.mark.parametrize("compiled", [False, True], ids=["called", "as an operator"])
 def test_gradient_of_x_returned_is_added(compiled, device, monkeypatch):
     """y and x both go on, in bf16 and fp32, as in a block under autocast."""
-    monkeypatch.setattr(operators, "needs_operators", lambda tensor: compiled)
+    monkeypatch.setattr(module, "needs_operators", lambda tensor: compiled)
     torch.manual_seed(0)
     x = torch.randn(7, 40, device=device, requires_grad=True)
     weight = torch.randn(40, device=device, requires_grad=True)
@@ -218,7 +219,7 @@ def test_other_dtypes_and_devices_are_refused():
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(launchers, "rms_norm_forward_kernel", triton.JITFunction(launchers.rms_norm_forward_kernel.fn))
+    monkeypatch.setattr(module, "rms_norm_forward_kernel", triton.JITFunction(module.rms_norm_forward_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         rms_norm(torch.ones(2, 3), torch.ones(3))
 
@@ -240,7 +241,7 @@ def test_reference_is_torchs(device):
 def test_programs_of_a_multiprocessor_have_room_for_what_they_load_ahead(width):
     """Else one of them waits for another to end; 10 bytes are those of a float32 stream and its gradient, and y's."""
     for element_bytes in (4, 6, 10, 12):
-        settings = launchers.backward_settings(width, element_bytes)
+        settings = module.backward_settings(width, element_bytes)
         ahead = (settings.stages - 1) * settings.row_tile * settings.column_tile * element_bytes
         assert settings.stages > 1
         assert settings.programs * ahead <= 227 * 1024, (element_bytes, settings)

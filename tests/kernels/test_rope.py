@@ -14,7 +14,8 @@ from kernel_checks import (
 )
 
 from cs336sys.errors import CapabilityError
-from cs336sys.kernels.rope import launchers, reference_rope, rope, rope_qkv
+from cs336sys.kernels import rope as module
+from cs336sys.kernels.rope import reference_rope, rope, rope_qkv
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -221,7 +222,7 @@ def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(launchers, "rope_kernel", triton.JITFunction(launchers.rope_kernel.fn))
+    monkeypatch.setattr(module, "rope_kernel", triton.JITFunction(module.rope_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         rope(torch.ones(3, 4))
 

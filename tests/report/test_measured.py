@@ -12,11 +12,11 @@ from cs336sys.errors import UsageError
 from cs336sys.report.account.measured import compare_with_measured, read_measured
 from cs336sys.report.account.rates import (
     measured_bandwidth,
-    measured_beside,
     measured_call,
     measured_device_time,
     measured_flops,
     measured_ranks,
+    measured_slowdown,
 )
 from cs336sys.results import Cell, Samples
 from cs336sys.sizes import SIZES
@@ -104,13 +104,13 @@ def test_what_computing_and_communication_cost_each_other():
     replayed = replace(
         cell, configuration=cell.configuration | {"cuda_graph": "on"}, derived=cell.derived | {"timeline": timeline}
     )
-    beside, source = measured_beside([*RATES, cell, replayed])
+    beside, source = measured_slowdown([*RATES, cell, replayed])
     assert (beside.computing, beside.communication) == pytest.approx((0.6, 0.8))
     assert source == "ddp, 1 steps in CUDA graphs"
     after = replace(replayed, derived={"timeline": timeline | {"overlap_ms": 1.0}})
     launched = replace(cell, derived={"timeline": timeline})
     by_engines = replace(replayed, configuration=replayed.configuration | {"transport": "copy-engines"})
-    nothing, source = measured_beside([cell, launched, after, by_engines])
+    nothing, source = measured_slowdown([cell, launched, after, by_engines])
     assert (nothing.computing, nothing.communication) == (1, 1)
     assert source.startswith("assumed")
 

@@ -86,7 +86,7 @@ def scaling(
     from cs336sys.accounting.cluster import Cluster
     from cs336sys.accounting.scaling import CHECKPOINTING, Dtypes
     from cs336sys.report.account.measured import read_measured
-    from cs336sys.report.account.rates import measured_beside, measured_ranks
+    from cs336sys.report.account.rates import measured_ranks, measured_slowdown
     from cs336sys.report.account.scaling import plot_scaling, scaling_table, simulate_scaling
     from cs336sys.report.outputs import check_plot
 
@@ -114,14 +114,14 @@ def scaling(
     time, notes = _device_time(cells, chosen, dtypes, flops)
     in_node, call_s, of_links = _links(cells, bandwidth)
     of_ranks = tuple(measured_ranks(cells).items()) if bandwidth is None else ()
-    beside, of_beside = measured_beside(cells)
+    slowdown, slowdown_source = measured_slowdown(cells)
     memory = read_memory_limit(memory_limit)
-    cluster = Cluster(node_size, in_node, node_bandwidth, call_s, memory, of_ranks, beside)
+    cluster = Cluster(node_size, in_node, node_bandwidth, call_s, memory, of_ranks, slowdown)
     simulated = [
         simulate_scaling(chosen, dtypes, scalings, counts, cluster, time, checkpoint, None if kind == "any" else kind)
         for kind in meshes
     ]
-    notes += [*of_links, *_assumptions(cluster, of_beside)]
+    notes += [*of_links, *_assumptions(cluster, slowdown_source)]
     output.emit([scaling_table(simulated, chosen, dtypes, cluster, time, notes)])
     if plot is not None:
         plot_scaling(simulated[meshes.index("any")], chosen, dtypes, cluster, time, checkpoint, plot)
@@ -146,14 +146,14 @@ def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -
     return scalings
 
 
-def _assumptions(cluster: "Cluster", of_beside: str) -> list[str]:
+def _assumptions(cluster: "Cluster", slowdown_source: str) -> list[str]:
     """What is assumed of links between nodes, and of what runs beside what."""
     return [
         f"{cluster.node_bytes_per_s / 1e9:.4g} GB/s a device between nodes of {cluster.node_devices} "
         "(--node-bandwidth, --node-size): assumed; tp ranks share a node, and a ring over several nodes is as fast as "
         "that.",
-        f"Beside each other computing has {cluster.beside.computing:.3g} of its speed, and communication "
-        f"{cluster.beside.communication:.3g} ({of_beside}).",
+        f"Beside each other computing has {cluster.slowdown.computing:.3g} of its speed, and communication "
+        f"{cluster.slowdown.communication:.3g} ({slowdown_source}).",
         "Assumed: fsdp and ddp communicate beside the computing of their pass, tp beside nothing; tp divides "
         "computing, activations and state without a rest.",
         "passes: parts of a rank's batch, one after the other.",

@@ -21,8 +21,8 @@ from cs336sys.kernels.adamw.tables import (
     is_capturing,
     tables_after_capture,
 )
-from cs336sys.kernels.beside import Beside
 from cs336sys.kernels.operators import check_tensors
+from cs336sys.kernels.side_stream import SideStream
 
 STATE_DTYPES = ("fp32", "bf16", "split")
 
@@ -270,13 +270,13 @@ class AdamW(torch.optim.Optimizer):
             if any(id(parameter) not in known for parameter in group):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
             parts.append(Part([known.pop(id(parameter)) for parameter in group]))
-        beside = Beside(self._device, depth)
+        side_stream = SideStream(self._device, depth)
         self._in_backward += parts
         # Python's collector does not see through a parameter what its hooks refer to: they must not keep it alive.
         optimizer = weakref.ref(self)
         hooks = [
             member.parameter.register_post_accumulate_grad_hook(
-                functools.partial(_update_if_complete, optimizer, weakref.ref(part), beside)
+                functools.partial(_update_if_complete, optimizer, weakref.ref(part), side_stream)
             )
             for part in parts
             for member in part.members
@@ -290,13 +290,13 @@ class AdamW(torch.optim.Optimizer):
         return end
 
     @torch.no_grad()
-    def _update_if_complete(self, part: Part, beside: Beside) -> None:
+    def _update_if_complete(self, part: Part, side_stream: SideStream) -> None:
         gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
         if len(gradients) < len(part.members):
             return
         # On the current stream, which owns what it allocates.
         self.make_state(part.members)
-        beside.launch(functools.partial(self._update, part), gradients)
+        side_stream.launch(functools.partial(self._update, part), gradients)
         for member in part.members:
             member.parameter.grad = None
 
@@ -367,7 +367,7 @@ class AdamW(torch.optim.Optimizer):
                 raise RuntimeError("AdamW: take a step before one is captured in a CUDA graph: it makes the state")
             state.update(self._initial_state(parameter))
         weight, weights, other = parameter, kernels.FLOAT32, self._copies.get(parameter)
-        kept = self._kept_beside(parameter)
+        kept = self._kept_state(parameter)
         if kept == "master":
             weight, other = state["master"], parameter
         elif kept == "low_bits":
@@ -384,7 +384,7 @@ class AdamW(torch.optim.Optimizer):
     def _moment_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.state_dtype == "bf16" else torch.float32
 
-    def _kept_beside(self, parameter: torch.Tensor) -> str | None:
+    def _kept_state(self, parameter: torch.Tensor) -> str | None:
         """What the state keeps of a weight that its parameter cannot hold."""
         if parameter.dtype == torch.float32:
             return None
@@ -400,7 +400,7 @@ class AdamW(torch.optim.Optimizer):
             "exp_avg": torch.zeros_like(parameter, dtype=self._moment_dtype),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=self._moment_dtype),
         }
-        kept = self._kept_beside(parameter)
+        kept = self._kept_state(parameter)
         if kept == "master":
             state["master"] = parameter.detach().float()
         elif kept == "low_bits":
@@ -431,11 +431,11 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _update_if_complete(
-    optimizer: weakref.ref[AdamW], part: weakref.ref[Part], beside: Beside, _: torch.Tensor
+    optimizer: weakref.ref[AdamW], part: weakref.ref[Part], side_stream: SideStream, _: torch.Tensor
 ) -> None:
     owner, complete = optimizer(), part()
     if owner is not None and complete is not None:
-        owner._update_if_complete(complete, beside)
+        owner._update_if_complete(complete, side_stream)
 
 
 def _settings(group: dict) -> list[float | torch.Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from cs336sys.accounting.cluster import Beside
+from cs336sys.accounting.cluster import OverlapSlowdown
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import DeviceTime
@@ -86,7 +86,7 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
     return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)
 
 
-def measured_beside(cells: Sequence[Cell]) -> tuple[Beside, str]:
+def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
     """What communication and computing cost each other in steps of ``ddp`` in CUDA graphs, and how many those were.
 
     Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
@@ -116,8 +116,8 @@ def measured_beside(cells: Sequence[Cell]) -> tuple[Beside, str]:
             computing.append(1 - lost_ms / timeline["overlap_ms"])
             communication.append(min(1.0, alone_ms / timeline["communication_ms"]))
     if not computing:
-        return Beside(), "assumed: no step of ddp in CUDA graphs says more"
-    return Beside(median(computing), median(communication)), f"ddp, {len(computing)} steps in CUDA graphs"
+        return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
+    return OverlapSlowdown(median(computing), median(communication)), f"ddp, {len(computing)} steps in CUDA graphs"
 
 
 def measured_device_time(

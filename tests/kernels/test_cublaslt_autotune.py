@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.kernels import measured_products
-from cs336sys.kernels.measured_products import ProductShape, operand, product
+from cs336sys.kernels import cublaslt_autotune
+from cs336sys.kernels.cublaslt_autotune import ProductShape, operand, product
 
 ROWS, INNER, COLUMNS = 7, 5, 3
 
@@ -84,13 +84,13 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
         lengthened = 2 if len(seen) == order.index(chosen, 1 + len(runs)) + 1 else 1
         return lengthened * times_ms[seen[-1]] if len(seen) > 1 else 0.1
 
-    monkeypatch.setattr(measured_products, "_library", lambda device: SimpleNamespace(algorithms=lambda shape: runs))
-    monkeypatch.setattr(measured_products, "_time_ms", time_ms)
+    monkeypatch.setattr(cublaslt_autotune, "_library", lambda device: SimpleNamespace(algorithms=lambda shape: runs))
+    monkeypatch.setattr(cublaslt_autotune, "_time_ms", time_ms)
     a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
     read_a, read_b = operand(a), operand(b)
     assert read_a is not None
     assert read_b is not None
-    found = measured_products._fastest(ProductShape(read_a, read_b, a.dtype, False, 0), a, b, None)
+    found = cublaslt_autotune._fastest(ProductShape(read_a, read_b, a.dtype, False, 0), a, b, None)
     assert found is (None if chosen is None else runs[chosen])
     assert seen == order
 
@@ -98,9 +98,9 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
-    monkeypatch.setattr(measured_products, "LEAST_WORK", 1)
-    monkeypatch.setattr(measured_products, "_FIRST_ROUND_MS", 0.5)
-    monkeypatch.setattr(measured_products, "_ROUND_MS", 0.5)
+    monkeypatch.setattr(cublaslt_autotune, "LEAST_WORK", 1)
+    monkeypatch.setattr(cublaslt_autotune, "_FIRST_ROUND_MS", 0.5)
+    monkeypatch.setattr(cublaslt_autotune, "_ROUND_MS", 0.5)
     for of_a, of_b, adds in itertools.product(["rows", "columns"], ["rows", "columns"], [False, True]):
         a, b, add = (
             laid_out(*shape).to("cuda", dtype) for shape in ((512, 384, of_a), (384, 256, of_b), (512, 256, "rows"))
@@ -110,7 +110,7 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         if of_b == "columns":
             b = b.mT.contiguous().mT
         expected = a.double() @ b.double() + (add.double() if adds else 0)
-        library = measured_products._library(a.device.index)
+        library = cublaslt_autotune._library(a.device.index)
         assert library is not None
         read_a, read_b = operand(a), operand(b)
         assert read_a is not None
@@ -125,10 +125,10 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         found = product(a, b, into, in_place=True) if adds else product(a, b)
         assert not adds or found is into
         assert (found.double() - expected).abs().max() < 0.01 * expected.abs().max()
-        assert any(shape.adds == adds and run is not None for shape, run in measured_products._runs.items())
+        assert any(shape.adds == adds and run is not None for shape, run in cublaslt_autotune._runs.items())
         # What must be the same in every process is left to torch.
         torch.use_deterministic_algorithms(True)
         try:
-            assert measured_products._chosen(a, b, None) is None
+            assert cublaslt_autotune._chosen(a, b, None) is None
         finally:
             torch.use_deterministic_algorithms(False)

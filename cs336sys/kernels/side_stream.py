@@ -1,4 +1,4 @@
-"""Work beside the backward pass: on a stream of its own, for results that nothing reads before the pass has ended."""
+"""Runs work on a side stream during the backward pass, for results that nothing reads before the pass has ended."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 
-class Beside:
-    """A stream beside that of the backward pass.
+class SideStream:
+    """A stream on which work runs while the backward pass computes.
 
     The tensor cores need little of the memory's bandwidth, and an optimizer nothing else. The stream that called
     ``backward()`` waits for this one at the end of the pass. The host never waits, and in a CUDA graph the streams
@@ -26,7 +26,7 @@ class Beside:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
-        """Launch ``run`` beside what the current stream is given from now on. Only within a backward pass.
+        """Launch ``run`` on the side stream, alongside later work of the current stream. Only within a backward pass.
 
         Args:
             tensors: what it reads and writes, made on the current stream.

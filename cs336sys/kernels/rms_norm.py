@@ -1,0 +1,556 @@
+"""RMSNorm, alone or of a sum with the residual stream, forward and backward in one pass over memory each."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import (
+    as_rows,
+    check_tensors,
+    define_gradient,
+    define_operator,
+    needs_operators,
+    num_multiprocessors,
+    result_dtype,
+)
+from cs336sys.kernels.partial_sums import sum_of_partials
+
+
+@triton.jit
+def _load_total(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    row,
+    column,
+    width,
+    x_row_stride,
+    x_column_stride,
+    residual_row_stride,
+    residual_column_stride,
+    mask,
+    HAS_RESIDUAL: tl.constexpr,
+    STORES: tl.constexpr,
+):
+    """A tile of x, or of x + residual as total holds it, in float32."""
+    total = tl.load(x_ptr + row * x_row_stride + column * x_column_stride, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(
+            residual_ptr + row * residual_row_stride + column * residual_column_stride, mask=mask, other=0.0
+        )
+        rounded = (total + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        if STORES:
+            tl.store(total_ptr + row * width + column, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+    return total
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    inverse_rms_ptr,
+    x_row_stride,
+    x_column_stride,
+    residual_row_stride,
+    residual_column_stride,
+    weight_stride,
+    num_rows,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+):
+    """Each program takes a tile of rows: y = total * inverse_rms * weight.
+
+    ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
+    """
+    # Offsets are int64, for tensors of more than 2**31 elements.
+    row = (tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE))[:, None]
+    row_mask = row < num_rows
+    if ONE_TILE:
+        column = tl.arange(0, COLUMN_TILE)[None, :]
+        mask = row_mask & (column < width)
+        weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
+        total = _load_total(
+            x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+            residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, True,
+        )  # fmt: skip
+        sum_of_squares = tl.sum(total * total, axis=1, keep_dims=True)
+        inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+        tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
+    else:
+        sum_of_squares = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
+        for start in range(0, width, COLUMN_TILE):
+            column = start + tl.arange(0, COLUMN_TILE)[None, :]
+            total = _load_total(
+                x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+                residual_row_stride, residual_column_stride, row_mask & (column < width), HAS_RESIDUAL, True,
+            )  # fmt: skip
+            sum_of_squares += tl.sum(total * total, axis=1, keep_dims=True)
+        inverse_rms = tl.rsqrt(sum_of_squares / width + eps)
+        for start in range(0, width, COLUMN_TILE):
+            column = start + tl.arange(0, COLUMN_TILE)[None, :]
+            mask = row_mask & (column < width)
+            total = _load_total(
+                x_ptr, residual_ptr, total_ptr, row, column, width, x_row_stride, x_column_stride,
+                residual_row_stride, residual_column_stride, mask, HAS_RESIDUAL, False,
+            )  # fmt: skip
+            weight = tl.load(weight_ptr + column * weight_stride, mask=column < width, other=0.0).to(tl.float32)
+            tl.store(y_ptr + row * width + column, total * inverse_rms * weight, mask=mask)
+    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row_mask)
+
+
+@triton.jit
+def _load_normalized(
+    total_ptr,
+    grad_y_ptr,
+    row,
+    column,
+    total_row_stride,
+    total_column_stride,
+    grad_y_row_stride,
+    grad_y_column_stride,
+    inverse_rms,
+    mask,
+):
+    """A tile of n = total * inverse_rms and of y's gradient, in float32."""
+    total = tl.load(total_ptr + row * total_row_stride + column * total_column_stride, mask=mask, other=0.0)
+    grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + column * grad_y_column_stride, mask=mask, other=0.0)
+    return total.to(tl.float32) * inverse_rms, grad_y.to(tl.float32)
+
+
+@triton.jit
+def _store_grad(
+    grad,
+    grad_total_ptr,
+    grad_x_ptr,
+    grad_residual_ptr,
+    row,
+    column,
+    width,
+    grad_total_row_stride,
+    grad_total_column_stride,
+    mask,
+    HAS_GRAD_TOTAL: tl.constexpr,
+    WRITES_RESIDUAL: tl.constexpr,
+):
+    """Stores a tile of the gradient that reached the sum by y, plus what reached it directly, once for each dtype."""
+    if HAS_GRAD_TOTAL:
+        offset = row * grad_total_row_stride + column * grad_total_column_stride
+        grad += tl.load(grad_total_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(grad_x_ptr + row * width + column, grad, mask=mask)
+    if WRITES_RESIDUAL:
+        tl.store(grad_residual_ptr + row * width + column, grad, mask=mask)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    grad_y_ptr,
+    grad_total_ptr,
+    total_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    grad_x_ptr,
+    grad_residual_ptr,
+    partial_grad_weight_ptr,
+    grad_y_row_stride,
+    grad_y_column_stride,
+    grad_total_row_stride,
+    grad_total_column_stride,
+    total_row_stride,
+    total_column_stride,
+    weight_stride,
+    num_rows,
+    width,
+    HAS_GRAD_TOTAL: tl.constexpr,
+    WRITES_RESIDUAL: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each program walks along its share of the tiles of rows and keeps one partial sum of the weight's gradient.
+
+    n = x inverse_rms and g = grad_y weight give grad_x = inverse_rms (g - n mean(g n)), grad_weight = sum grad_y n.
+    """
+    program = tl.program_id(0)
+    num_tiles = tl.cdiv(num_rows, ROW_TILE)
+    partial_grad_weight_ptr += program.to(tl.int64) * width
+    if ONE_TILE:
+        column = tl.arange(0, COLUMN_TILE)[None, :]
+        column_mask = column < width
+        weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
+        grad_weight = tl.zeros((ROW_TILE, COLUMN_TILE), dtype=tl.float32)
+        for tile in tl.range(program, num_tiles, tl.num_programs(0), num_stages=STAGES):
+            row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
+            row_mask = row < num_rows
+            mask = row_mask & column_mask
+            inverse_rms = tl.load(inverse_rms_ptr + row, mask=row_mask, other=0.0)
+            normalized, grad_y = _load_normalized(
+                total_ptr, grad_y_ptr, row, column, total_row_stride, total_column_stride,
+                grad_y_row_stride, grad_y_column_stride, inverse_rms, mask,
+            )  # fmt: skip
+            grad_weight += grad_y * normalized
+            grad = grad_y * weight
+            mean = tl.sum(grad * normalized, axis=1, keep_dims=True) / width
+            _store_grad(
+                inverse_rms * (grad - normalized * mean), grad_total_ptr, grad_x_ptr, grad_residual_ptr, row, column,
+                width, grad_total_row_stride, grad_total_column_stride, mask, HAS_GRAD_TOTAL, WRITES_RESIDUAL,
+            )  # fmt: skip
+        tl.store(partial_grad_weight_ptr + column, tl.sum(grad_weight, axis=0, keep_dims=True), mask=column_mask)
+    else:
+        for tile in range(program, num_tiles, tl.num_programs(0)):
+            row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
+            row_mask = row < num_rows
+            inverse_rms = tl.load(inverse_rms_ptr + row, mask=row_mask, other=0.0)
+            mean = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
+            for start in range(0, width, COLUMN_TILE):
+                column = start + tl.arange(0, COLUMN_TILE)[None, :]
+                column_mask = column < width
+                normalized, grad_y = _load_normalized(
+                    total_ptr, grad_y_ptr, row, column, total_row_stride, total_column_stride,
+                    grad_y_row_stride, grad_y_column_stride, inverse_rms, row_mask & column_mask,
+                )  # fmt: skip
+                weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
+                mean += tl.sum(grad_y * weight * normalized, axis=1, keep_dims=True) / width
+            for start in range(0, width, COLUMN_TILE):
+                column = start + tl.arange(0, COLUMN_TILE)[None, :]
+                column_mask = column < width
+                mask = row_mask & column_mask
+                normalized, grad_y = _load_normalized(
+                    total_ptr, grad_y_ptr, row, column, total_row_stride, total_column_stride,
+                    grad_y_row_stride, grad_y_column_stride, inverse_rms, mask,
+                )  # fmt: skip
+                weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
+                _store_grad(
+                    inverse_rms * (grad_y * weight - normalized * mean), grad_total_ptr, grad_x_ptr, grad_residual_ptr,
+                    row, column, width, grad_total_row_stride, grad_total_column_stride, mask,
+                    HAS_GRAD_TOTAL, WRITES_RESIDUAL,
+                )  # fmt: skip
+                # The sum stays in the L2 cache: no other program adds to it, and it began as zeros.
+                sums = tl.load(partial_grad_weight_ptr + column, mask=column_mask, other=0.0)
+                sums += tl.sum(grad_y * normalized, axis=0, keep_dims=True)
+                tl.store(partial_grad_weight_ptr + column, sums, mask=column_mask)
+
+
+# One H200, triton 3.6, bf16, 32768 rows (16384 of 8192 and more): microseconds, and the share of a copy's 4.25 TB/s.
+# Forward, 1024 elements a warp, against four or eight times as many warps and against programs that walk along rows:
+#   width 768: 30 (79 %) against 34;  1600: 58 (86 %) against 63;  4096: 133 (95 %) against 144;  8192: 134 (94 %)
+#   against 149;  11008 in two tiles: 198 (86 %), in one of 16384 elements 298
+# Backward, (warps, programs on a multiprocessor, stages):
+#   768, two rows a tile: (4, 4, 4) 57 (62 %), (4, 3, 3) 60, (4, 5, 1) 73
+#   1600: (4, 3, 4) 92 (80 %), (4, 3, 3) 98, (4, 5, 1) 107
+#   2560: (8, 2, 4) 135 (88 %), (8, 2, 3) 149, (8, 3, 1) 160
+#   4096: (8, 1, 4) 211 (90 %), (8, 3, 1) 210, (8, 2, 1) 240; with residual (8, 1, 4) 265 (96 %), (8, 2, 3) 272,
+#   (8, 3, 1) 376
+#   8192: (8, 1, 3) 204 (93 %), (16, 1, 3) 206, (16, 1, 1) 260
+#   11008 in several tiles: four rows of 4096 elements 468 (54 %), one of 8192 578; in one of 16384 elements 498
+
+# Most elements of a row in one tile. A longer row is walked along twice, in several tiles.
+FORWARD_TILE = 8192
+BACKWARD_TILE = 8192
+# Rows and columns of a tile where a row has several, in the backward pass.
+LONG_ROW_TILES = 4, 4096
+# Narrow rows share a tile of so many elements.
+NARROW_TILE = 2048
+# What the stages of a program may take together: a little less than every GPU from compute capability 8.6 on has; and
+# those of all programs of a multiprocessor, so that they are there at once on an H200, which has 227 KB for them: 2048
+# rows of 768 with a float32 stream took 8.4 us, and 10.4 where only three of four programs fitted.
+STAGED_BYTES = 96 * 1024
+STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
+
+
+class Settings(NamedTuple):
+    """How a kernel is launched.
+
+    Attributes:
+        programs: of the backward pass on one multiprocessor, among which the rows are shared out.
+        stages: tiles that these load ahead through shared memory, and the one they compute; 1 loads none ahead.
+    """
+
+    row_tile: int
+    column_tile: int
+    num_warps: int
+    programs: int = 1
+    stages: int = 1
+
+
+def forward_settings(width: int) -> Settings:
+    column_tile = triton.next_power_of_2(width)
+    if column_tile > FORWARD_TILE:
+        return Settings(1, FORWARD_TILE, num_warps=16)
+    row_tile = max(1, NARROW_TILE // 2 // column_tile)
+    return Settings(row_tile, column_tile, num_warps=max(1, row_tile * column_tile // 1024))
+
+
+def backward_settings(width: int, element_bytes: int) -> Settings:
+    """``element_bytes``: of one element of each tensor that is read."""
+    column_tile = triton.next_power_of_2(width)
+    if column_tile > BACKWARD_TILE:
+        return Settings(*LONG_ROW_TILES, num_warps=16, programs=2)
+    row_tile = max(1, NARROW_TILE // column_tile)
+    if column_tile > 4096:
+        num_warps, programs, stages = 8, 1, 3
+    elif column_tile > 2048:
+        num_warps, programs, stages = 8, 1 if width > 3072 else 2, 4
+    else:
+        num_warps, programs, stages = 4, 3 if column_tile > 1024 else 4, 4
+    most = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
+    affordable = most // (row_tile * column_tile * element_bytes)
+    return Settings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
+
+
+def _num_programs(rows: torch.Tensor, settings: Settings) -> int:
+    num_tiles = triton.cdiv(len(rows), settings.row_tile)
+    return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
+
+
+def _check_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"x and residual must have the same shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+
+
+def empty_results(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_shapes(x, weight, residual)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if residual is None:
+        total = torch.empty(0, dtype=x.dtype, device=x.device)
+    else:
+        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    return y, total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def launch_forward(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
+    y, total, inverse_rms = empty_results(x, weight, residual, eps, dtype)
+    tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
+    check_tensors("rms_norm", rms_norm_forward_kernel, **tensors)
+    if y.numel() == 0:
+        return y, total, inverse_rms.fill_(eps**-0.5 if eps else torch.inf)
+    rows = as_rows(x)
+    residual_rows = rows if residual is None else as_rows(residual)
+    width = x.shape[-1]
+    settings = forward_settings(width)
+    with torch.cuda.device_of(x):
+        rms_norm_forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
+            rows,
+            residual_rows,
+            weight,
+            y,
+            total,
+            inverse_rms,
+            *rows.stride(),
+            *residual_rows.stride(),
+            weight.stride(0),
+            len(rows),
+            width,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            ROW_TILE=settings.row_tile,
+            COLUMN_TILE=settings.column_tile,
+            ONE_TILE=width <= settings.column_tile,
+            num_warps=settings.num_warps,
+        )
+    return y, total, inverse_rms
+
+
+def empty_grads(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
+    if residual_dtype is None or residual_dtype == x_dtype:
+        grad_residual = torch.empty(0, dtype=x_dtype, device=total.device)
+    else:
+        grad_residual = torch.empty(total.shape, dtype=residual_dtype, device=total.device)
+    return grad_x, grad_residual, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def launch_backward(
+    grad_y: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, of the residual (empty unless its dtype is another than x's) and of the weight."""
+    grad_x, grad_residual, grad_weight = empty_grads(
+        grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
+    )
+    if grad_x.numel() == 0:
+        return grad_x, grad_residual, grad_weight.zero_()
+    rows, grad_y_rows = as_rows(total), as_rows(grad_y)
+    grad_total_rows = grad_y_rows if grad_total is None else as_rows(grad_total)
+    width = total.shape[-1]
+    read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
+    settings = backward_settings(width, sum(tensor.element_size() for tensor in read))
+    is_one_tile = width <= settings.column_tile
+    num_programs = _num_programs(rows, settings)
+    allocate = torch.empty if is_one_tile else torch.zeros
+    partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
+    with torch.cuda.device_of(total):
+        rms_norm_backward_kernel[(num_programs,)](
+            grad_y_rows,
+            grad_total_rows,
+            rows,
+            weight,
+            inverse_rms.contiguous(),
+            grad_x,
+            grad_residual,
+            partial_grad_weight,
+            *grad_y_rows.stride(),
+            *grad_total_rows.stride(),
+            *rows.stride(),
+            weight.stride(0),
+            len(rows),
+            width,
+            HAS_GRAD_TOTAL=grad_total is not None,
+            WRITES_RESIDUAL=grad_residual.numel() > 0,
+            ROW_TILE=settings.row_tile,
+            COLUMN_TILE=settings.column_tile,
+            ONE_TILE=is_one_tile,
+            STAGES=settings.stages,
+            num_warps=settings.num_warps,
+        )
+    return grad_x, grad_residual, sum_of_partials(partial_grad_weight, weight.dtype)
+
+
+_forward_operator = define_operator(
+    "rms_norm_forward(Tensor x, Tensor weight, Tensor? residual, float eps, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    launch_forward,
+    empty_results,
+)
+_backward_operator = define_operator(
+    "rms_norm_backward(Tensor grad_y, Tensor? grad_total, Tensor total, Tensor weight, Tensor inverse_rms,"
+    " ScalarType x_dtype, ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor)",
+    launch_backward,
+    empty_grads,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    x, weight, residual, *_ = inputs
+    _, total, inverse_rms = output
+    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.returns_x = False
+    ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
+
+
+def _differentiate(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None, *_) -> tuple:
+    total, weight, inverse_rms = ctx.saved_tensors
+    x_dtype, residual_dtype = ctx.dtypes
+    if residual_dtype is None and not ctx.returns_x:
+        grad_total = None
+    backward = _backward_operator if needs_operators(grad_y) else launch_backward
+    grad_x, grad_residual, grad_weight = backward(
+        grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
+    )
+    if residual_dtype is None:
+        return grad_x, grad_weight, None, None, None
+    return grad_x, grad_weight, grad_x if residual_dtype == x_dtype else grad_residual, None, None
+
+
+define_gradient("rms_norm_forward", _differentiate, _save_for_backward)
+
+
+class RMSNorm(torch.autograd.Function):
+    """``RMSNorm.apply(x, weight, residual, eps, dtype of y, returns_x)``; see :func:`rms_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+        returns_x: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y, total, inverse_rms = launch_forward(x, weight, residual, eps, dtype)
+        _save_for_backward(ctx, (x, weight, residual), (y, total, inverse_rms))
+        ctx.returns_x = returns_x
+        if returns_x:
+            return y, x
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None) -> tuple:
+        return *_differentiate(ctx, grad_y, grad_total), None
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    *,
+    returns_x: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
+
+    With a residual the sum x + residual takes the place of x and is returned, too. Arithmetic is in float32, forward
+    and backward, of the sum as it is rounded to its dtype. The backward pass reads y's gradient, x (or the sum), and
+    one number a row. Differentiable once, in ``x``, ``weight`` and ``residual``; equal from run to run to the last bit.
+    ``torch.compile`` keeps it in one graph. Under ``torch.autocast`` y has its dtype, whatever that of ``x``.
+
+    Args:
+        x: (..., d), float32, float16 or bfloat16, with any number of leading dimensions and any strides.
+        weight: (d,), of any of these dtypes.
+        eps: added to the mean square.
+        residual: (..., d), of any of these dtypes.
+        returns_x: without a residual, return x beside y. Whatever uses this x instead of the one that was given has its
+            gradient added in the pass that computes the norm's; autograd would take a pass of its own.
+
+    Returns:
+        y (..., d), contiguous, of the dtype of ``x``; with a residual of the dtype to which the two promote, and beside
+        it x + residual.
+
+    Raises:
+        ValueError: the shapes do not fit together, the tensors are on different devices, or both a residual and x were
+            asked for.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        RuntimeError: it is differentiated twice.
+    """
+    if returns_x and residual is not None:
+        raise ValueError("with a residual the sum is returned: x cannot be, too")
+    dtype = result_dtype(x) if residual is None else result_dtype(x, residual)
+    if needs_operators(x):
+        # An operator cannot return what it was given; compilers add gradients in passes of their own choice.
+        y, total, _ = _forward_operator(x, weight, residual, eps, dtype)
+        return (y, x) if returns_x else y if residual is None else (y, total)
+    return RMSNorm.apply(x, weight, residual, eps, dtype, returns_x)
+
+
+def reference_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The same in PyTorch, for any dtypes, half precision in float32: the ground truth of the tests."""
+    total = x if residual is None else x + residual
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    y = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(total.dtype)
+    return y if residual is None else (y, total)

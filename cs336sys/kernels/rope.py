@@ -1,0 +1,664 @@
+"""Rotary position embeddings, from projections as they come out of the matrix product to what attention reads."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import (
+    check_tensors,
+    define_gradient,
+    define_operator,
+    needs_operators,
+    num_multiprocessors,
+    result_dtype,
+)
+
+
+@triton.jit
+def _cos_sin(turns):
+    """Cosine and sine of an angle in units of 2^-64 turns, int64, in which a sum or product wraps around as angles do.
+
+    The nearest quarter turn is taken off; of what remains, at most pi / 4, the polynomials are right to float32.
+    """
+    high = (turns >> 32).to(tl.int32)
+    quadrant = (high + (1 << 29)) >> 30
+    angle = (high - (quadrant << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    square = angle * angle
+    # Coefficients of sinf and cosf in Moshier's Cephes library.
+    sine = ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1) * square * angle + angle
+    cosine = ((2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2) * square * square
+    cosine += 1 - 0.5 * square
+    is_odd = (quadrant & 1) != 0
+    cos = tl.where(is_odd, sine, cosine)
+    sin = tl.where(is_odd, cosine, sine)
+    return tl.where(((quadrant + 1) & 2) != 0, -cos, cos), tl.where((quadrant & 2) != 0, -sin, sin)
+
+
+@triton.jit
+def _position_turns(positions_ptr, row, row_mask, stride, frequency, IMPLIED: tl.constexpr):
+    if IMPLIED:
+        position = row
+    else:
+        position = tl.load(positions_ptr + row * stride, mask=row_mask, other=0).to(tl.int64)
+    return position * frequency
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    y_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    x_batch_stride,
+    x_head_stride,
+    x_row_stride,
+    x_column_stride,
+    y_batch_stride,
+    y_head_stride,
+    y_row_stride,
+    y_column_stride,
+    positions_batch_stride,
+    positions_head_stride,
+    positions_row_stride,
+    num_heads,
+    num_groups,
+    num_rows,
+    half_dim,
+    ROTATES: tl.constexpr,
+    IMPLIED: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Each program takes a tile of rows of one of ``num_groups`` of HEADS heads; without ROTATES it copies them.
+
+    SHARED: all heads have the same positions, so their cosines and sines are computed once.
+    """
+    num_row_tiles = tl.cdiv(num_rows, ROW_TILE)
+    program = tl.program_id(0).to(tl.int64)
+    first_head = (program % num_groups) * HEADS
+    row = ((program // num_groups) % num_row_tiles) * ROW_TILE + tl.arange(0, ROW_TILE)[:, None]
+    batch = program // (num_groups * num_row_tiles)
+    row_mask = row < num_rows
+    column = tl.arange(0, 2 * HALF_TILE)[None, :]
+    mask = row_mask & (column < 2 * half_dim)
+    x_ptr += batch * x_batch_stride + row * x_row_stride + column * x_column_stride
+    y_ptr += batch * y_batch_stride + row * y_row_stride + column * y_column_stride
+    if ROTATES:
+        pair = tl.arange(0, HALF_TILE)[None, :]
+        frequency = tl.load(frequencies_ptr + pair, mask=pair < half_dim, other=0)
+        positions_ptr += batch * positions_batch_stride
+        if SHARED:
+            turns = _position_turns(positions_ptr, row, row_mask, positions_row_stride, frequency, IMPLIED)
+            cos, sin = _cos_sin(turns)
+    for head in range(first_head, tl.minimum(first_head + HEADS, num_heads)):
+        y = tl.load(x_ptr + head * x_head_stride, mask=mask, other=0.0).to(tl.float32)
+        if ROTATES:
+            if not SHARED:
+                head_positions_ptr = positions_ptr + head * positions_head_stride
+                turns = _position_turns(head_positions_ptr, row, row_mask, positions_row_stride, frequency, IMPLIED)
+                cos, sin = _cos_sin(turns)
+            x1, x2 = tl.split(tl.reshape(y, (ROW_TILE, HALF_TILE, 2)))
+            y = tl.reshape(tl.join(x1 * cos - x2 * sin, x1 * sin + x2 * cos), (ROW_TILE, 2 * HALF_TILE))
+        tl.store(y_ptr + head * y_head_stride, y, mask=mask)
+
+
+@triton.jit
+def rope_kernel(
+    x_ptr,
+    y_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    x_batch_stride,
+    x_head_stride,
+    x_row_stride,
+    x_column_stride,
+    y_batch_stride,
+    y_head_stride,
+    y_row_stride,
+    y_column_stride,
+    positions_batch_stride,
+    positions_head_stride,
+    positions_row_stride,
+    num_heads,
+    num_rows,
+    half_dim,
+    IMPLIED: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    _rotate_heads(
+        x_ptr, y_ptr, positions_ptr, frequencies_ptr, x_batch_stride, x_head_stride, x_row_stride, x_column_stride,
+        y_batch_stride, y_head_stride, y_row_stride, y_column_stride,
+        positions_batch_stride, positions_head_stride, positions_row_stride,
+        num_heads, tl.cdiv(num_heads, HEADS), num_rows, half_dim, True, IMPLIED, SHARED, HEADS, ROW_TILE, HALF_TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _part_of_qkv(
+    qkv_ptr,
+    part_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    qkv_batch_stride,
+    qkv_head_stride,
+    qkv_row_stride,
+    qkv_column_stride,
+    part_batch_stride,
+    part_head_stride,
+    part_row_stride,
+    part_column_stride,
+    positions_batch_stride,
+    positions_row_stride,
+    num_heads,
+    num_groups,
+    num_rows,
+    half_dim,
+    ROTATES: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    IMPLIED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """From the projection to the part, or back."""
+    if BACKWARD:
+        _rotate_heads(
+            part_ptr, qkv_ptr, positions_ptr, frequencies_ptr, part_batch_stride, part_head_stride, part_row_stride,
+            part_column_stride, qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            positions_batch_stride, 0, positions_row_stride,
+            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            qkv_ptr, part_ptr, positions_ptr, frequencies_ptr, qkv_batch_stride, qkv_head_stride, qkv_row_stride,
+            qkv_column_stride, part_batch_stride, part_head_stride, part_row_stride, part_column_stride,
+            positions_batch_stride, 0, positions_row_stride,
+            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def rope_qkv_kernel(
+    qkv_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    qkv_batch_stride,
+    qkv_head_stride,
+    qkv_row_stride,
+    qkv_column_stride,
+    query_batch_stride,
+    query_head_stride,
+    query_row_stride,
+    query_column_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_row_stride,
+    key_column_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_row_stride,
+    value_column_stride,
+    positions_batch_stride,
+    positions_row_stride,
+    num_heads,
+    num_key_value_heads,
+    num_groups,
+    num_rows,
+    half_dim,
+    BACKWARD: tl.constexpr,
+    IMPLIED: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Query and key are rotated out of the projection and value is copied, or back; the grid's second axis has each."""
+    part = tl.program_id(1)
+    if part == 0:
+        _part_of_qkv(
+            qkv_ptr, query_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            query_batch_stride, query_head_stride, query_row_stride, query_column_stride,
+            positions_batch_stride, positions_row_stride, num_heads, num_groups, num_rows, half_dim,
+            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    elif part == 1:
+        _part_of_qkv(
+            qkv_ptr + num_heads * qkv_head_stride, key_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            key_batch_stride, key_head_stride, key_row_stride, key_column_stride,
+            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
+            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+    else:
+        _part_of_qkv(
+            qkv_ptr + (num_heads + num_key_value_heads) * qkv_head_stride, value_ptr, positions_ptr, frequencies_ptr,
+            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
+            value_batch_stride, value_head_stride, value_row_stride, value_column_stride,
+            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
+            False, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+        )  # fmt: skip
+
+
+# Elements of a tile, and the most heads that a program rotates by the same cosines and sines, one after another: fewer
+# where a multiprocessor would get less than so many programs. On an H200, 2048 tokens of 25 heads took 7.2 us with 8.
+TILE = 1024
+HEADS = 8
+NUM_WARPS = 4
+MIN_PROGRAMS = 12
+
+
+@functools.lru_cache(maxsize=32)
+def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> torch.Tensor:
+    """theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in units of 2^-64 turns."""
+    turns = (math.fmod(theta ** (-2 * pair / dim) / (2 * math.pi), 1) for pair in range(dim // 2))
+    # A fraction of more than a half is a negative int64.
+    units = [(round(turn * 2**64) + 2**63) % 2**64 - 2**63 for turn in turns]
+    return torch.tensor([-unit if inverse else unit for unit in units], dtype=torch.int64, device=device)
+
+
+class Tiling(NamedTuple):
+    """How rows and heads are shared out to programs."""
+
+    tiles: int
+    groups: int
+    constants: dict[str, int]
+
+
+def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device) -> Tiling:
+    """``heads``: of each tensor that one launch rotates. A tensor's heads are in at most ``groups`` groups."""
+    half_tile = triton.next_power_of_2(dim) // 2
+    row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
+    tiles = batches * triton.cdiv(num_rows, row_tile)
+    in_group = HEADS
+    # The interpreter, which runs one program after another, is best off with few.
+    if device.type == "cuda":
+        at_least = MIN_PROGRAMS * num_multiprocessors(device)
+        while in_group > 1 and tiles * sum(triton.cdiv(number, in_group) for number in heads) < at_least:
+            in_group //= 2
+    constants = {"HEADS": in_group, "ROW_TILE": row_tile, "HALF_TILE": half_tile, "num_warps": NUM_WARPS}
+    return Tiling(tiles, triton.cdiv(max(heads), in_group), constants)
+
+
+def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, theta: float, inverse: bool) -> None:
+    """Writes x (..., S, D), rotated, to y of the same shape and any strides; ``positions`` broadcast to (..., S)."""
+    if x.numel() == 0:
+        return
+    *leading, num_rows, dim = x.shape
+    shape = (math.prod(leading[:-1]), leading[-1] if leading else 1, num_rows, dim)
+    x, y = x.reshape(shape), y.view(shape)
+    is_implied = positions is None
+    if positions is None:
+        positions = torch.empty(0, dtype=torch.int64, device=x.device)
+        positions_strides: tuple[int, ...] = (0, 0, 0)
+    else:
+        positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
+        positions_strides = positions.stride()
+    tiling = _tiling(shape[0], shape[1:2], num_rows, dim, x.device)
+    with torch.cuda.device_of(x):
+        rope_kernel[(tiling.tiles * tiling.groups,)](
+            x,
+            y,
+            positions,
+            _frequencies(dim, theta, inverse, x.device),
+            *x.stride(),
+            *y.stride(),
+            *positions_strides,
+            shape[1],
+            num_rows,
+            dim // 2,
+            IMPLIED=is_implied,
+            SHARED=positions_strides[1] == 0 or shape[1] == 1,
+            **tiling.constants,
+        )
+
+
+def _rotate_qkv(
+    qkv: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    positions: torch.Tensor | None,
+    theta: float,
+    backward: bool,
+) -> None:
+    """Writes query, key and value (..., H, S, D) from qkv (..., S, all heads x D), or qkv from their gradients.
+
+    ``positions`` broadcast to (..., S). What is written is a view of four dimensions whatever its strides are.
+    """
+    if qkv.numel() == 0:
+        return
+    *leading, num_rows, _ = qkv.shape
+    batches, dim = math.prod(leading), parts[0].shape[-1]
+    heads = [part.shape[-3] for part in parts]
+    qkv = qkv.reshape(batches, num_rows, -1, dim)
+    flat = [part.reshape(batches, -1, num_rows, dim) for part in parts]
+    is_implied = positions is None
+    if positions is None:
+        positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)
+    else:
+        positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
+    tiling = _tiling(batches, heads, num_rows, dim, qkv.device)
+    batch_stride, row_stride, head_stride, column_stride = qkv.stride()
+    with torch.cuda.device_of(qkv):
+        rope_qkv_kernel[(tiling.tiles * tiling.groups, len(parts))](
+            qkv,
+            *flat,
+            positions,
+            _frequencies(dim, theta, backward, qkv.device),
+            batch_stride,
+            head_stride,
+            row_stride,
+            column_stride,
+            *(stride for part in flat for stride in part.stride()),
+            *positions.stride(),
+            heads[0],
+            heads[1],
+            tiling.groups,
+            num_rows,
+            dim // 2,
+            BACKWARD=backward,
+            IMPLIED=is_implied,
+            **tiling.constants,
+        )
+
+
+def _check_positions(positions: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    if positions is None:
+        return
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"positions must be of dtype torch.int32 or torch.int64, not {positions.dtype}")
+    if positions.device != device:
+        raise ValueError(f"positions must be on the device of what is rotated, {device}, not on {positions.device}")
+    fits = 1 <= positions.dim() <= len(shape) and all(
+        size in (1, expected) for size, expected in zip(reversed(positions.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"positions of shape {tuple(positions.shape)} do not broadcast to {tuple(shape)}")
+
+
+def _check_inputs(x: torch.Tensor, positions: torch.Tensor | None, theta: float) -> None:
+    if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
+        raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
+    _check_theta(theta)
+    _check_positions(positions, x.shape[:-1], x.device)
+
+
+def _check_theta(theta: float) -> None:
+    if not 0 < theta < math.inf:
+        raise ValueError(f"theta {theta}: must be a positive number")
+
+
+def empty_rotated(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
+    theta: float,
+    inverse: bool,
+    strides: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    _check_inputs(x, positions, theta)
+    if strides is None:
+        # With more dimensions the kernel could not address every order of them.
+        return torch.empty_like(x, dtype=dtype) if x.dim() <= 4 else torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+
+def compute(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
+    theta: float,
+    inverse: bool,
+    strides: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
+    y = empty_rotated(x, positions, theta, inverse, strides, dtype)
+    check_tensors("rope", rope_kernel, x=x)
+    _rotate(x, y, positions, theta, inverse)
+    return y
+
+
+def _check_qkv(qkv: torch.Tensor, positions: torch.Tensor | None, num_heads: int, num_key_value_heads: int) -> int:
+    """The head dimension."""
+    if num_heads < 1 or num_key_value_heads < 1:
+        raise ValueError(f"num_heads {num_heads}, num_key_value_heads {num_key_value_heads}: must be at least 1")
+    head_dim, rest = divmod(qkv.shape[-1] if qkv.dim() > 1 else 0, num_heads + 2 * num_key_value_heads)
+    if rest or head_dim % 2 or head_dim == 0:
+        raise ValueError(
+            f"qkv (..., S, ({num_heads} + 2 * {num_key_value_heads}) D) needs an even D, got {tuple(qkv.shape)}"
+        )
+    _check_positions(positions, qkv.shape[:-1], qkv.device)
+    return head_dim
+
+
+def empty_qkv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor | None,
+    num_heads: int,
+    num_key_value_heads: int,
+    theta: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    head_dim = _check_qkv(qkv, positions, num_heads, num_key_value_heads)
+    _check_theta(theta)
+    query, key, value = (
+        torch.empty((*qkv.shape[:-1], heads, head_dim), dtype=dtype, device=qkv.device).transpose(-3, -2)
+        for heads in (num_heads, num_key_value_heads, num_key_value_heads)
+    )
+    return query, key, value
+
+
+def compute_qkv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor | None,
+    num_heads: int,
+    num_key_value_heads: int,
+    theta: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    results = empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
+    check_tensors("rope_qkv", rope_qkv_kernel, qkv=qkv)
+    _rotate_qkv(qkv, results, positions, theta, backward=False)
+    return results
+
+
+def empty_grad_qkv(
+    grad_query: torch.Tensor,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    positions: torch.Tensor | None,
+    theta: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    *leading, num_heads, length, head_dim = grad_query.shape
+    width = (num_heads + 2 * grad_key.shape[-3]) * head_dim
+    return torch.empty((*leading, length, width), dtype=dtype, device=grad_query.device)
+
+
+def compute_grad_qkv(
+    grad_query: torch.Tensor,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    positions: torch.Tensor | None,
+    theta: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    grad_qkv = empty_grad_qkv(grad_query, grad_key, grad_value, positions, theta, dtype)
+    _rotate_qkv(grad_qkv, (grad_query, grad_key, grad_value), positions, theta, backward=True)
+    return grad_qkv
+
+
+_operator = define_operator(
+    "rope(Tensor x, Tensor? positions, float theta, bool inverse, SymInt[]? strides, ScalarType dtype) -> Tensor",
+    compute,
+    empty_rotated,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, positions, ctx.theta, ctx.inverse, *_ = inputs
+    ctx.dtype, ctx.strides = x.dtype, output.stride()
+    ctx.save_for_backward(positions)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple:
+    (positions,) = ctx.saved_tensors
+    rotate = _operator if needs_operators(grad) else Rope.apply
+    # The transposed rotation is the rotation back; written as x was, so that a projection's gradient is contiguous.
+    grad_x = rotate(grad, positions, ctx.theta, not ctx.inverse, ctx.strides, ctx.dtype)
+    return grad_x, None, None, None, None, None
+
+
+define_gradient("rope", _differentiate, _save_for_backward)
+
+
+class Rope(torch.autograd.Function):
+    """``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        theta: float,
+        inverse: bool,
+        strides: tuple[int, ...] | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        y = compute(x, positions, theta, inverse, strides, dtype)
+        _save_for_backward(ctx, (x, positions, theta, inverse), y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return _differentiate(ctx, grad)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float = 10_000.0) -> torch.Tensor:
+    """Rotates the pair ``(x[2i], x[2i + 1])`` at position p by the angle ``p theta^(-2i / D)``.
+
+    RoFormer (https://arxiv.org/abs/2104.09864), eq. 34, with neighbours as pairs. Angles are exact to float32 at any
+    position, arithmetic is in float32, and nothing but the positions is kept for the backward pass. A projection
+    (B, S, H D) is rotated as it lies, ``projection.unflatten(-1, (H, D)).transpose(1, 2)``: the result has the same
+    layout, in which attention reads it, and so has the gradient. ``torch.compile`` keeps it in one graph. Under
+    ``torch.autocast`` the result has its dtype.
+
+    Args:
+        x: (..., S, D), D even, float32, float16 or bfloat16, of any strides.
+        positions: int32 or int64, broadcasts to (..., S); None stands for 0 to S - 1.
+        theta: base of the angles.
+
+    Returns:
+        Of the shape and dtype of ``x``; of its strides where it is dense, and else of the same order of dimensions.
+
+    Raises:
+        ValueError: D is odd, or shapes or devices do not fit together.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+    """
+    rotate = _operator if needs_operators(x) else Rope.apply
+    return rotate(x, positions, theta, False, None, result_dtype(x))
+
+
+_qkv_operator = define_operator(
+    "rope_qkv(Tensor qkv, Tensor? positions, int num_heads, int num_key_value_heads, float theta, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    compute_qkv,
+    empty_qkv,
+)
+_grad_qkv_operator = define_operator(
+    "rope_qkv_backward(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor? positions, float theta,"
+    " ScalarType dtype) -> Tensor",
+    compute_grad_qkv,
+    empty_grad_qkv,
+)
+
+
+def _save_qkv_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    qkv, positions, _, _, ctx.theta, _ = inputs
+    ctx.dtype = qkv.dtype
+    ctx.save_for_backward(positions)
+
+
+def _differentiate_qkv(ctx: Any, grad_query: torch.Tensor, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple:
+    (positions,) = ctx.saved_tensors
+    backward = _grad_qkv_operator if needs_operators(grad_query) else compute_grad_qkv
+    grad_qkv = backward(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
+    return grad_qkv, None, None, None, None, None
+
+
+define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)
+
+
+class RopeQKV(torch.autograd.Function):
+    """``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        results = compute_qkv(*arguments)
+        _save_qkv_for_backward(ctx, arguments, results)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        return _differentiate_qkv(ctx, *grads)
+
+
+def rope_qkv(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_key_value_heads: int | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    theta: float = 10_000.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query and key, rotated by :func:`rope`, and value, out of one fused projection and each in memory of its own.
+
+    The backward pass writes the projection's whole gradient at once, which slicing it would add up from three.
+    Differentiable once.
+
+    Args:
+        qkv: (..., S, (H + 2 H_kv) D): the heads of the query, then those of key and value, D even; any strides.
+        num_heads: H.
+        num_key_value_heads: H_kv; None stands for H.
+        positions: int32 or int64, broadcasts to (..., S); None stands for 0 to S - 1.
+        theta: base of the angles.
+
+    Returns:
+        (..., H, S, D), (..., H_kv, S, D) and (..., H_kv, S, D), in memory (..., S, H, D) as attention reads them.
+
+    Raises:
+        ValueError: D is odd, the heads do not divide the projection, or shapes or devices do not fit together.
+        TypeError: a dtype is not supported.
+        CapabilityError: the tensors are not on a CUDA GPU, and the kernels were not loaded in Triton's interpreter.
+        RuntimeError: it is differentiated twice.
+    """
+    if num_key_value_heads is None:
+        num_key_value_heads = num_heads
+    split = _qkv_operator if needs_operators(qkv) else RopeQKV.apply
+    return split(qkv, positions, num_heads, num_key_value_heads, theta, result_dtype(qkv))
+
+
+def reference_rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float = 10_000.0) -> torch.Tensor:
+    """:func:`~cs336sys.kernels.rope.rope` in PyTorch, with angles in float64: the ground truth of the tests."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)
+    frequencies = theta ** -(torch.arange(0, x.shape[-1], 2, device=x.device, dtype=torch.float64) / x.shape[-1])
+    angles = positions[..., None].double() * frequencies
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    x1, x2 = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).to(x.dtype)
