@@ -15,6 +15,7 @@ Sources: CS336 assignment 2 (2025), sections 2.2 and 2.3; Li et al., "PyTorch Di
 Data Parallel Training" (2020).
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,9 +33,10 @@ from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divid
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_module, same_on_every_rank
+from cs336sys.parallel.wrapped_state import StateDictOfWrapped
 
 
-class _Replicated(nn.Module):
+class _Replicated(StateDictOfWrapped):
     """A module that every rank holds whole: what the four wrappers have in common.
 
     Construction checks that the module is the same on all ranks and overwrites its parameters and buffers with rank
@@ -160,20 +162,22 @@ class _Replicated(nn.Module):
         require_same_module(self.module, self._settings(), self._group)
         self._watch_gradients()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state dict, without a prefix."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # nn.Module looks for the entries of a child under the child's name, here "module".
-        own = [key for key in state_dict if key.startswith(prefix)]
-        wrapped = hasattr(self.module, "module") or not all(key.startswith(f"{prefix}module.") for key in own)
-        if wrapped:
-            for key in own:
-                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A process group cannot be copied: the copy communicates in the same one.
+        memo[id(self._group)] = self._group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self._copied_state(), memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise UsageError(
+                f"{type(self).__name__} with a group cannot be pickled: save its state_dict(), and wrap a module anew"
+            )
+        return self._copied_state()
+
+    def _copied_state(self) -> dict[str, Any]:
         # The synchronizer's hooks are not copied with the parameters: __setstate__ makes a new one.
         return {name: value for name, value in self.__dict__.items() if name != "_synchronizer"}
 
@@ -284,5 +288,5 @@ class BucketedDDP(_Replicated):
             what = f"gradients of {', '.join(bucket.parameters)}"
             bucket.average_by(CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, what, self._group))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"copy_engines": None}
+    def _copied_state(self) -> dict[str, Any]:
+        return super()._copied_state() | {"copy_engines": None}

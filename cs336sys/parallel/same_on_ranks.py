@@ -67,15 +67,18 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
                 raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {found} on rank {rank}")
 
 
-def on_first_rank(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises its error."""
+def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``action`` on rank 0 of the group while the others wait; if it fails, every rank raises its error."""
     error: Exception | None = None
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             action()
         except (OSError, UsageError) as raised:
             error = raised
-    error = gather_objects(error)[0]
+        except Exception as raised:
+            # Others may not come back from pickle, and the other ranks would wait for ever.
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+    error = gather_objects(error, group)[0]
     if error is not None:
         raise error
 

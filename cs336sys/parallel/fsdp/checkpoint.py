@@ -1,14 +1,19 @@
 """Checkpoints of FSDP, written by all ranks at once and loaded by any number of ranks.
 
 A checkpoint is a folder of ``torch.distributed.checkpoint``: one file for each rank that saved, with its slices, and
-``.metadata``, which says what is where. Its keys are ``model/<name>``, ``optimizer/<state>/<name>``,
+``.metadata``, which says what is where. Its keys are ``model/<name>`` for tensors of the module's state dict and
+``data/<name>`` for what else is in it (extra state), ``versions`` of the modules, ``optimizer/<state>/<name>``,
 ``optimizer_groups`` and ``extra``. All ranks must share a file system. Loading runs no code that is in it
 (``plain_data.py``).
+
+What is saved is what the module holds then, with the names that it has then. State-dict hooks of its parts are called,
+as in ``state_dict()`` and ``load_state_dict()``; what they make of slices is refused.
 """
 
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336sys.errors import UsageError
@@ -27,45 +33,59 @@ from cs336sys.parallel.fsdp.plain_data import PlainLoadPlanner, PlainReader, loa
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
 
+_EXTRA_STATE = "_extra_state"
+
 
 def save_checkpoint(
     path: str | os.PathLike, sharded: FSDP, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
 ) -> None:
-    """Write parameters, buffers and the optimizer's state to the folder ``path``. Every rank must call it.
+    """Write the module's state dict and the optimizer's state to the folder ``path``. Every rank of its group calls it.
 
     The folder is written under another name and renamed when it is complete. One that existed before is kept as
     ``<path>.previous``: at every moment one of the two is complete.
 
+    Of buffers, extra state, replicated parameters and ``extra``, those of the group's rank 0 are saved, and loaded on
+    every rank: running statistics of batch norm, for example, which differ between ranks.
+
     Args:
         optimizer: one over ``sharded.parameters()``.
         extra: plain data, for example the step and a scheduler's state: tensors, numbers, strings, bools, None, and
-            lists, tuples and dicts of these; the same on every rank.
+            lists, tuples and dicts of these.
 
     Raises:
-        UsageError: the optimizer has other parameters, or a state that cannot be cut like its parameter; ``extra``, an
+        UsageError: on every rank: the module has parameters that were added after it was wrapped; a hook has made a
+            tensor of what may be a slice; slices are those of tensor parallel parts; another group has saved to this
+            path; the optimizer has other parameters, or a state that cannot be cut like its parameter; ``extra``, an
             option of the optimizer or a part of its state is not plain data (the message says which, and its type).
         OSError: on every rank; the checkpoint that existed before is still complete.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
-    with same_on_every_rank():
+    with same_on_every_rank(sharded.group) as lines:
         require_plain("extra", extra)
         # In a list, because a tensor alone would be saved as such.
         state = _model_state(sharded) | {"extra": [extra]}
         if optimizer is not None:
             state |= _optimizer_state(sharded, optimizer)
-    on_first_rank(lambda: _make_empty(partial))
+        lines += [f"{key} {tuple(value.shape) if isinstance(value, DTensor) else ''}" for key, value in state.items()]
+    on_first_rank(lambda: _begin(path, partial, sharded.group), sharded.group)
+    if sharded.group.rank() > 0:
+        # Of what ranks hold whole, torch would save some of each rank's.
+        state = {key: value for key, value in state.items() if isinstance(value, DTensor)}
     try:
         # Otherwise dictionaries and lists would be split into further keys, or have theirs turned into strings.
         whole = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(state, checkpoint_id=str(partial), planner=whole)
+        dcp.save(state, checkpoint_id=str(partial), planner=whole, process_group=sharded.group)
     except dcp.api.CheckpointException as error:
+        on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), sharded.group)
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
-    on_first_rank(lambda: _replace(path, partial))
+    on_first_rank(lambda: _replace(path, partial), sharded.group)
 
 
 def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Load parameters, buffers and the optimizer's state that any number of ranks saved. Every rank must call it.
+    """Load the module's and the optimizer's state that any number of ranks saved. Every rank of the group calls it.
+
+    Call it between two steps. It needs memory for the slices once more.
 
     Args:
         optimizer: one over ``sharded.parameters()``, with the groups it was saved with; it need not have made a step.
@@ -79,22 +99,29 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
             gives names and shapes), or something in it could run code.
     """
     path = Path(path)
-    on_first_rank(lambda: _check_whole(path))
+    on_first_rank(lambda: _check_whole(path), sharded.group)
     reader = PlainReader(path)
     saved = reader.read_metadata()
-    state = _model_state(sharded)
-    _check_same_model(state, saved, path)
-    objects = _load_objects(reader, saved, path, with_optimizer=optimizer is not None)
-    if optimizer is not None:
-        _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
-        state |= _room_for_optimizer_state(sharded, saved)
-    dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner())
-    if optimizer is not None:
-        _set_optimizer_state(sharded, optimizer, state | objects, objects["optimizer_groups"])
+    with same_on_every_rank(sharded.group):
+        here = _model_state(sharded)
+        _check_same_model(here, saved, path)
+    objects = _load_objects(reader, saved, path, sharded.group, with_optimizer=optimizer is not None)
+    with same_on_every_rank(sharded.group):
+        room = _room_for_model(here, saved)
+        if optimizer is not None:
+            _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
+            room |= _room_for_optimizer_state(sharded, saved)
+    dcp.load(room, storage_reader=reader, planner=PlainLoadPlanner(), process_group=sharded.group)
+    with same_on_every_rank(sharded.group):
+        _set_model_state(sharded, room | objects, path)
+        if optimizer is not None:
+            _set_optimizer_state(sharded, optimizer, room | objects, objects["optimizer_groups"])
     return objects["extra"]
 
 
-def _load_objects(reader: PlainReader, saved: Metadata, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+def _load_objects(
+    reader: PlainReader, saved: Metadata, path: Path, group: dist.ProcessGroup, *, with_optimizer: bool
+) -> dict[str, Any]:
     """What is no tensor, by key.
 
     Raises:
@@ -106,7 +133,7 @@ def _load_objects(reader: PlainReader, saved: Metadata, path: Path, *, with_opti
         if isinstance(entry, BytesStorageMetadata) and (with_optimizer or not key.startswith("optimizer"))
     }
     try:
-        dcp.load(objects, storage_reader=reader, planner=PlainLoadPlanner())
+        dcp.load(objects, storage_reader=reader, planner=PlainLoadPlanner(), process_group=group)
     except dcp.api.CheckpointException as error:
         refusals = [raised for raised, _ in error.failures.values() if isinstance(raised, UsageError)]
         if refusals:
@@ -123,25 +150,121 @@ def _load_objects(reader: PlainReader, saved: Metadata, path: Path, *, with_opti
 
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
-    """Parameters and buffers by key; sharded ones as DTensors over this rank's memory."""
-    own = sharded.sharded_parameters
-    tied = {name for parameter in own.values() for name in parameter.names[1:]}
-    return {
-        f"model/{name}": _as_dtensor(own[name], own[name].shard.detach()) if name in own else value
-        for name, value in sharded.state_dict().items()
-        if isinstance(value, Tensor) and name not in tied
+    """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
+    slices = {_place(own): (one, own.detach()) for own, one in sharded.held_parameters().values() if one is not None}
+    slices |= {_place(one.full): (one, own) for one, own in slices.values()}
+    if any(one.is_part_of_more for one, _ in slices.values()):
+        raise UsageError(
+            "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
+            "cs336sys.parallel.tensor_parallel.checkpoint"
+        )
+    own_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
+    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
+    entries = _state_dict(sharded)
+    state: dict[str, Any] = {
+        "versions": {name: one.get("version") for name, one in getattr(entries, "_metadata", {}).items()}
     }
+    seen: set[ShardedParameter] = set()
+    for key, value in entries.items():
+        if not isinstance(value, Tensor) or key.endswith(_EXTRA_STATE):
+            require_plain(key, value)
+            state[f"data/{key}"] = [value]
+            continue
+        place = _place(value)
+        if place not in slices:
+            if place not in own_places:
+                _require_made_of_no_slice(sharded, key)
+            state[f"model/{key}"] = value.detach()
+            continue
+        one, own = slices[place]
+        if one not in seen:
+            # A tied weight is saved under its first name.
+            seen.add(one)
+            state[f"model/{key}"] = _as_dtensor(one, own, mesh)
+    return state
 
 
-def _as_dtensor(parameter: ShardedParameter, own: Tensor) -> DTensor:
-    mesh = init_device_mesh(own.device.type, (dist.get_world_size(),))
+def _state_dict(sharded: FSDP) -> Any:
+    # With the parameters themselves, so that hooks that pass them on or rename them show which they are.
+    with torch.no_grad():
+        return sharded.module.state_dict(keep_vars=True)
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
+    """Which memory a tensor shows: the same for a parameter and what ``detach()`` makes of it, empty or not."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
+    modules = dict(sharded.module.named_modules())
+    owner = key
+    while owner not in modules:
+        owner = owner.rpartition(".")[0]
+    inside = set(modules[owner].parameters())
+    if any(one.shard in inside or one.full in inside for unit in sharded.units for one in unit.parameters):
+        raise UsageError(
+            f"{key} of the state dict is no parameter or buffer of {type(modules[owner]).__name__}, but made by a hook "
+            "or _save_to_state_dict(), maybe of this rank's slices: let it pass on what the module holds, or return "
+            "the tensor from get_extra_state()"
+        )
+
+
+def _device_type(sharded: FSDP) -> str:
+    return next((unit.device.type for unit in sharded.units), "cpu")
+
+
+def _as_dtensor(parameter: ShardedParameter, own: Tensor, mesh: DeviceMesh) -> DTensor:
     strides = torch.empty(parameter.shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)
 
 
-def _names(sharded: FSDP) -> dict[Tensor, str]:
-    slices: dict[Tensor, str] = {parameter.shard: name for name, parameter in sharded.sharded_parameters.items()}
-    return slices | {parameter: name for name, parameter in sharded.replicated_parameters.items()}
+def _room_for_model(here: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
+    """New tensors for those of the module, so that nothing is changed before all have been read."""
+    room: dict[str, Any] = {}
+    for key, value in here.items():
+        entry = saved.state_dict_metadata.get(key)
+        if not key.startswith("model/") or not isinstance(entry, TensorStorageMetadata):
+            continue
+        own = value.to_local() if isinstance(value, DTensor) else value
+        room[key] = new = torch.empty_like(own, dtype=entry.properties.dtype)
+        if isinstance(value, DTensor):
+            mesh, placements, strides = value.device_mesh, value.placements, value.stride()
+            room[key] = DTensor.from_local(new, mesh, placements, run_check=False, shape=value.shape, stride=strides)
+    return room
+
+
+def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> None:
+    """Let the module load what was read, as it loads any state dict, so that its hooks are called."""
+    entries = _state_dict(sharded)
+    first_keys: dict[Any, str] = {}
+    state = OrderedDict[str, Any]()
+    for key, value in entries.items():
+        if f"data/{key}" in loaded:
+            (state[key],) = loaded[f"data/{key}"]
+        else:
+            first = first_keys.setdefault(_place(value), key)
+            own = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
+            state[key] = own.to_local() if isinstance(own, DTensor) else own
+    versions = loaded.get("versions", {})
+    state._metadata = {  # type: ignore[attr-defined]
+        name: one | ({"version": versions[name]} if name in versions else {})
+        for name, one in getattr(entries, "_metadata", {}).items()
+    }
+    # A hook may leave out on purpose what it does not load either, as the frozen weights under an adapter.
+    result = sharded.module.load_state_dict(state, strict=False)
+    missed = [name for name in result.missing_keys if name in state]
+    if result.unexpected_keys or missed:
+        raise UsageError(
+            f"checkpoint {path}: the module does not load {', '.join((*result.unexpected_keys, *missed)[:3])}, which "
+            "its own state dict has: give it a load_state_dict hook for what its state_dict hook changes"
+        )
+
+
+def _names(sharded: FSDP) -> dict[nn.Parameter, str]:
+    names: dict[nn.Parameter, str] = {}
+    for name, (own, _) in sharded.held_parameters().items():
+        names.setdefault(own, name)
+    return names
 
 
 def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -151,8 +274,8 @@ def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[d
         for parameter in group["params"]:
             if parameter not in names:
                 raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the FSDP module has not: "
-                    "build it over parameters() of the FSDP module"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the FSDP module has not "
+                    "(any more): build it over parameters() of the FSDP module as it is"
                 )
     return [group | {"params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
 
@@ -161,34 +284,49 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
     groups = _optimizer_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
+    held = sharded.held_parameters()
     names = _names(sharded)
+    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
     for parameter, values in optimizer.state.items():
+        if parameter not in names:
+            of = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+            raise UsageError(
+                f"the optimizer keeps state of {of}, which is no parameter of the FSDP module: remove it from "
+                "optimizer.state, or save it as extra"
+            )
         name = names[parameter]
+        _, one = held[name]
         for key, value in values.items():
-            if name in sharded.sharded_parameters and isinstance(value, Tensor) and value.dim() > 0:
+            if one is not None and _is_cut(key, value):
                 if value.shape != parameter.shape:
                     raise UsageError(
                         f"{key} of {name} is {tuple(value.shape)} where the slice is {tuple(parameter.shape)}: "
                         "only state of the slice's shape can be shared out to other ranks"
                     )
-                value = _as_dtensor(sharded.sharded_parameters[name], value)
+                value = _as_dtensor(one, value, mesh)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
     return state
 
 
+def _is_cut(key: str, value: Any) -> bool:
+    """Whether an optimizer's state has an element for each of the slice's. "step" never has, as in torch itself."""
+    return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
+
+
 def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
     room: dict[str, Any] = {}
+    held = sharded.held_parameters()
+    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
     for saved_key, entry in saved.state_dict_metadata.items():
         if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
-        _, _, name = saved_key.split("/", 2)
+        _, key, name = saved_key.split("/", 2)
         dtype = entry.properties.dtype
-        if name in sharded.sharded_parameters and len(entry.size) > 0:
-            parameter = sharded.sharded_parameters[name]
-            own = torch.empty_like(parameter.shard, dtype=dtype, requires_grad=False)
-            room[saved_key] = _as_dtensor(parameter, own)
+        own, one = held[name]
+        if one is not None and len(entry.size) > 0 and key != "step":
+            room[saved_key] = _as_dtensor(one, torch.empty_like(own, dtype=dtype, requires_grad=False), mesh)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
@@ -210,6 +348,20 @@ def _set_optimizer_state(
         for group, current in zip(groups, optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": by_index, "param_groups": numbered})
+    keep_dtypes(optimizer, by_index)
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, by_index: Mapping[int, Mapping[str, Any]]) -> None:
+    """Let a state that was just loaded have the dtypes that it was saved with.
+
+    ``Optimizer.load_state_dict`` rounds what is kept in fp32 of half-precision parameters to theirs.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in by_index.items():
+        kept = optimizer.state.get(parameters[index], {})
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device)
 
 
 def _on_device_of(current: Any, value: Any) -> Any:
@@ -233,14 +385,14 @@ def _check_same_groups(
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
-    here = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    here = {key: _shape(value) for key, value in state.items() if key.startswith(("model/", "data/"))}
     there = {
-        key: tuple(entry.size)
+        key: _shape(entry)
         for key, entry in saved.state_dict_metadata.items()
-        if key.startswith("model/") and isinstance(entry, TensorStorageMetadata)
+        if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
     differences = [
-        f"{key.removeprefix('model/')} is {there.get(key, 'missing')} there and {here.get(key, 'missing')} here"
+        f"{key.partition('/')[2]} is {there.get(key, 'missing')} there and {here.get(key, 'missing')} here"
         for key in (*here, *(key for key in there if key not in here))
         if there.get(key) != here.get(key)
     ]
@@ -249,7 +401,22 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
         raise UsageError(f"checkpoint {path} is of another model: {'; '.join(differences[:3])}{more}")
 
 
-def _make_empty(partial: Path) -> None:
+def _shape(value: Any) -> Any:
+    """Of a tensor or its entry in the metadata; what is no tensor has none."""
+    if isinstance(value, TensorStorageMetadata):
+        return tuple(value.size)
+    return tuple(value.shape) if isinstance(value, Tensor) else "data"
+
+
+def _begin(path: Path, partial: Path, group: dist.ProcessGroup) -> None:
+    # Other groups of this run may have another state, or the same: one that came later would take its place unseen.
+    ranks = str(dist.get_process_group_ranks(group))
+    owner = _get_default_store().compare_set(f"cs336sys checkpoint {path.absolute()}", "", ranks).decode()
+    if owner != ranks:
+        raise UsageError(
+            f"checkpoint {path} belongs to ranks {owner}, and ranks {ranks} have slices of their own: save on one "
+            "group alone, or give each group a path of its own"
+        )
     # A run that was killed while it saved may have left one.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

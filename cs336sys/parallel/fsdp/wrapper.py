@@ -9,7 +9,7 @@ Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Sc
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,9 +31,10 @@ from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
+from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
 
 
-class FSDP(nn.Module):
+class FSDP(StateDictOfWrapped):
     """Shards the layers of a module and trains it on all ranks.
 
     ``Linear``, ``Embedding`` and every other layer that owns a parameter of two or more dimensions are cut along the
@@ -156,6 +157,7 @@ class FSDP(nn.Module):
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 compute_in_own_dtype(owner, compute_dtype)
         self._watch_gradients()
+        mark_share(module, type(self).__name__, self.group, takes_assign=False)
 
     @importing_no_compiler
     @torch._disable_dynamo
@@ -238,19 +240,46 @@ class FSDP(nn.Module):
         )
         self._watch_gradients()
 
-    @torch.no_grad()
-    def gather_full_params(self) -> dict[str, Tensor]:
-        """Whole copies of all parameters by their names in the wrapped module, tied ones under each of their names.
+    def held_parameters(self) -> dict[str, tuple[nn.Parameter, ShardedParameter | None]]:
+        """Return what the wrapped module holds now, by each of its names: this rank's slice, and what it is a slice of.
 
-        They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
+        Replicated parameters are slices of nothing.
+
+        Raises:
+            UsageError: a parameter was added or replaced after it was wrapped.
         """
-        full: dict[str, Tensor] = {}
+        known: dict[nn.Parameter | None, ShardedParameter | None] = {
+            owner._parameters.get(attribute): None
+            for entry in self._plan.replicated
+            for owner, attribute in entry.owners
+        }
         for unit in self.units:
             for parameter in unit.parameters:
-                full |= dict.fromkeys(parameter.names, parameter.gather_whole())
-        for entry in self._plan.replicated:
-            full |= dict.fromkeys(entry.names, entry.held.detach().clone())
-        return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
+                known |= {parameter.shard: parameter, parameter.full: parameter}
+        held: dict[str, tuple[nn.Parameter, ShardedParameter | None]] = {}
+        for name, found in self.module.named_parameters(remove_duplicate=False):
+            if found not in known:
+                raise UsageError(f"{name} was added or replaced after it was wrapped: call refresh() on every rank")
+            sharded = known[found]
+            held[name] = (found if sharded is None else sharded.shard, sharded)
+        return held
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Return whole copies of all parameters by their names in the wrapped module, tied ones under each of them.
+
+        They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
+
+        Raises:
+            UsageError: a parameter was added or replaced after it was wrapped.
+        """
+        full: dict[str, Tensor] = {}
+        copies: dict[nn.Parameter, Tensor] = {}
+        for name, (own, sharded) in self.held_parameters().items():
+            if own not in copies:
+                copies[own] = own.detach().clone() if sharded is None else sharded.gather_whole()
+            full[name] = copies[own]
+        return full
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -283,23 +312,41 @@ class FSDP(nn.Module):
         return norm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the wrapped module, without a prefix: this rank's slices. Call it between two steps.
+        """Return the state dict of the wrapped module, without a prefix: this rank's slices.
 
         For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`.
-        """
-        return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        Raises:
+            UsageError: it is called while the module computes.
+        """
+        self._require_slices()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
 
         Raises:
-            UsageError: ``assign`` is True, which would replace the parameters that units hold.
+            UsageError: it holds another rank's slices; the module computes; ``assign`` is True, which would replace the
+                parameters that units hold.
         """
-        if assign:
-            raise UsageError("assign=True would replace the slices that are gathered: choose assign=False")
-        return self.module.load_state_dict(state_dict, strict)
+        self._require_slices()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # For a module around this one.
+        self._require_slices()
+        super()._load_from_state_dict(*args)
+
+    def _require_slices(self) -> None:
+        gathered = {parameter.full for unit in self.units for parameter in unit.parameters}
+        for name, found in self.module.named_parameters(remove_duplicate=False):
+            if found in gathered:
+                raise UsageError(f"{name} is whole while the module computes: save or load state dicts between steps")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
+        # As nn.Module.to() of what is there already: a script may move the module around this one.
+        if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
+            return self
         raise UsageError("an FSDP module cannot be moved or converted: do it before it is wrapped")
 
     def __getstate__(self) -> None:
