@@ -55,8 +55,10 @@ class StateDictOfWrapped(nn.Module):
         return not hasattr(self.module, "module") and all(key.startswith(prefix) for key in keys)
 
 
-def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup, *, takes_assign: bool) -> None:
+def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     """Let state dicts of ``module`` say which rank's slices they hold, and let it refuse those of another rank.
+
+    It also refuses ``assign=True``, which would put other parameters in the place of slices.
 
     The mark is in the state dict's metadata, which ``torch.save`` keeps. A dictionary made of a state dict has none,
     and is taken if shapes fit.
@@ -64,11 +66,10 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup, *, takes_
     Args:
         kind: the wrapper that has cut the parameters; each has a mark of its own.
         group: the ranks that hold slices.
-        takes_assign: whether parameters may be replaced by those of a state dict.
     """
     share = {"rank": group.rank(), "ranks": group.size()}
     module.register_state_dict_post_hook(functools.partial(_write_mark, kind, share))
-    module.register_load_state_dict_pre_hook(functools.partial(_compare_mark, kind, share, takes_assign))
+    module.register_load_state_dict_pre_hook(functools.partial(_compare_mark, kind, share))
 
 
 def _write_mark(
@@ -85,7 +86,6 @@ def _write_mark(
 def _compare_mark(
     kind: str,
     share: dict[str, int],
-    takes_assign: bool,
     module: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str,
@@ -93,8 +93,8 @@ def _compare_mark(
     *of_errors: Any,
 ) -> None:
     # nn.Module leaves it in the state dict, where a later call would find it.
-    if not takes_assign and metadata.pop(_ASSIGNS, False):
-        raise UsageError("assign=True would replace the slices that are gathered: choose assign=False")
+    if metadata.pop(_ASSIGNS, False):
+        raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
     saved = metadata.get(kind, share)
     if saved != share:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Models, batches and results that rank programs of several rooms share."""
 
 import datetime
+import resource
 
 import torch
 import torch.distributed as dist
@@ -122,3 +123,14 @@ def error_of(call, *args, **kwargs):
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+def with_file_limit(size, call, *args, **kwargs):
+    """:func:`error_of`, where rank 0 cannot write files of more than ``size`` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        return error_of(call, *args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

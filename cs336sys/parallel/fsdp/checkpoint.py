@@ -31,6 +31,7 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plain_data import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
+from cs336sys.parallel.optimizer_state import is_cut, load_named_state, named_groups
 from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
 
 _EXTRA_STATE = "_extra_state"
@@ -115,7 +116,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     with same_on_every_rank(sharded.group):
         _set_model_state(sharded, room | objects, path)
         if optimizer is not None:
-            _set_optimizer_state(sharded, optimizer, room | objects, objects["optimizer_groups"])
+            _set_optimizer_state(optimizer, room | objects, objects["optimizer_groups"])
     return objects["extra"]
 
 
@@ -159,7 +160,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             "cs336sys.parallel.tensor_parallel.checkpoint"
         )
     own_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
-    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
+    mesh = _mesh(sharded)
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
         "versions": {name: one.get("version") for name, one in getattr(entries, "_metadata", {}).items()}
@@ -209,8 +210,9 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
         )
 
 
-def _device_type(sharded: FSDP) -> str:
-    return next((unit.device.type for unit in sharded.units), "cpu")
+def _mesh(sharded: FSDP) -> DeviceMesh:
+    device_type = next((unit.device.type for unit in sharded.units), "cpu")
+    return DeviceMesh.from_group(sharded.group, device_type)
 
 
 def _as_dtensor(parameter: ShardedParameter, own: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -260,49 +262,29 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
         )
 
 
-def _names(sharded: FSDP) -> dict[nn.Parameter, str]:
+def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    held = sharded.held_parameters()
+    slices = {name for name, (_, one) in held.items() if one is not None}
+    return named_groups(optimizer, _by_first_name(held), slices)
+
+
+def _by_first_name(held: Mapping[str, tuple[nn.Parameter, ShardedParameter | None]]) -> dict[str, nn.Parameter]:
     names: dict[nn.Parameter, str] = {}
-    for name, (own, _) in sharded.held_parameters().items():
+    for name, (own, _) in held.items():
         names.setdefault(own, name)
-    return names
-
-
-def _optimizer_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with names in place of parameters."""
-    names = _names(sharded)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the FSDP module has not "
-                    "(any more): build it over parameters() of the FSDP module as it is"
-                )
-    return [group | {"params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    return {name: own for own, name in names.items()}
 
 
 def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    groups = _optimizer_groups(sharded, optimizer)
+    held = sharded.held_parameters()
+    groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    held = sharded.held_parameters()
-    names = _names(sharded)
-    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
-    for parameter, values in optimizer.state.items():
-        if parameter not in names:
-            of = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
-            raise UsageError(
-                f"the optimizer keeps state of {of}, which is no parameter of the FSDP module: remove it from "
-                "optimizer.state, or save it as extra"
-            )
-        name = names[parameter]
+    mesh = _mesh(sharded)
+    for name, own in _by_first_name(held).items():
         _, one = held[name]
-        for key, value in values.items():
-            if one is not None and _is_cut(key, value):
-                if value.shape != parameter.shape:
-                    raise UsageError(
-                        f"{key} of {name} is {tuple(value.shape)} where the slice is {tuple(parameter.shape)}: "
-                        "only state of the slice's shape can be shared out to other ranks"
-                    )
+        for key, value in optimizer.state.get(own, {}).items():
+            if one is not None and is_cut(key, value):
                 value = _as_dtensor(one, value, mesh)
             else:
                 require_plain(f"{key} of {name}", value)
@@ -310,22 +292,17 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
     return state
 
 
-def _is_cut(key: str, value: Any) -> bool:
-    """Whether an optimizer's state has an element for each of the slice's. "step" never has, as in torch itself."""
-    return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
-
-
 def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
     room: dict[str, Any] = {}
     held = sharded.held_parameters()
-    mesh = DeviceMesh.from_group(sharded.group, _device_type(sharded))
+    mesh = _mesh(sharded)
     for saved_key, entry in saved.state_dict_metadata.items():
         if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
         _, key, name = saved_key.split("/", 2)
-        dtype = entry.properties.dtype
         own, one = held[name]
-        if one is not None and len(entry.size) > 0 and key != "step":
+        dtype = entry.properties.dtype
+        if one is not None and is_cut(key, torch.empty(entry.size, device="meta")):
             room[saved_key] = _as_dtensor(one, torch.empty_like(own, dtype=dtype, requires_grad=False), mesh)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
@@ -333,40 +310,14 @@ def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
 
 
 def _set_optimizer_state(
-    sharded: FSDP, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], groups: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> None:
-    indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
-    by_index: dict[int, dict[str, Any]] = {}
-    for saved_key, value in state.items():
+    state: dict[str, dict[str, Any]] = {}
+    for saved_key, value in loaded.items():
         if saved_key.startswith("optimizer/"):
             _, key, name = saved_key.split("/", 2)
-            own = value.to_local() if isinstance(value, DTensor) else value
-            by_index.setdefault(indices[name], {})[key] = own
-    numbered = [
-        {key: _on_device_of(current.get(key), value) for key, value in group.items()}
-        | {"params": [indices[name] for name in group["params"]]}
-        for group, current in zip(groups, optimizer.param_groups, strict=True)
-    ]
-    optimizer.load_state_dict({"state": by_index, "param_groups": numbered})
-    keep_dtypes(optimizer, by_index)
-
-
-def keep_dtypes(optimizer: torch.optim.Optimizer, by_index: Mapping[int, Mapping[str, Any]]) -> None:
-    """Let a state that was just loaded have the dtypes that it was saved with.
-
-    ``Optimizer.load_state_dict`` rounds what is kept in fp32 of half-precision parameters to theirs.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in by_index.items():
-        kept = optimizer.state.get(parameters[index], {})
-        for key, value in values.items():
-            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = value.to(kept[key].device)
-
-
-def _on_device_of(current: Any, value: Any) -> Any:
-    """An option that was loaded, where the optimizer has it: a learning rate may be a tensor on a GPU."""
-    return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
+            state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
+    load_named_state(optimizer, state, groups)
 
 
 def _check_same_groups(
@@ -375,7 +326,7 @@ def _check_same_groups(
     if groups is None:
         raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
     there = [group["params"] for group in groups]
-    here = [group["params"] for group in _optimizer_groups(sharded, optimizer)]
+    here = [group["params"] for group in _named_groups(sharded, optimizer)]
     if there != here:
         different = sorted({name for group in there for name in group} ^ {name for group in here for name in group})
         raise UsageError(

@@ -157,7 +157,7 @@ class FSDP(StateDictOfWrapped):
             for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
                 compute_in_own_dtype(owner, compute_dtype)
         self._watch_gradients()
-        mark_share(module, type(self).__name__, self.group, takes_assign=False)
+        mark_share(module, type(self).__name__, self.group)
 
     @importing_no_compiler
     @torch._disable_dynamo

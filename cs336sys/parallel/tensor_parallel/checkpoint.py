@@ -1,13 +1,14 @@
 """Checkpoints of models whose layers ranks share, alone or on a mesh, which any other mesh or one process can read.
 
-A checkpoint is one file of ``torch.save`` with whole tensors: ``model`` (names to parameters), ``optimizer`` (names to
-the optimizer's state of a parameter), ``groups`` (the optimizer's options, with names in place of parameters) and
-``extra``. Tensors are gathered one after the other, and put together in the host's memory of the first rank, which must
-have room for all of them. Loading maps the file: a rank reads the parts that it holds, and runs no code that is in it.
+A checkpoint is one file of ``torch.save`` with whole tensors: ``model`` (a state dict of the plain model),
+``extra_states`` (what its modules' ``get_extra_state()`` returned), ``optimizer`` (names to the optimizer's state of a
+parameter), ``groups`` (the optimizer's options, with names in place of parameters) and ``extra``. Tensors are gathered
+one after the other, and put together in the host's memory of the first rank, which must have room for all of them.
+Loading maps the file: a rank reads the parts that it holds, and runs no code that is in it.
 """
 
 import os
-from collections.abc import Iterator
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
+from cs336sys.parallel.fsdp.plain_data import require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
+from cs336sys.parallel.optimizer_state import is_cut, load_named_state, named_groups
 from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.weights import part_of, whole_tensor
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
@@ -31,9 +35,10 @@ def save_checkpoint(
     sharded: FSDP | None = None,
     extra: Any = None,
 ) -> None:
-    """Write whole parameters and the optimizer's state to the file ``path``. All ranks of all groups call it.
+    """Write the whole model and the optimizer's state to the file ``path``. All ranks of all groups call it.
 
-    The file is written under another name and renamed when it is complete.
+    The file is written under another name and renamed when it is complete. Of buffers, extra state and ``extra``, those
+    of the first rank are saved.
 
     Args:
         optimizer: one over the parameters of ``shared``, or of ``sharded``.
@@ -41,23 +46,38 @@ def save_checkpoint(
         extra: plain data, for example the step: tensors, numbers, strings, and lists and dicts of these.
 
     Raises:
-        UsageError: on every rank: the optimizer has other parameters, or a state that is not cut like its parameter.
+        UsageError: on every rank: the module holds other parameters than it was wrapped with; the optimizer has other
+            parameters, or a state that is not cut like its parameter; ``extra``, an option of the optimizer or a part
+            of its state is not plain data.
         OSError: on every rank, if the file cannot be written.
     """
-    held = _held(shared, sharded)
-    with same_on_every_rank():
-        groups = [] if optimizer is None else _groups(optimizer, held)
-    is_first = dist.get_rank() == 0
+    with same_on_every_rank() as lines:
+        require_plain("extra", extra)
+        held = _held(shared, sharded)
+        groups = [] if optimizer is None else _named_groups(optimizer, held)
+        require_plain("groups", groups)
+        states = {} if optimizer is None else {name: optimizer.state.get(own, {}) for name, (own, _) in held.items()}
+        extra_states = {name: part.get_extra_state() for name, part in _with_extra_state(shared.module).items()}
+        require_plain("extra state", extra_states)
+        require_plain("the optimizer's state", states)
+        # In this order they are gathered.
+        lines += [f"{key} of {name}" for name in held for key in ("parameter", *states.get(name, ()))]
     saved: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": groups, "extra": extra}
-    for name, parameter, value, key in _values(held, optimizer):
-        whole = _whole(value, parameter, name, shared, sharded)
+    is_first = dist.get_rank() == 0
+    for name, (own, slices) in held.items():
+        whole = _whole(own.detach(), name, slices, shared)
+        kept = {
+            key: _whole(value, name, slices, shared) if is_cut(key, value) else value
+            for key, value in states.get(name, {}).items()
+        }
         if is_first:
-            whole = whole.cpu() if isinstance(whole, Tensor) else whole
-            if key is None:
-                saved["model"][name] = whole
-            else:
-                saved["optimizer"].setdefault(name, {})[key] = whole
-    on_first_rank(lambda: _write(Path(path), saved))
+            saved["model"][name] = whole.cpu()
+            kept = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kept.items()}
+            saved["optimizer"] |= {name: kept} if kept else {}
+    if is_first:
+        saved["model"] |= {name: saved["model"][first] for name, first in _ties(shared.module).items()}
+        saved["model"] |= {name: buffer.detach().cpu() for name, buffer in _saved_buffers(shared.module).items()}
+    on_first_rank(lambda: _write(Path(path), saved | {"extra_states": extra_states}))
 
 
 def load_checkpoint(
@@ -73,98 +93,131 @@ def load_checkpoint(
         what was saved as ``extra``.
 
     Raises:
-        UsageError: there is no such file, or it is of another model or optimizer; nothing is changed.
+        UsageError: there is no such file, it cannot be read, or it is of another model or optimizer; nothing is
+            changed.
     """
     with same_on_every_rank():
-        if not Path(path).is_file():
-            raise UsageError(f"there is no checkpoint {path}")
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        saved = _read(Path(path))
         held = _held(shared, sharded)
-        there = {name: tuple(tensor.shape) for name, tensor in saved["model"].items()}
+        buffers = _saved_buffers(shared.module)
+        tied = _ties(shared.module)
+        there = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
         here = {name: tuple(shared.shapes[name]) for name in held}
+        here |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         if there != here:
             different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
             raise UsageError(f"checkpoint {path} is of another model: {', '.join(different[:3])} differ")
+        extra_states = _with_extra_state(shared.module)
+        if extra_states.keys() != saved["extra_states"].keys():
+            different = sorted(extra_states.keys() ^ saved["extra_states"].keys())
+            raise UsageError(f"checkpoint {path} is of another model: extra state of {', '.join(different)} differs")
         if optimizer is not None:
-            names = [group["params"] for group in _groups(optimizer, held)]
-            if [group["params"] for group in saved["groups"]] != names:
+            groups = _named_groups(optimizer, held)
+            if [group["params"] for group in saved["groups"]] != [group["params"] for group in groups]:
                 raise UsageError(f"checkpoint {path} has an optimizer with other groups of parameters, or none")
-    for name, parameter in held.items():
-        with torch.no_grad():
-            parameter.copy_(_part(saved["model"][name], name, shared, sharded))
+    with torch.no_grad():
+        for name, (own, slices) in held.items():
+            own.copy_(_part(saved["model"][name], name, slices, shared))
+        for name, buffer in buffers.items():
+            buffer.copy_(saved["model"][name])
+    for name, part in extra_states.items():
+        part.set_extra_state(saved["extra_states"][name])
     if optimizer is not None:
-        numbers = {name: number for number, name in enumerate(name for names in names for name in names)}
         state = {
-            numbers[name]: {
-                key: _part(value, name, shared, sharded) if _is_cut(value, shared.shapes[name]) else value
+            name: {
+                key: _part(value, name, held[name][1], shared) if is_cut(key, value) else value
                 for key, value in values.items()
             }
             for name, values in saved["optimizer"].items()
         }
-        groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        load_named_state(optimizer, state, saved["groups"])
     return saved["extra"]
 
 
-def _held(shared: TensorParallel, sharded: FSDP | None) -> dict[str, nn.Parameter]:
-    """What this rank's optimizer updates, by first names: parts, or slices of parts."""
+_Held = dict[str, tuple[nn.Parameter, ShardedParameter | None]]
+
+
+def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
+    """What this rank's optimizer updates, by first names, and of which parts it is slices."""
     if sharded is None:
-        return dict(shared.module.named_parameters())
-    slices = {name: parameter.shard for name, parameter in sharded.sharded_parameters.items()}
-    return slices | sharded.replicated_parameters
+        found: Any = {name: (own, None) for name, own in shared.module.named_parameters()}
+    else:
+        tied = _ties(shared.module)
+        found = {name: one for name, one in sharded.held_parameters().items() if name not in tied}
+    rank, size = shared.group.rank(), shared.group.size()
+    for name, (own, slices) in found.items():
+        dimension = cut_dimension(name)
+        expected = list(shared.shapes.get(name, ()))
+        if expected and dimension is not None:
+            expected[dimension] = len(own_part(expected[dimension], rank, size))
+        shape = own.shape if slices is None else slices.shape
+        if list(shape) != expected:
+            raise UsageError(
+                f"{name} is {tuple(shape)}, and this rank's part of it was {tuple(expected)}: give sharded= if an FSDP "
+                "module is around it; a module whose parameters were changed must be wrapped anew"
+            )
+    return found
 
 
-def _groups(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    names = {parameter: name for name, parameter in held.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not: build it "
-                    "over the parameters of the wrapped model"
-                )
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
-                    raise UsageError(
-                        f"{key} of {names[parameter]} is {tuple(value.shape)} where the parameter's part is "
-                        f"{tuple(parameter.shape)}: only state of that shape can be put together"
-                    )
-    return [group | {"params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+def _named_groups(optimizer: torch.optim.Optimizer, held: _Held) -> list[dict[str, Any]]:
+    slices = {name for name, (_, one) in held.items() if one is not None or cut_dimension(name) is not None}
+    return named_groups(optimizer, {name: own for name, (own, _) in held.items()}, slices)
 
 
-def _values(
-    held: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, nn.Parameter, Any, str | None]]:
-    """Parameters, and what the optimizer keeps of each: in the same order on every rank."""
-    for name, parameter in held.items():
-        yield name, parameter, parameter.detach(), None
-        for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
-            yield name, parameter, value, key
+def _ties(module: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, and the first name of each."""
+    first: dict[nn.Parameter, str] = {}
+    names = {
+        name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return {name: one for name, one in names.items() if name != one}
 
 
-def _is_cut(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict has."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
 
 
-def _whole(value: Any, parameter: nn.Parameter, name: str, shared: TensorParallel, sharded: FSDP | None) -> Any:
-    if not _is_cut(value, parameter.shape):
-        return value
-    slices = _slices(name, sharded)
-    part = value if slices is None else slices.gather_whole(value)
+def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    default = nn.Module.get_extra_state
+    return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not default}
+
+
+def _whole(own: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
+    part = own if slices is None else slices.gather_whole(own)
     return whole_tensor(part, name, shared.shapes[name], shared.group)
 
 
-def _part(whole: Tensor, name: str, shared: TensorParallel, sharded: FSDP | None) -> Tensor:
+def _part(whole: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
+    """This rank's part of what is in the file, in memory of its own."""
     part = part_of(whole, name, shared.group.rank(), shared.group.size())
-    slices = _slices(name, sharded)
-    return part if slices is None else part[slices.rows.start : slices.rows.stop].clone()
-
-
-def _slices(name: str, sharded: FSDP | None) -> ShardedParameter | None:
-    return None if sharded is None else sharded.sharded_parameters.get(name)
+    return (part if slices is None else part[slices.rows.start : slices.rows.stop]).clone()
 
 
 def _write(path: Path, saved: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    torch.save(saved, partial)
-    partial.replace(path)
+    try:
+        torch.save(saved, partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        # torch raises the latter, on a full disk too.
+        partial.unlink(missing_ok=True)
+        raise OSError(f"checkpoint {path} could not be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(f"there is no checkpoint {path}")
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"checkpoint {path} is damaged, or more than plain data: {reason}") from error
+    if not isinstance(saved, dict) or not {"model", "optimizer", "groups", "extra"} <= saved.keys():
+        raise UsageError(f"{path} is no checkpoint of tensor parallel training: choose one that save_checkpoint wrote")
+    return {"extra_states": {}} | saved

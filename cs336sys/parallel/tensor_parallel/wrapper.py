@@ -27,9 +27,10 @@ from cs336sys.parallel.tensor_parallel.layers import share_layers
 from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.partial_gradients import PartialGradients
 from cs336sys.parallel.tensor_parallel.weights import cut_weights, load_whole, require_shareable, whole_tensors
+from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
 
 
-class TensorParallel(nn.Module):
+class TensorParallel(StateDictOfWrapped):
     """Shares the layers of a ``cs336_basics`` model among the ranks of a process group. A training step is::
 
         logits = shared(token_ids)                  # of this rank's part of the vocabulary
@@ -100,6 +101,7 @@ class TensorParallel(nn.Module):
         self._partial_gradients = PartialGradients(watched, self.group)
         for tensor in (*self._whole_parameters().values(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+        mark_share(module, type(self).__name__, self.group)
 
     def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """int64 (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
@@ -200,12 +202,16 @@ class TensorParallel(nn.Module):
         load_whole(parameters, state_dict, self.shapes, self.group.rank(), self.group.size())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict, without a prefix: this rank's parts. For whole ones: :meth:`full_state_dict`."""
-        return self.module.state_dict(*args, **kwargs)
+        """Return the module's state dict, without a prefix: this rank's parts. See also :meth:`full_state_dict`."""
+        return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` returned on the same rank of equally many ranks."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
+
+        Raises:
+            UsageError: it holds another rank's parts; ``assign`` is True, which would replace the parts.
+        """
+        return super().load_state_dict(*args, **kwargs)
 
     def _whole_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}

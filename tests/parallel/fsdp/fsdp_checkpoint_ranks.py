@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu, on_rank
-from small_models import PartlyUsed, error_of, share
+from small_models import PartlyUsed, error_of, share, with_file_limit
 from torch import nn
 
+from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.checkpoint import _model_state, _optimizer_state, load_checkpoint, save_checkpoint
 
@@ -224,3 +225,164 @@ def load_what_others_wrote(path, what, value=None):
         extra = load_checkpoint(path, sharded, optimizer)
 
     return error_of(load), extra, optimizer.param_groups[0]["lr"]
+
+
+class Hooked(nn.Sequential):
+    """Its state dict has other names than it has; with extra state, and statistics that differ between ranks."""
+
+    def __init__(self, seed, *, loads=True):
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(4, 5), nn.LayerNorm(5), nn.BatchNorm1d(5))
+        nn.init.uniform_(self[1].weight)
+        self[2].running_mean.fill_(float(seed + dist.get_rank()))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+        self.count = seed
+        self.register_state_dict_post_hook(rename)
+        if loads:
+            self.register_load_state_dict_pre_hook(rename_back)
+
+    def get_extra_state(self):
+        return {"count": self.count, "history": torch.full((3,), float(self.count))}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+        assert (state["history"] == self.count).all()
+
+
+def rename(module, state, prefix, metadata):
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}core.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def rename_back(module, state, prefix, *_):
+    for key in [key for key in state if key.startswith(f"{prefix}core.")]:
+        state[prefix + key.removeprefix(f"{prefix}core.")] = state.pop(key)
+
+
+def save_and_load_hooked(path):
+    """Whether all weights come back; what else is loaded, on this rank; the error of loading without the hook."""
+    saved, loaded = FSDP(Hooked(3)), FSDP(Hooked(5))
+    expected = saved.gather_full_params()
+    save_checkpoint(path, saved)
+    load_checkpoint(path, loaded)
+    found = loaded.gather_full_params()
+    module = loaded.module
+    error = error_of(load_checkpoint, path, FSDP(Hooked(5, loads=False)))
+    same = all(torch.equal(found[name], expected[name]) for name in expected)
+    return same, module[2].running_mean.tolist(), module.count, module.scratch.tolist(), error
+
+
+def blocks(count, seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(count)]), "norm": nn.LayerNorm(4)})
+
+
+def save_changed_modules(path):
+    """Where each weight comes from after a block was removed and two swapped; errors of what cannot be saved."""
+    sharded = FSDP(blocks(4))
+    before = sharded.gather_full_params()
+    layers = sharded.module["layers"]
+    sharded.module["layers"] = nn.ModuleList([layers[0], layers[3], layers[2]])
+    removed = layers[1]
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    save_checkpoint(path, sharded, optimizer)
+    loaded = FSDP(blocks(3, seed=1))
+    load_checkpoint(path, loaded)
+    sources = {}
+    for module in (sharded, loaded):
+        for name, weight in module.gather_full_params().items():
+            sources.setdefault(name, []).append(next(key for key in before if torch.equal(before[key], weight)))
+    optimizer.add_param_group({"params": removed.parameters()})
+    errors = {"removed": error_of(save_checkpoint, path, sharded, optimizer)}
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    optimizer.state["steps"] = {"count": 3}
+    errors["state of nothing"] = error_of(save_checkpoint, path, sharded, optimizer)
+    hook = sharded.module.register_state_dict_post_hook(doubled)
+    errors["made by a hook"] = error_of(save_checkpoint, path, sharded)
+    hook.remove()
+    sharded.module["adapter"] = nn.Linear(4, 4)
+    errors["added"] = error_of(save_checkpoint, path, sharded)
+    errors["gathered"] = error_of(sharded.gather_full_params)
+    return sources, errors
+
+
+def doubled(module, state, prefix, metadata):
+    state["layers.0.weight"] = 2 * state["layers.0.weight"]
+
+
+def save_on_groups(folder):
+    """Whether each of two groups, of ranks 0 and 1 and of rank 2, gets its own weights back; the same path for both."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    own = int(dist.get_rank() == 2)
+    sharded = FSDP(blocks(1, seed=own), group=groups[own])
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+    for parameter in sharded.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = 2 * parameter.detach()
+    expected = sharded.gather_full_params()
+    save_checkpoint(folder / str(own), sharded, optimizer)
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    load_checkpoint(folder / str(own), sharded, optimizer)
+    same = all(torch.equal(weight, expected[name]) for name, weight in sharded.gather_full_params().items())
+    same = same and all(
+        torch.equal(optimizer.state[parameter]["momentum_buffer"], 2 * parameter) for parameter in sharded.parameters()
+    )
+    if own == 0:
+        save_checkpoint(folder / "shared", sharded)
+    dist.barrier()
+    return same, error_of(save_checkpoint, folder / "shared", sharded) if own else None
+
+
+def uneven(seed):
+    """In bf16: rows that three ranks do not divide, fewer rows than ranks, tied and frozen ones, norms."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 1), nn.Linear(1, 4), nn.LayerNorm(4), nn.Linear(4, 7))
+    module[4].weight = module[0].weight
+    module[2].requires_grad_(False)
+    return module.bfloat16()
+
+
+def whole_state(sharded, optimizer):
+    """The optimizer's state of every parameter, put together, with its dtypes."""
+    whole = {}
+    for name, (own, one) in sharded.held_parameters().items():
+        for key, value in optimizer.state.get(own, {}).items():
+            cut = one is not None and value.dim() > 0 and key != "step"
+            whole[f"{key} of {name}"] = one.gather_whole(value) if cut else value.clone()
+    return whole
+
+
+def save_uneven(path):
+    """What was saved: weights, and state in fp32 beside that in bf16; a step of shape (1,)."""
+    sharded = FSDP(uneven(0))
+    optimizer = torch.optim.AdamW([one for one in sharded.parameters() if one.requires_grad], lr=0.01)
+    sharded(torch.arange(7)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        state["exact"] = parameter.detach().float() + 1e-4
+        state["step"] = torch.full((1,), 3.0)
+    save_checkpoint(path, sharded, optimizer)
+    return on_cpu(sharded.gather_full_params()), on_cpu(whole_state(sharded, optimizer))
+
+
+def load_uneven(path):
+    sharded = FSDP(uneven(1))
+    optimizer = torch.optim.AdamW([one for one in sharded.parameters() if one.requires_grad], lr=0.01)
+    load_checkpoint(path, sharded, optimizer)
+    loaded = on_cpu(sharded.gather_full_params()), on_cpu(whole_state(sharded, optimizer))
+    # It goes on training.
+    sharded(torch.arange(7)).sum().backward()
+    sharded.finish_gradient_synchronization()
+    for state in optimizer.state.values():
+        state["step"] = state["step"].squeeze()
+    optimizer.step()
+    return loaded
+
+
+def save_on_a_full_disk(path):
+    """The error where rank 0 cannot write files of more than 1000 bytes; what is left."""
+    sharded = FSDP(nn.Linear(300, 5))
+    error = with_file_limit(1000, save_checkpoint, path, sharded)
+    return error, gather_objects(sorted(name.name for name in path.parent.iterdir()))[0]

@@ -181,6 +181,59 @@ def test_checkpoints_of_earlier_versions_load_if_they_hold_plain_data(ranks, tmp
         assert rate == 0.25
 
 
+def test_hooks_extra_state_and_buffers_of_the_first_rank_come_back_on_every_rank(ranks, tmp_path):
+    for same, mean, count, scratch, error in ranks(2).run(checkpoint_ranks.save_and_load_hooked, tmp_path / "saved"):
+        assert same
+        assert mean == [3.0] * 5
+        assert count == 3
+        assert scratch == [5.0, 5.0]
+        assert error[0] == "UsageError"
+        assert "the module does not load" in error[1]
+
+
+def test_changed_module_is_saved_under_its_present_names_or_refused(ranks, tmp_path):
+    for sources, errors in ranks(2).run(checkpoint_ranks.save_changed_modules, tmp_path / "saved"):
+        for now, before in {0: 0, 1: 3, 2: 2}.items():
+            for what in ("weight", "bias"):
+                assert sources[f"layers.{now}.{what}"] == [f"layers.{before}.{what}"] * 2
+        for what, part in {
+            "removed": "that the module has not (any more): build it over parameters()",
+            "state of nothing": "the optimizer keeps state of 'steps', which is no parameter of the module",
+            "made by a hook": "layers.0.weight of the state dict is no parameter or buffer of Linear, but made by a ",
+            "added": "adapter.weight was added or replaced after it was wrapped: call refresh() on every rank",
+            "gathered": "adapter.weight was added or replaced",
+        }.items():
+            kind, message = errors[what]
+            assert kind == "UsageError"
+            assert part in message
+
+
+def test_each_group_has_checkpoints_of_its_own(ranks, tmp_path):
+    *_, (same, (kind, message)) = results = ranks(3).run(checkpoint_ranks.save_on_groups, tmp_path)
+    assert same
+    assert kind == "UsageError"
+    assert "shared belongs to ranks [0, 1], and ranks [2] have slices of their own: save on one group" in message
+    assert results[:2] == [(True, None), (True, None)]
+    assert names_in(tmp_path) == ["0", "1", "shared"]
+
+
+def test_uneven_tied_frozen_and_exact_state_moves_between_numbers_of_ranks(ranks, tmp_path):
+    for before, after in ((2, 3), (3, 2)):
+        path = tmp_path / f"{before}"
+        weights, state = ranks(before).run(checkpoint_ranks.save_uneven, path)[0]
+        assert state["exact of 0.weight"].dtype == torch.float32
+        for loaded_weights, loaded_state in ranks(after).run(checkpoint_ranks.load_uneven, path):
+            assert_same(loaded_weights, weights)
+            assert_same(loaded_state, state)
+
+
+def test_full_disk_is_an_error_on_every_rank_and_leaves_nothing(ranks, tmp_path):
+    for (kind, message), left in ranks(2).run(checkpoint_ranks.save_on_a_full_disk, tmp_path / "saved"):
+        assert kind == "OSError"
+        assert "saved could not be written" in message
+        assert left == []
+
+
 class AskedByGetattr:
     """Pickles as Python 3.11.2 pickles a member of an enumeration, or as an attacker anything else."""
 

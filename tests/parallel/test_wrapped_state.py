@@ -1,0 +1,31 @@
+"""State dicts of wrappers: as those of the plain module, alone and within a module around them; whose slices."""
+
+import pytest
+import wrapped_state_ranks
+
+
+@pytest.mark.parametrize("kind", list(wrapped_state_ranks.WRAPPERS))
+def test_state_dict_loads_alone_and_around_but_not_on_another_rank(ranks, kind):
+    for rank, (results, errors) in enumerate(ranks(2).run(wrapped_state_ranks.state_dicts, kind)):
+        for strict in (True, False):
+            assert results.pop(f"around, strict={strict}") == ("<All keys matched successfully>", True)
+        moved = results.pop("moved nowhere")
+        assert all(results.values()), results
+        assert moved is None
+        *of_another, assigned, afterwards = errors
+        assert afterwards is None
+        if kind == "ddp":
+            assert of_another == [None, None, None]
+            continue
+        for error in of_another:
+            assert error[0] == "UsageError"
+            assert f"holds the slices of rank {1 - rank} of 2, this is rank {rank} of 2" in error[1]
+        assert assigned[0] == "UsageError"
+        assert assigned[1].startswith("assign=True would replace the slices")
+
+
+def test_state_dict_within_a_forward_pass_is_refused(ranks):
+    for errors in ranks(2).run(wrapped_state_ranks.state_dict_within_a_forward_pass):
+        for kind, message in errors:
+            assert kind == "UsageError"
+            assert message == "0.weight is whole while the module computes: save or load state dicts between steps"

@@ -1,0 +1,100 @@
+"""What the ranks of test_wrapped_state run: functions that spawned processes can import."""
+
+import io
+
+import torch
+import torch.distributed as dist
+from cs336_basics.model import BasicsTransformerLM
+from small_models import error_of
+from torch import nn
+
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.tensor_parallel import TensorParallel
+
+WRAPPERS = {"fsdp": FSDP, "ddp": NaiveDDP, "tensor": TensorParallel}
+
+
+class Scale(nn.Module):
+    """A layer whose weights were stored as their inverses in version 1."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = 1 / state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def part(kind, seed):
+    torch.manual_seed(seed)
+    if kind == "tensor":
+        return TensorParallel(BasicsTransformerLM(8, 8, d_model=8, num_layers=1, num_heads=2, d_ff=8))
+    return WRAPPERS[kind](nn.Sequential(nn.Linear(3, 4), Scale() if kind != "plain" else nn.Identity()))
+
+
+def around(kind, seed):
+    return nn.ModuleDict({"body": part(kind, seed), "head": nn.Linear(2, 2)})
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def state_dicts(kind):
+    """Whether a state dict goes around, alone and in a module around it, and the errors of what is refused."""
+    saved = part(kind, 0)
+    state = through_file(saved.state_dict())
+    results = {"names": list(state) == list(saved.module.state_dict())}
+    prefixed = {f"module.{key}": value for key, value in state.items()}
+    for name, one in {"alone": state, "with module.": prefixed, "as a dict": dict(state)}.items():
+        if name != "alone" and kind != "tensor":
+            # A plain dictionary knows no versions.
+            one = {key: 1 / value if key.endswith("1.weight") else value for key, value in one.items()}
+        loaded = part(kind, 1)
+        loaded.load_state_dict(one)
+        results[name] = equal(saved, loaded)
+    outer = around(kind, 2)
+    state = through_file(outer.state_dict())
+    results["names around"] = not any("module" in name for name in state)
+    for strict in (True, False):
+        loaded = around(kind, 3)
+        results[f"around, strict={strict}"] = str(loaded.load_state_dict(state, strict=strict)), equal(outer, loaded)
+    results["moved nowhere"] = error_of(loaded.to, "cpu")
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    others = gather_objects([state, saved.state_dict(), saved.module.state_dict()])[(rank + 1) % world_size]
+    modules = loaded, part(kind, 1), part(kind, 1).module
+    errors = [error_of(module.load_state_dict, one) for module, one in zip(modules, others, strict=True)]
+    state = saved.state_dict()
+    errors.append(error_of(saved.load_state_dict, state, assign=True))
+    errors.append(error_of(saved.load_state_dict, state))
+    return results, errors
+
+
+def state_dict_within_a_forward_pass():
+    """The errors of saving and loading where a unit is gathered."""
+    sharded = FSDP(nn.Sequential(nn.Linear(3, 3)))
+    state = sharded.state_dict()
+    errors = []
+
+    def save(*_):
+        errors.extend((error_of(sharded.state_dict), error_of(sharded.load_state_dict, state)))
+
+    sharded.module[0].register_forward_hook(save)
+    sharded(torch.ones(2, 3))
+    return errors
