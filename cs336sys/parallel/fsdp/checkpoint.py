@@ -153,7 +153,6 @@ def _load_objects(
 def _model_state(sharded: FSDP) -> dict[str, Any]:
     """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
     slices = {_place(own): (one, own.detach()) for own, one in sharded.held_parameters().values() if one is not None}
-    slices |= {_place(one.full): (one, own) for one, own in slices.values()}
     if any(one.is_part_of_more for one, _ in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
@@ -202,7 +201,7 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
     while owner not in modules:
         owner = owner.rpartition(".")[0]
     inside = set(modules[owner].parameters())
-    if any(one.shard in inside or one.full in inside for unit in sharded.units for one in unit.parameters):
+    if any(one.shard in inside for unit in sharded.units for one in unit.parameters):
         raise UsageError(
             f"{key} of the state dict is no parameter or buffer of {type(modules[owner]).__name__}, but made by a hook "
             "or _save_to_state_dict(), maybe of this rank's slices: let it pass on what the module holds, or return "

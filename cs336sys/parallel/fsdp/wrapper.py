@@ -246,22 +246,22 @@ class FSDP(StateDictOfWrapped):
         Replicated parameters are slices of nothing.
 
         Raises:
-            UsageError: a parameter was added or replaced after it was wrapped.
+            UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
         """
         known: dict[nn.Parameter | None, ShardedParameter | None] = {
             owner._parameters.get(attribute): None
             for entry in self._plan.replicated
             for owner, attribute in entry.owners
         }
-        for unit in self.units:
-            for parameter in unit.parameters:
-                known |= {parameter.shard: parameter, parameter.full: parameter}
+        known |= {parameter.shard: parameter for unit in self.units for parameter in unit.parameters}
         held: dict[str, tuple[nn.Parameter, ShardedParameter | None]] = {}
         for name, found in self.module.named_parameters(remove_duplicate=False):
             if found not in known:
-                raise UsageError(f"{name} was added or replaced after it was wrapped: call refresh() on every rank")
-            sharded = known[found]
-            held[name] = (found if sharded is None else sharded.shard, sharded)
+                raise UsageError(
+                    f"{name} is not what was wrapped: save and load between two steps, and call refresh() on every "
+                    "rank after adding or replacing parameters"
+                )
+            held[name] = (found, known[found])
         return held
 
     @torch.no_grad()
@@ -271,7 +271,7 @@ class FSDP(StateDictOfWrapped):
         They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
 
         Raises:
-            UsageError: a parameter was added or replaced after it was wrapped.
+            UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
         """
         full: dict[str, Tensor] = {}
         copies: dict[nn.Parameter, Tensor] = {}
@@ -317,31 +317,25 @@ class FSDP(StateDictOfWrapped):
         For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`.
 
         Raises:
-            UsageError: it is called while the module computes.
+            UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
         """
-        self._require_slices()
+        self.held_parameters()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
 
         Raises:
-            UsageError: it holds another rank's slices; the module computes; ``assign`` is True, which would replace the
-                parameters that units hold.
+            UsageError: it holds another rank's slices; ``assign`` is True, which would replace the parameters that
+                units hold; the module computes, or a parameter was added or replaced after it was wrapped.
         """
-        self._require_slices()
+        self.held_parameters()
         return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # For a module around this one.
-        self._require_slices()
+        self.held_parameters()
         super()._load_from_state_dict(*args)
-
-    def _require_slices(self) -> None:
-        gathered = {parameter.full for unit in self.units for parameter in unit.parameters}
-        for name, found in self.module.named_parameters(remove_duplicate=False):
-            if found in gathered:
-                raise UsageError(f"{name} is whole while the module computes: save or load state dicts between steps")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         # As nn.Module.to() of what is there already: a script may move the module around this one.

@@ -200,8 +200,8 @@ def test_changed_module_is_saved_under_its_present_names_or_refused(ranks, tmp_p
             "removed": "that the module has not (any more): build it over parameters()",
             "state of nothing": "the optimizer keeps state of 'steps', which is no parameter of the module",
             "made by a hook": "layers.0.weight of the state dict is no parameter or buffer of Linear, but made by a ",
-            "added": "adapter.weight was added or replaced after it was wrapped: call refresh() on every rank",
-            "gathered": "adapter.weight was added or replaced",
+            "added": "adapter.weight is not what was wrapped: save and load between two steps, and call refresh() on",
+            "gathered": "adapter.weight is not what was wrapped",
         }.items():
             kind, message = errors[what]
             assert kind == "UsageError"
