@@ -60,7 +60,7 @@ class _Replicated(StateDictOfWrapped):
     - If a step fails and the caller wants to go on, every rank must call :meth:`finish_gradient_synchronization` first:
       some all-reduces may have been launched.
     - ``state_dict()`` is that of the wrapped module, and ``load_state_dict()`` accepts it with or without ``module.``
-      before every name. A deep copy is a wrapper in its own right; it communicates as soon as it trains.
+      before every name. A deep copy is a wrapper in its own right, in the same group.
     - Under ``torch.compile``, gradients are ready when the compiled backward that computes them returns: compile the
       blocks of the model, not the whole, so that communication overlaps.
 

@@ -29,7 +29,7 @@ def named_groups(
         UsageError: the optimizer has a parameter or a state of something that the module has not, or a state of
             a slice that is neither of its shape nor a single number.
     """
-    names = {parameter: name for name, parameter in held.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in held.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

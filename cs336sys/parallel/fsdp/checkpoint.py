@@ -190,7 +190,7 @@ def _state_dict(sharded: FSDP) -> Any:
         return sharded.module.state_dict(keep_vars=True)
 
 
-def _place(tensor: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Which memory a tensor shows: the same for a parameter and what ``detach()`` makes of it, empty or not."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
