@@ -1,0 +1,146 @@
+"""Notices when a wrapped module holds other parameters than those that were wrapped."""
+
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+
+_shape_and_dtype = operator.attrgetter("shape", "dtype")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One name of a parameter, and what the name stood for."""
+
+    owner: nn.Module
+    parameter: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool
+
+
+class HeldParameters:
+    """A snapshot of the parameters that a module holds, to be compared with the module before each use.
+
+    It sees parameters that were added, removed, replaced, moved, tied or untied, that have another shape or dtype, and
+    those that were frozen and are trained now. Parameters that were trained may be frozen and unfrozen again, as GANs
+    do. Modules without parameters may come and go.
+
+    Args:
+        module: the module, or a wrapper that has it as a child.
+        prefix: the beginning of names that errors leave out: of a wrapper the child's, as in ``"module."``.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str = ""):
+        self._module = module
+        self._prefix = prefix
+        self._names = self._look()
+        self._list_contents()
+
+    def require_unchanged(self) -> None:
+        """Refuse a module that holds other parameters than at the snapshot.
+
+        This compares on this rank alone: programs change modules alike on all ranks, so each rank finds the change by
+        itself. It takes about 30 microseconds for 170 modules with 110 parameters.
+
+        Raises:
+            UsageError: naming the first parameter that differs.
+        """
+        if self._is_unchanged():
+            return
+        now = self._look()
+        for name in dict.fromkeys([*now, *self._names]):
+            change = self._change(name, now)
+            if change:
+                raise UsageError(
+                    f"{name.removeprefix(self._prefix)} was {change} after it was wrapped: call refresh() on every rank"
+                )
+        # Modules without parameters differ: the next comparison is to be with those that are there now.
+        self._list_contents()
+
+    def _list_contents(self) -> None:
+        """Prepare lists to compare with."""
+        owners = list(self._module.modules())
+        # Those of scripted modules are no dictionaries, but made at each access.
+        self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
+        self._children_then = [dict(children) for children in self._children]
+        self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
+        self._parameters_then = [dict(parameters) for parameters in self._parameters]
+        self._values_then = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
+        each = {id(held.parameter): held for held in self._names.values()}.values()
+        self._each = [held.parameter for held in each]
+        self._layouts_then = [(held.shape, held.dtype) for held in each]
+        self._frozen = [held.parameter for held in each if not held.trained]
+        # A module is moved as a whole, and the device of every parameter would take half as long again as the rest.
+        self._device = [(held.parameter, held.device) for held in itertools.islice(each, 1)]
+
+    def _is_unchanged(self) -> bool:
+        values = itertools.chain.from_iterable(map(dict.values, self._parameters))
+        try:
+            return (
+                self._children == self._children_then
+                and all(map(operator.is_, values, self._values_then))
+                # Compares lengths and attributes: the values are known to be identical.
+                and self._parameters == self._parameters_then
+                and list(map(_shape_and_dtype, self._each)) == self._layouts_then
+                and not any(parameter.requires_grad for parameter in self._frozen)
+                and all(parameter.device == device for parameter, device in self._device)
+            )
+        except RuntimeError:
+            # Two parameters have changed their attributes and not their order, so their values were compared.
+            return False
+
+    def _look(self) -> dict[str, _Held]:
+        """Everything that the module holds now, by full name; tied parameters once for each name."""
+        held = {}
+        for prefix, owner in self._module.named_modules(remove_duplicate=False):
+            for attribute, parameter in owner._parameters.items():
+                if parameter is not None:
+                    held[f"{prefix}.{attribute}" if prefix else attribute] = _Held(
+                        owner,
+                        parameter,
+                        parameter.shape,
+                        parameter.dtype,
+                        parameter.device,
+                        parameter.requires_grad,
+                    )
+        return held
+
+    def _change(self, name: str, now: dict[str, _Held]) -> str | None:
+        """What happened to a parameter, as a participle; None if nothing did."""
+        old, new = self._names.get(name), now.get(name)
+        if new is None:
+            return "removed"
+        others_now = [other for other, held in now.items() if held.parameter is new.parameter and other != name]
+        if old is None:
+            before = [other for other, held in self._names.items() if held.parameter is new.parameter]
+            if not before:
+                return f"added, tied to {self._shown(others_now)}," if others_now else "added"
+            return f"{'tied to' if before[0] in now else 'moved from'} {self._shown(before)}"
+        if new.parameter is not old.parameter:
+            if others_now:
+                return f"tied to {self._shown(others_now)}"
+            others_then = [o for o, held in self._names.items() if held.parameter is old.parameter and o != name]
+            if others_then:
+                return f"untied from {self._shown(others_then)}"
+            return "replaced (as load_state_dict() with assign=True does)"
+        differences: list[tuple[Any, Any]] = [
+            (old.dtype, new.dtype),
+            (tuple(old.shape), tuple(new.shape)),
+            (old.device, new.device),
+        ]
+        for then, found in differences:
+            if then != found:
+                return f"changed from {then} to {found}"
+        if new.owner is not old.owner:
+            return "moved into another module"
+        return "unfrozen" if new.trained and not old.trained else None
+
+    def _shown(self, names: list[str]) -> str:
+        return names[0].removeprefix(self._prefix)
