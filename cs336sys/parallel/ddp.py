@@ -16,13 +16,13 @@ Data Parallel Training" (2020).
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
@@ -31,9 +31,14 @@ from cs336sys.parallel.collectives import broadcast_from_first, process_group, r
 from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
+from cs336sys.parallel.gradient_slices import require_whole
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
-from cs336sys.parallel.same_on_ranks import describe_module, require_same_module, same_on_every_rank
+from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.wrapped_state import StateDictOfWrapped
+
+# What names of parameters begin with in the wrapper, and not in the module.
+_PREFIX = "module."
 
 
 class _Replicated(StateDictOfWrapped):
@@ -52,7 +57,15 @@ class _Replicated(StateDictOfWrapped):
     - Every rank must run the same number of steps. Ranks may use different parameters in a step, and in a different
       order: where only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If
       this rank lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
-    - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again.
+    - Collectives of your own may run between the backward pass and :meth:`finish_gradient_synchronization`, for example
+      to average the loss: all-reduces that overlap are launched when the backward pass returns. A rank whose backward
+      pass reaches no trained parameter launches them in :meth:`finish_gradient_synchronization`: where that can happen,
+      call yours after it.
+    - Parameters may be frozen, and trained again. Whoever adds, removes, replaces, ties or unfreezes parameters calls
+      :meth:`refresh` on every rank; until then forward passes, and what finishes a backward pass through the module
+      itself, are refused.
+    - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again:
+      those that a forward pass changes by its inputs are each rank's own (of batch norm: choose ``SyncBatchNorm``).
     - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
       inspect them afterwards.
     - Gradients to differentiate again come from ``torch.autograd.grad``: a ``backward()`` with ``create_graph=True`` is
@@ -92,9 +105,9 @@ class _Replicated(StateDictOfWrapped):
 
         Raises:
             UsageError: there is no process group; ``gradient_dtype`` is not a floating-point dtype; or on every rank:
-                the module is wrapped already or has a wrapped part, a parameter has a ``grad_dtype`` that
-                is neither its own dtype nor ``gradient_dtype``, or modules or settings differ between ranks (naming the
-                first difference).
+                the module is wrapped already or has a wrapped part, a parameter is a slice that the ranks do not have
+                in common, or has a ``grad_dtype`` that is neither its own dtype nor ``gradient_dtype``, an embedding
+                has ``max_norm``, or modules or settings differ between ranks (naming the first difference).
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -103,23 +116,17 @@ class _Replicated(StateDictOfWrapped):
         self.module = module
         self._gradient_dtype = gradient_dtype
         self._group = None if group is None else process_group(group)
-        with same_on_every_rank(self._group) as lines:
-            require_unwrapped(module)
-            require_unsynchronized(module.named_parameters())
-            require_own_gradient_dtype(module.named_parameters(), gradient_dtype)
-            lines += [self._settings(), *describe_module(module), *_other_gradient_dtypes(module)]
-        broadcast_from_first([*module.parameters(), *module.buffers()], group=self._group)
-        self._watch_gradients()
+        self._take_up(module.named_parameters(), module.named_buffers())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 
         Raises:
-            UsageError: a parameter was unfrozen, and :meth:`refresh` was not called.
+            UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
+                :meth:`refresh`.
         """
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise UsageError(f"{name} was unfrozen after it was wrapped: call refresh() on every rank")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._held.require_unchanged()
         return self.module(*args, **kwargs)
 
     @property
@@ -138,11 +145,15 @@ class _Replicated(StateDictOfWrapped):
                 :class:`~cs336sys.parallel.bucket_optimizer.BucketOptimizer` updates its parameters then.
 
         Raises:
-            UsageError: the module has another parameter in the place of one that it had.
+            UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
+                :meth:`refresh`, and then this again.
         """
-        # A parameter that is no longer there gets no gradient, and who has all gradients need not look.
-        if any(bucket.waiting for bucket in self.buckets):
-            self._require_same_parameters()
+        try:
+            self._held.require_unchanged()
+        except UsageError:
+            # Else ranks that do not see the change would wait for this one.
+            self._synchronizer.finish()
+            raise
         self._synchronizer.finish(averaged)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -154,13 +165,19 @@ class _Replicated(StateDictOfWrapped):
         return self._synchronizer.no_sync()
 
     def refresh(self) -> None:
-        """Take note of parameters that were frozen or unfrozen. Every rank must call it, between two steps.
+        """Take up the parameters and buffers that the module has now. Every rank must call it, between two steps.
+
+        Those that are new get rank 0's values, and the others keep theirs. Optimizers are told by their
+        ``add_param_group``.
 
         Raises:
-            UsageError: on every rank, if they were not changed alike.
+            UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
         """
-        require_same_module(self.module, self._settings(), self._group)
-        self._watch_gradients()
+        parameters = [(name, one) for name, one in self.module.named_parameters() if id(one) not in self._taken_up]
+        buffers = [(name, one) for name, one in self.module.named_buffers() if name not in self._buffer_names]
+        self._synchronizer.drop()
+        require_same_lines([f"new: {', '.join(name for name, _ in (*parameters, *buffers)) or 'nothing'}"], self._group)
+        self._take_up(parameters, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A process group cannot be copied: the copy communicates in the same one.
@@ -185,22 +202,32 @@ class _Replicated(StateDictOfWrapped):
         super().__setstate__(state)
         self._watch_gradients()
 
-    def _require_same_parameters(self) -> None:
-        held = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, parameter in self._named:
-            if held.get(name) is not parameter:
-                raise UsageError(
-                    f"{name} was replaced after it was wrapped, as load_state_dict() with assign=True does, so that "
-                    "its gradient is not averaged: wrap the plain module anew"
-                )
+    def _take_up(self, parameters: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+        """Make what is new the same on all ranks, and average the gradients of all that is there."""
+        new_parameters, new_buffers = dict(parameters), dict(buffers)
+        with same_on_every_rank(self._group) as lines:
+            require_unwrapped(self.module)
+            require_unsynchronized(new_parameters.items())
+            require_whole(new_parameters.items(), self._group)
+            require_own_gradient_dtype(self.module.named_parameters(), self._gradient_dtype)
+            if dist.get_world_size(self._group) > 1:
+                _require_no_max_norm(self.module)
+            for name, _ in self.named_parameters():
+                if not name.startswith(_PREFIX):
+                    raise UsageError(f"{name} was added to the wrapper: add it to the module in it")
+            lines += [self._settings(), *describe_module(self.module), *_other_gradient_dtypes(self.module)]
+        broadcast_from_first([*new_parameters.values(), *new_buffers.values()], group=self._group)
+        self._watch_gradients()
 
     def _settings(self) -> str:
         return f"{type(self).__name__} with {self._rule}, gradient_dtype={self._gradient_dtype}"
 
     def _watch_gradients(self) -> None:
         named = list(self.module.named_parameters(remove_duplicate=False))
-        self._named = named
-        self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        self._held = HeldParameters(self, _PREFIX)
+        # By what refresh() tells new ones: modules may put another tensor in the place of a buffer in every pass.
+        self._taken_up = {id(parameter): parameter for _, parameter in named}
+        self._buffer_names = {name for name, _ in self.module.named_buffers()}
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         buckets = [
             self._bucket_type(parameters, self._gradient_dtype, self._group)
@@ -213,6 +240,20 @@ def _other_gradient_dtypes(module: nn.Module) -> list[str]:
     """Which parameters have gradients in another dtype than their own."""
     dtypes = ((name, gradient_dtype_of(one), one.dtype) for name, one in module.named_parameters())
     return [f"{name}: gradients in {dtype}" for name, dtype, own in dtypes if dtype != own]
+
+
+def _require_no_max_norm(module: nn.Module) -> None:
+    """Refuse embeddings that shorten rows of their weight in the forward pass: each rank others, by its own inputs.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise UsageError(
+                f"{name or 'the module'} ({type(part).__name__}) has max_norm={part.max_norm}, by which each rank "
+                "would shorten other rows in its forward pass: choose max_norm=None, and shorten rows after each step"
+            )
 
 
 class NaiveDDP(_Replicated):

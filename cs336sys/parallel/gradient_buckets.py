@@ -41,6 +41,7 @@ class GradientBucket:
         self._ids = frozenset(map(id, parameters.values()))
         self.waiting = set(self._ids)
         self.present: list[bool] = []
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._strides = [_gradient_strides(parameter) for parameter in parameters.values()]
         sample = next(iter(parameters.values()))
         self._dtype = gradient_dtype_of(sample) or sample.dtype
@@ -75,7 +76,7 @@ class GradientBucket:
         Raises:
             UsageError: it is sparse, or in another dtype than the parameter asks for.
         """
-        require_averageable(name, gradient, self._dtype)
+        require_averageable(name, gradient, self._dtype, self._shapes[name])
         if not owns_memory(gradient):
             parameter.grad = gradient.clone()
 
@@ -127,26 +128,27 @@ class GradientBucket:
         views = []
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                require_averageable(name, parameter.grad, self._dtype)
+                require_averageable(name, parameter.grad, self._dtype, self._shapes[name])
                 if not owns_memory(parameter.grad):
                     views.append(parameter.grad)
         # Most steps have none, and a launch-bound one pays for every microsecond here.
         copied = set(map(id, views)) - own_memory_together(views) if views else ()
         tensors = []
-        for parameter, strides in zip(self.parameters.values(), self._strides, strict=True):
+        for (name, parameter), strides in zip(self.parameters.items(), self._strides, strict=True):
             gradient = parameter.grad
             if gradient is None:
-                gradient = self._substitutes[parameter] = self._empty(parameter, strides).zero_()
+                gradient = self._substitutes[parameter] = self._empty(name, strides).zero_()
             elif id(gradient) in copied:
                 gradient = parameter.grad = gradient.clone()
             if not _same_order(gradient, strides):
-                gradient = parameter.grad = self._empty(parameter, strides).copy_(gradient)
+                gradient = parameter.grad = self._empty(name, strides).copy_(gradient)
             # Of a contiguous one memory_view() would make another Python object.
             tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
         return tensors
 
-    def _empty(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
-        return torch.empty_strided(parameter.shape, strides, dtype=self._dtype, device=parameter.device)
+    def _empty(self, name: str, strides: tuple[int, ...]) -> Tensor:
+        device = self.parameters[name].device
+        return torch.empty_strided(self._shapes[name], strides, dtype=self._dtype, device=device)
 
 
 class FlatBucket(GradientBucket):
@@ -177,14 +179,15 @@ class FlatBucket(GradientBucket):
             self._gaps += [slice(end, self._size)] if end < self._size else []
         # This step's, from its first gradient until finish().
         self._buffer: Tensor | None = None
-        # The last step's, which exists as long as gradients are views of it.
+        # The last step's, which exists as long as gradients are views of it, and the parameters that got such a view.
         self._last: StorageWeakRef | None = None
+        self._had_views: list[nn.Parameter] = []
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        require_averageable(name, gradient, self._dtype)
+        require_averageable(name, gradient, self._dtype, self._shapes[name])
         if self._buffer is None:
             # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
-            self._buffer = self._buffer_under(parameter, gradient)
+            self._buffer = self._buffer_under_gradients()
         if self._buffer is None:
             self._buffer = self._new_buffer(gradient)
         view = self._view(self._buffer, parameter)
@@ -195,6 +198,7 @@ class FlatBucket(GradientBucket):
         super().finish(present_anywhere)
         assert self._buffer is not None, "launch() comes before"
         self._last = StorageWeakRef(self._buffer.untyped_storage())
+        self._had_views = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         self._buffer = None
 
     def _memory(self) -> list[Tensor]:
@@ -218,16 +222,23 @@ class FlatBucket(GradientBucket):
             buffer[gap].zero_()
         return buffer
 
-    def _buffer_under(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-        """The last step's buffer if the gradient is this parameter's view of it, else None."""
-        is_view = (
-            self._last is not None
-            and not self._last.expired()
-            and StorageWeakRef(gradient.untyped_storage()) == self._last
-            and gradient.storage_offset() == self._offsets[parameter]
-            and gradient.stride() == self._strides_of[parameter]
-        )
-        return gradient.detach().as_strided((self._size,), (1,), 0) if is_view else None
+    def _buffer_under_gradients(self) -> Tensor | None:
+        """The last step's buffer if all gradients that were views of it still are.
+
+        Else None: the caller may have kept one that is no longer a parameter's gradient, and it must not change.
+        """
+        if self._last is None or self._last.expired() or not self._had_views:
+            return None
+        for parameter in self._had_views:
+            gradient = parameter.grad
+            if (
+                gradient is None
+                or StorageWeakRef(gradient.untyped_storage()) != self._last
+                or gradient.storage_offset() != self._offsets[parameter]
+                or gradient.stride() != self._strides_of[parameter]
+            ):
+                return None
+        return gradient.detach().as_strided((self._size,), (1,), 0)
 
     def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
         return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])

@@ -61,11 +61,14 @@ def graph_refusal(name: str) -> UsageError:
     )
 
 
-def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
+def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: torch.Size | None = None) -> None:
     """Refuse a gradient that cannot be averaged with other ranks'.
 
+    Args:
+        shape: that of the parameter when it was wrapped; None if it cannot have changed.
+
     Raises:
-        UsageError: it is sparse, not in ``dtype``, or part of a graph.
+        UsageError: it is sparse, not in ``dtype``, of another shape, or part of a graph.
     """
     if gradient.requires_grad:
         raise graph_refusal(name)
@@ -73,6 +76,11 @@ def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype) -> None
         raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
     if gradient.dtype != dtype:
         raise UsageError(f"{name} has a gradient in {gradient.dtype}, not in {dtype}: leave its grad_dtype as it is")
+    if shape is not None and gradient.shape != shape:
+        raise UsageError(
+            f"{name} was changed from {tuple(shape)} to {tuple(gradient.shape)} after it was wrapped: call refresh() "
+            "on every rank"
+        )
 
 
 def gradient_dtype_of(parameter: nn.Parameter) -> torch.dtype | None:

@@ -1,9 +1,10 @@
 """Which gradients are a slice of this rank's: what takes them for whole ones is refused, or ranks would drift apart."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
@@ -17,15 +18,38 @@ _MARK = "is_slice_of_this_rank"
 _CLIPPING = "_clip_grads_with_norm_"
 
 
-def mark_slice(parameter: nn.Parameter) -> None:
-    """Let what decides by the gradient of this parameter alone refuse it: it is a slice of this rank."""
-    setattr(parameter, _MARK, True)
+def mark_slice(parameter: nn.Parameter, ranks: Collection[int] | None = None) -> None:
+    """Let what decides by this parameter or its gradient alone refuse it: it is a slice of this rank.
+
+    Args:
+        ranks: the ranks of the default group that hold the slices; None if each may hold another.
+    """
+    setattr(parameter, _MARK, None if ranks is None else frozenset(ranks))
     refuse_clipping_alone()
 
 
 def is_slice(parameter: Tensor) -> bool:
     """Whether :func:`mark_slice` has marked it."""
     return hasattr(parameter, _MARK)
+
+
+def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None = None) -> None:
+    """Refuse parameters of which the ranks of ``group`` hold different slices: they cannot be made the same.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    members: set[int] | None = None
+    for name, parameter in named:
+        if is_slice(parameter):
+            if members is None:
+                members = set(dist.get_process_group_ranks(group))
+            sharing = getattr(parameter, _MARK)
+            if sharing is None or len(members & sharing) > 1:
+                raise UsageError(
+                    f"{name} is a slice, and other ranks hold other slices of it: wrap a module whose parameters are "
+                    "whole, or give a group of ranks that hold the same slice"
+                )
 
 
 @functools.cache

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,19 @@ from cs336sys.parallel.gradient_memory import graph_refusal
 
 # Of hooks, whether their bucket hands gradients on.
 _HANDS_ON = "hands_on"
+
+# What autograd calls to run the backward function of a torch.autograd.Function; torch 2.13 has the second.
+_BACKWARD_FUNCTIONS = frozenset(
+    getattr(torch.autograd.function.BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(torch.autograd.function.BackwardCFunction, name)
+)
+
+# Those that have begun to launch and have buckets left, in the order of their first gradients.
+_begun: "list[weakref.ref[GradientSynchronizer]]" = []
+
+# Hooks run on autograd's threads, of which there is one per device.
+_lock = threading.RLock()
 
 
 class SynchronizationSwitch:
@@ -46,6 +61,13 @@ class GradientSynchronizer(SynchronizationSwitch):
     every other. Gradients may become ready in a different order on each rank. So bucket ``i`` is launched only after
     bucket ``i - 1``, even if it was ready first, as in torch's DDP (Li et al. 2020, section 3.2.3).
 
+    A bucket that lacks a gradient on this rank alone holds up those after it. What is left is launched when the
+    backward pass ends, before the program goes on: its own collectives then come after the same all-reduces on every
+    rank. Of several synchronizers whose gradients one backward pass computes, each launches when those have launched
+    everything whose first gradients were ready before its own. Two cases remain in which ranks differ and nobody can
+    tell: a rank whose backward pass reaches no parameter of a synchronizer launches in :meth:`finish`, and parts that
+    do not depend on each other may have their first gradients in another order.
+
     If a parameter has no gradient on this rank, zeros take part in its place. Ranks tell each other which gradients
     they had, in one small all-reduce per step, so that a gradient that no rank had stays None.
 
@@ -65,8 +87,8 @@ class GradientSynchronizer(SynchronizationSwitch):
         self.buckets: list[GradientBucket] = []
         self._overlap = overlap
         self._launched = 0
-        # Hooks run on autograd's threads, of which there is one per device.
-        self._lock = threading.Lock()
+        # Of this step: whether the end of the backward pass will launch what is left.
+        self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -91,8 +113,8 @@ class GradientSynchronizer(SynchronizationSwitch):
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
             raise graph_refusal(name)
-        with self._lock:
-            if id(parameter) not in bucket.waiting:
+        with _lock:
+            if id(parameter) not in bucket.waiting or self._launched == len(self.buckets):
                 raise UsageError(
                     f"{name} got a gradient from a second backward pass before finish_gradient_synchronization(): "
                     "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
@@ -105,10 +127,12 @@ class GradientSynchronizer(SynchronizationSwitch):
             if not self.synchronizes:
                 return
             bucket.waiting.remove(id(parameter))
-            if bucket.waiting or not self._overlap:
+            if not self._overlap:
                 return
-            while self._launched < len(self.buckets) and not self._next.waiting:
-                self._launch_next()
+            if not self._ends_with_pass:
+                self._begin()
+            if not bucket.waiting:
+                _launch_ready()
 
     def finish(self, averaged: Callable[[GradientBucket], None] | None = None) -> None:
         """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it.
@@ -119,9 +143,8 @@ class GradientSynchronizer(SynchronizationSwitch):
         """
         if not self.buckets:
             return
-        with self._lock:
-            while self._launched < len(self.buckets):
-                self._launch_next()
+        with _lock:
+            self._launch_left()
             present = [here for bucket in self.buckets for here in bucket.present]
             device = next(iter(self.buckets[0].parameters.values())).device
             present_anywhere = AnyRank(present, device, self._group)
@@ -139,14 +162,70 @@ class GradientSynchronizer(SynchronizationSwitch):
                     averaged(bucket)
             present_anywhere.wait()
             self._launched = 0
+            self._ends_with_pass = False
+
+    def drop(self) -> None:
+        """Wait for what was launched, before this object is given up in the middle of a step."""
+        with _lock:
+            for bucket in self.buckets[: self._launched]:
+                bucket.wait()
+            _begun[:] = [one for one in _begun if one() is not self]
+
+    def _begin(self) -> None:
+        """Take a place among those that launch, and have the rest launched when this backward pass ends."""
+        if not self._has_begun:
+            _begun.append(weakref.ref(self))
+        if not _is_in_nested_pass():
+            self._ends_with_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._launch_left)
 
     @property
-    def _next(self) -> GradientBucket:
-        return self.buckets[self._launched]
+    def _has_begun(self) -> bool:
+        return any(one() is self for one in _begun)
 
-    def _launch_next(self) -> None:
-        self._next.launch()
-        self._launched += 1
+    def _launch_left(self) -> None:
+        """Launch all that is left, after what is left of those that have begun before."""
+        with _lock:
+            while self._has_begun:
+                before = _begun.pop(0)()
+                if before is not None:
+                    before._launch(len(before.buckets))
+            self._launch(len(self.buckets))
+
+    def _launch_ready(self) -> bool:
+        """Launch the buckets whose turn has come and whose gradients are ready; return whether none is left."""
+        ready = self._launched
+        while ready < len(self.buckets) and not self.buckets[ready].waiting:
+            ready += 1
+        self._launch(ready)
+        return ready == len(self.buckets)
+
+    def _launch(self, end: int) -> None:
+        while self._launched < end:
+            self.buckets[self._launched].launch()
+            self._launched += 1
+
+
+def _launch_ready() -> None:
+    """Launch what is ready, in the order of those that have begun."""
+    while _begun:
+        first = _begun[0]()
+        if first is not None and not first._launch_ready():
+            return
+        del _begun[0]
+
+
+def _is_in_nested_pass() -> bool:
+    """Whether this backward pass runs within a function of another one, as with reentrant checkpointing.
+
+    Its end is not the end of the other, and autograd itself does not tell.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _BACKWARD_FUNCTIONS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def require_unwrapped(module: nn.Module) -> None:

@@ -80,18 +80,6 @@ def unfreeze():
     return results
 
 
-def replaced():
-    """The error of a step with parameters that are others than those that were wrapped."""
-    errors = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-        saved = {name: value.clone() for name, value in wrapped.state_dict().items() if name.startswith("1.")}
-        wrapped.load_state_dict(saved, strict=False, assign=True)
-        wrapped(torch.ones(3)).sum().backward()
-        errors[mode] = error_of(finish, wrapped)
-    return errors
-
-
 def state_dicts():
     """Whether a wrapper saves as its module does and loads what was saved with and without a prefix, also nested."""
     module = network(0)

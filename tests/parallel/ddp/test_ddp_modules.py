@@ -41,18 +41,6 @@ def test_unfrozen_parameter_is_an_error_until_refresh(ranks):
             assert_same(after, dict_of(used=3.0, sometimes=3.0, never=None))
 
 
-def test_parameters_that_were_replaced_are_an_error(ranks):
-    (errors,) = ranks(1).run(ddp_modules_ranks.replaced)
-    assert errors.keys() == set(EVERY_MODE)
-    assert set(errors.values()) == {
-        (
-            "UsageError",
-            "1.weight was replaced after it was wrapped, as load_state_dict() with assign=True does, so that its "
-            "gradient is not averaged: wrap the plain module anew",
-        )
-    }
-
-
 def test_state_dict_has_no_prefix_and_loads_either_way(ranks):
     (result,) = ranks(1).run(ddp_modules_ranks.state_dicts)
     assert result.pop("nested names") == []
