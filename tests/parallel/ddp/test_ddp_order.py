@@ -48,6 +48,34 @@ def test_launches_overlap_the_backward_pass_where_they_should(ranks):
             assert in_backward == len(launches)
 
 
+def test_collective_of_the_caller_comes_in_order_though_ranks_lack_other_gradients(ranks):
+    alone = [ddp_order_ranks.chained_alone(rank) for rank in range(2)]
+    expected = [
+        {name: sum(0 if one[name] is None else one[name] for one in of_ranks) / 2 for name in of_ranks[0]}
+        for of_ranks in zip(*alone, strict=True)
+    ]
+    results = ranks(2).run(ddp_order_ranks.collective_between)
+    for mode in results[0]:
+        for steps in zip(*(result[mode] for result in results), strict=True):
+            losses = [loss for loss, *_ in steps]
+            for _, total, averages in steps:
+                assert (total == sum(losses)).all(), mode
+                for average, wanted in zip(averages, expected, strict=True):
+                    assert_same(average, wanted)
+
+
+def test_second_pass_over_other_parameters_is_refused_where_the_first_has_launched(ranks):
+    for result in ranks(2).run(ddp_order_ranks.separate_passes):
+        for mode in EVERY_MODE:
+            error, averaged = result[mode]
+            if mode in ("naive", "flat"):
+                assert error is None
+            else:
+                assert error[0] == "UsageError"
+                assert "run all passes of a step but the last under no_sync()" in error[1]
+            assert_same(averaged, {f"branches.{i}": torch.full((3,), 1.5 * (i + 1)) for i in range(4)})
+
+
 @pytest.mark.multigpu
 def test_delays_change_nothing_on_two_gpus(two_gpus):
     expected = two_gpus.run(ddp_training_ranks.train_all, EVERY_MODE, torch.float32, 2)[0]
