@@ -9,15 +9,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cs336sys.errors import UsageError
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 
 
 class _Shared:
-    """Attributes of a layer that ranks share."""
+    """Attributes of a layer that ranks share.
+
+    Attributes:
+        was_called: whether the embedding or the head has computed something.
+    """
 
     tensor_group: TensorGroup
     first_row: int
     vocabulary: int
+    was_called: bool = False
 
 
 @functools.cache
@@ -37,6 +43,7 @@ def _embedding(original: type[nn.Module]) -> type[nn.Module]:
 
     class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, token_ids: Tensor) -> Tensor:
+            self.was_called = True
             row = token_ids - self.first_row
             is_other = (row < 0) | (row >= self.weight.size(0))
             # What is no token at all has a row on no rank, and is refused by the original as where one has all rows.
@@ -54,6 +61,7 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
     class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, x: Tensor) -> Tensor:
+            self.was_called = True
             return super().forward(self.tensor_group.enter(x))
 
     return TensorParallelHead
@@ -75,6 +83,20 @@ def share_layers(model: Any, group: TensorGroup, first_row: int, vocabulary: int
     model.token_embeddings.first_row = first_row
     model.token_embeddings.vocabulary = vocabulary
     _become(model.lm_head, _head, group)
+
+
+def require_called(model: Any) -> None:
+    """Refuse a model that has computed logits without calling its embedding and its head.
+
+    Raises:
+        UsageError: naming the layer.
+    """
+    for name in ("token_embeddings", "lm_head"):
+        if not getattr(model, name).was_called:
+            raise UsageError(
+                f"the model has not called {name}, of whose weight this rank has a part: call the layer, and do not "
+                "compute with its weight (or with one that is tied to it) elsewhere"
+            )
 
 
 def _become(layer: Any, shared: Any, group: TensorGroup) -> None:

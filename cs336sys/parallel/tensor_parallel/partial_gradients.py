@@ -15,16 +15,24 @@ class PartialGradients:
     it once. Nothing is known of passes that a CUDA graph replays: of what was captured, every call makes a sum.
 
     Args:
-        parameters: on every rank the same, before anything else has hooks on them that read their gradients.
         group: the ranks.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._gradients = {parameter: _PartialGradient(group.size()) for parameter in parameters}
-        for parameter, gradient in self._gradients.items():
-            parameter.register_hook(_before_pass(parameter, gradient))
-            parameter.register_post_accumulate_grad_hook(gradient.after_pass)
+        self._gradients: dict[nn.Parameter, _PartialGradient] = {}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note what backward passes add to the gradients of those parameters that are trained.
+
+        Args:
+            parameters: on every rank the same, before anything else has hooks on them that read their gradients.
+        """
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._gradients:
+                gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
+                parameter.register_hook(_before_pass(parameter, gradient))
+                parameter.register_post_accumulate_grad_hook(gradient.after_pass)
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
@@ -36,12 +44,13 @@ class PartialGradients:
         dist.all_reduce(flat, group=self._group)
         sums = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+        self.watch(partial)
         for parameter in partial:
             if parameter in self._gradients:
                 self._gradients[parameter].is_summed = True
 
     def _is_summed(self, parameter: nn.Parameter) -> bool:
-        # Parameters may have been exchanged for others (load_state_dict with assign=True).
+        # A layer that was frozen and is trained now is known after its first sum.
         gradient = self._gradients.get(parameter)
         return gradient is not None and gradient.is_summed and not gradient.is_captured
 

@@ -18,11 +18,16 @@ def require_shareable(model: nn.Module, world_size: int) -> None:
     """Refuse a model that tensor parallel ranks cannot share.
 
     Raises:
-        UsageError: a module or parameter of ``cs336_basics`` is missing, there is another, or ranks outnumber heads,
-            tokens or inner features, or do not divide the heads.
+        UsageError: a module or parameter of ``cs336_basics`` is missing, there is another, a parameter has hooks, or
+            ranks outnumber heads, tokens or inner features, or do not divide the heads.
     """
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         cut_dimension(name)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"{name} has a hook, which would be lost: register it on the parameter of the wrapped module, where it "
+                "sees the gradient of this rank's part"
+            )
     for name in ("token_embeddings", "layers", "ln_final", "lm_head"):
         _require(model, name, "the model")
     for number, block in enumerate(model.get_submodule("layers").children()):
@@ -75,6 +80,8 @@ def cut_weights(
     Layers on the meta device get memory on ``device`` and values by ``initialize`` first, whole, so that never more
     than one layer is whole.
 
+    Attributes of parameters stay with them.
+
     Returns:
         the shapes of the whole parameters by their names, tied ones under each of theirs.
     """
@@ -82,6 +89,7 @@ def cut_weights(
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, layer in model.named_modules():
         tensors = [*layer._parameters.values(), *layer._buffers.values()]
+        attributes = {name: vars(whole).copy() for name, whole in layer._parameters.items() if whole is not None}
         if initialize is not None and any(tensor is not None and tensor.is_meta for tensor in tensors):
             assert device is not None
             layer.to_empty(device=device, recurse=False)
@@ -94,13 +102,39 @@ def cut_weights(
             if whole not in parts:
                 own = part_of(whole.detach(), name, rank, world_size)
                 parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-                if cut_dimension(name) is not None:
-                    mark_slice(parts[whole])
-                    refuse_other_scalers()
+                vars(parts[whole]).update(attributes[attribute])
                 # Of the same object a tied layer that comes later gets the same part.
                 parts[parts[whole]] = parts[whole]
             layer._parameters[attribute] = parts[whole]
     return shapes
+
+
+def mark_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let what decides by a parameter or its gradient alone refuse those that are this rank's part of one."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if cut_dimension(name) is not None:
+            mark_slice(parameter, dist.get_process_group_ranks(group))
+            refuse_other_scalers()
+
+
+def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int, world_size: int) -> None:
+    """Refuse a model that does not hold this rank's part of each parameter, under the names that these had.
+
+    Raises:
+        UsageError: naming the first other parameter.
+    """
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name in (*held, *shapes):
+        if name not in held or name not in shapes:
+            raise UsageError(
+                f"{name} was {'added' if name in held else 'removed'} after ranks had shared out the module: change "
+                "the module before it is wrapped"
+            )
+        own, dimension = list(shapes[name]), cut_dimension(name)
+        if dimension is not None:
+            own[dimension] = len(own_part(own[dimension], rank, world_size))
+        if list(held[name].shape) != own:
+            raise UsageError(f"{name} has the shape {tuple(held[name].shape)}, and this rank's part {tuple(own)}")
 
 
 def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:

@@ -8,10 +8,11 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 """
 
 import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
+from cs336sys.parallel.fsdp.calls import is_unit
+from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import share_layers
+from cs336sys.parallel.tensor_parallel.layers import require_called, share_layers
 from cs336sys.parallel.tensor_parallel.loss import vocabulary_parallel_cross_entropy
 from cs336sys.parallel.tensor_parallel.partial_gradients import PartialGradients
-from cs336sys.parallel.tensor_parallel.weights import cut_weights, load_whole, require_shareable, whole_tensors
+from cs336sys.parallel.tensor_parallel.weights import (
+    cut_weights,
+    load_whole,
+    mark_parts,
+    require_parts,
+    require_shareable,
+    whole_tensors,
+)
 from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
 
 
@@ -45,6 +55,11 @@ class TensorParallel(StateDictOfWrapped):
       it for the other dimension of a mesh; then call that wrapper, and ``finish_gradient_synchronization()`` of both,
       the wrapper's first. Compile its blocks before or afterwards, ``block.compile(options=COMPILE_OPTIONS)``.
     - It is anybody's ``cs336_basics``: a model with the names of its state dict, whose attention has ``num_heads``.
+    - Code that reads a parameter outside of its layer gets this rank's part. A model that computes logits with the
+      weight of its embedding, and does not call its ``lm_head``, is refused by :meth:`loss`.
+    - Parameters may be frozen, and trained again. Whoever replaces or unfreezes some calls :meth:`refresh`. Adapters
+      cannot be shared: forward passes refuse a module to which parameters were added.
+    - A deep copy is a wrapper in its own right, of the same group.
     - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
     - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
       length the ranks must divide. As many bytes are sent; activations between the layers take a part of the memory.
@@ -97,8 +112,9 @@ class TensorParallel(StateDictOfWrapped):
         share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start, vocabulary[0])
         self._first_token, self._vocabulary = own_part(vocabulary[1], rank, size).start, vocabulary[1]
         self._compares_tokens = bool(name)
-        watched = self._whole_parameters().values() if self.completes_gradients else ()
-        self._partial_gradients = PartialGradients(watched, self.group)
+        self._calls_layers = False
+        self._partial_gradients = PartialGradients(self.group)
+        self._take_up()
         for tensor in (*self._whole_parameters().values(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=self.group, group_src=0)
         mark_share(module, type(self).__name__, self.group)
@@ -107,9 +123,12 @@ class TensorParallel(StateDictOfWrapped):
         """int64 (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
 
         Raises:
-            UsageError: under sequence parallelism, ranks do not divide the sequence; or on every rank, in the first
-                call: they give other tokens.
+            UsageError: the module has other parameters than those that were cut, or one was unfrozen; under sequence
+                parallelism, ranks do not divide the sequence; or on every rank, in the first call: they give other
+                tokens.
         """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._require_unchanged()
         if self._compares_tokens and not torch.compiler.is_compiling() and not _is_capturing(token_ids):
             self._compares_tokens = False
             digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
@@ -122,7 +141,15 @@ class TensorParallel(StateDictOfWrapped):
         return self.module(token_ids, *args, **kwargs)
 
     def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
-        """Mean cross-entropy of what :meth:`forward` returned, see :mod:`.loss`: the same scalar on every rank."""
+        """Mean cross-entropy of what :meth:`forward` returned, see :mod:`.loss`: the same scalar on every rank.
+
+        Raises:
+            UsageError: the model has not called its embedding or head: it computes with their weights, of which a rank
+                has a part.
+        """
+        if not self._calls_layers:
+            require_called(self.module)
+            self._calls_layers = True
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
         )
@@ -136,9 +163,28 @@ class TensorParallel(StateDictOfWrapped):
         Gradients add up over several backward passes, whether it is called after the last or after each of them; called
         again before another pass it does nothing. Passes that a CUDA graph replays are not seen: it sums after every
         replay, so call it once for each, or capture it with them.
+
+        Raises:
+            UsageError: the module has other parameters than those that were cut, or one was unfrozen.
         """
+        self._require_unchanged()
         if self.completes_gradients:
             self._partial_gradients.sum(self._whole_parameters().values())
+
+    def refresh(self) -> None:
+        """Take up parameters that were replaced by others of this rank's, or unfrozen, between two steps.
+
+        Every rank must call it. Norms get the values of the group's first rank.
+
+        Raises:
+            UsageError: on every rank: there are others, or their shapes are not those of the parts.
+        """
+        with same_on_every_rank(self.group) as lines:
+            require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
+            lines += [f"{name} trained={one.requires_grad}" for name, one in self.module.named_parameters()]
+        for parameter in self._whole_parameters().values():
+            dist.broadcast(parameter.detach(), group=self.group, group_src=0)
+        self._take_up()
 
     @property
     def completes_gradients(self) -> bool:
@@ -212,6 +258,41 @@ class TensorParallel(StateDictOfWrapped):
             UsageError: it holds another rank's parts; ``assign`` is True, which would replace the parts.
         """
         return super().load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
+        # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
+        memo[id(self.group)] = self.group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        left_out = ("_partial_gradients", "_held")
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in left_out}, memo))
+        attributes = [vars(parameter) for parameter in self.module.parameters()]
+        for parameter, own in zip(copied.module.parameters(), attributes, strict=True):
+            vars(parameter).update(copy.deepcopy(own, memo))
+        copied._partial_gradients = PartialGradients(self.group)
+        copied._take_up()
+        return copied
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError("a TensorParallel module cannot be pickled: save its full_state_dict()")
+
+    def _take_up(self) -> None:
+        """Mark what the module holds now as parts, and watch what is summed."""
+        mark_parts(self.module, self.group)
+        if self.completes_gradients:
+            self._partial_gradients.watch(self._whole_parameters().values())
+        self._is_sharded = False
+        self._held = HeldParameters(self, "module.")
+
+    def _require_unchanged(self) -> None:
+        if self._is_sharded:
+            return
+        try:
+            self._held.require_unchanged()
+        except UsageError:
+            # FSDP around the module replaces the parts by slices of them, and looks after those.
+            self._is_sharded = any(map(is_unit, self.module.modules()))
+            if not self._is_sharded:
+                raise
 
     def _whole_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}

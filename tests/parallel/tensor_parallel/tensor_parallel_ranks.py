@@ -1,12 +1,16 @@
 """What the ranks of test_tensor_parallel run: functions that spawned processes can import."""
 
 import contextlib
+import copy
+import pickle
 
 import torch
 import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
+from small_models import error_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.ddp import BucketedDDP
@@ -293,3 +297,63 @@ def two_steps_on_mesh(data_ranks, outer, sequence_parallel, save=None, load=None
 def two_steps_on_meshes(runs):
     """:func:`two_steps_on_mesh`, in turn."""
     return [two_steps_on_mesh(*arguments) for arguments in runs]
+
+
+def _gradients_of(shared):
+    """Whole gradients of a pass that is finished twice; frozen parameters have none."""
+    shared.zero_grad()
+    _pass(shared, 0)
+    for _ in range(2):
+        shared.finish_gradient_synchronization()
+    grads = {name: one.grad for name, one in shared.module.named_parameters() if one.grad is not None}
+    return shared.full_state_dict(grads)
+
+
+class TiedByHand(BasicsTransformerLM):
+    def forward(self, token_ids):
+        return self.ln_final(self.token_embeddings(token_ids)) @ self.token_embeddings.weight.T
+
+
+def changed_modules():
+    """Gradients after changes, and what ranks are told until refresh(), by what was changed."""
+    told, found = {}, {}
+    hooked = model()
+    hooked.lm_head.weight.register_hook(lambda gradient: None)
+    told["hook"] = error_of(TensorParallel, hooked)[1]
+
+    marked = model()
+    marked.lm_head.weight.no_decay = marked.ln_final.weight.no_decay = "kept"
+    marked.ln_final.weight.requires_grad_(False)
+    shared = TensorParallel(marked, sequence_parallel=True)
+    found["frozen"] = _gradients_of(shared)
+    copied = copy.deepcopy(shared)
+    found["copied"] = _gradients_of(copied)
+    for one in (shared, copied):
+        assert one.module.lm_head.weight.no_decay == one.module.ln_final.weight.no_decay == "kept"
+    told["copied"] = error_of(clip_grad_norm_, copied.parameters(), 1.0)[1]
+    told["pickled"] = error_of(pickle.dumps, shared)[1]
+
+    shared.module.ln_final.weight.requires_grad_(True)
+    told["unfrozen"] = error_of(shared, batch()[0])[1]
+    shared.refresh()
+    found["unfrozen"] = _gradients_of(shared)
+
+    state = {name: value.clone() for name, value in shared.state_dict().items()}
+    state["ln_final.weight"] += dist.get_rank()
+    shared.load_state_dict(state, assign=True)
+    told["assigned"] = error_of(shared, batch()[0])[1]
+    inputs, targets = batch()
+    shared.loss(shared.module(inputs), targets).backward()
+    told["assigned, module called"] = error_of(shared.finish_gradient_synchronization)[1]
+    shared.refresh()
+    found["assigned"] = _gradients_of(shared)
+    told["assigned, clipped"] = error_of(clip_grad_norm_, shared.parameters(), 1.0)[1]
+
+    shared.module.layers[0].ffn.adapter = torch.nn.Linear(16, 16, bias=False)
+    told["adapter"] = error_of(shared, batch()[0])[1]
+    told["adapter, refreshed"] = error_of(shared.refresh)[1]
+
+    torch.manual_seed(0)
+    by_hand = TensorParallel(TiedByHand(**SIZES))
+    told["tied by hand"] = error_of(lambda: by_hand.loss(by_hand(inputs), targets))[1]
+    return told, found

@@ -106,3 +106,31 @@ def test_steps_that_would_be_wrong_are_refused(ranks):
             assert "is out of bounds" in told[f"target {number}"], told
         assert told["twice"].startswith("UsageError: tensor parallel layers are differentiated once")
         assert "ranks differ in what they train: tokens (4, 8) of digest" in told["other tokens"]
+
+
+def test_changed_modules_are_right_or_refused(ranks):
+    _, expected = tensor_parallel_ranks.alone()
+    replaced = "was replaced (as load_state_dict() with assign=True does) after it was wrapped: call refresh() on every"
+    for told, found in ranks(2).run(tensor_parallel_ranks.changed_modules):
+        for change, gradients in found.items():
+            frozen = {"ln_final.weight"} if change in ("frozen", "copied") else set()
+            assert gradients.keys() == expected.keys() - frozen
+            for parameter, gradient in gradients.items():
+                off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+                assert off <= 1e-5, (change, parameter)
+        clipped = "torch.nn.utils.clip_grad_norm_ would clip by the norm of what this rank has of the gradients"
+        assert told.pop("copied").startswith(clipped)
+        assert told.pop("assigned, clipped").startswith(clipped)
+        assert told == {
+            "hook": "lm_head.weight has a hook, which would be lost: register it on the parameter of the wrapped "
+            "module, where it sees the gradient of this rank's part",
+            "pickled": "a TensorParallel module cannot be pickled: save its full_state_dict()",
+            "unfrozen": "ln_final.weight was unfrozen after it was wrapped: call refresh() on every rank",
+            "assigned": f"token_embeddings.weight {replaced} rank",
+            "assigned, module called": f"token_embeddings.weight {replaced} rank",
+            "adapter": "layers.0.ffn.adapter.weight was added after it was wrapped: call refresh() on every rank",
+            "adapter, refreshed": "layers.0.ffn.adapter.weight was added after ranks had shared out the module: change "
+            "the module before it is wrapped",
+            "tied by hand": "the model has not called lm_head, of whose weight this rank has a part: call the layer, "
+            "and do not compute with its weight (or with one that is tied to it) elsewhere",
+        }
