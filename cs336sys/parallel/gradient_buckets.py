@@ -227,7 +227,8 @@ class FlatBucket(GradientBucket):
 
         Else None: the caller may have kept one that is no longer a parameter's gradient, and it must not change.
         """
-        if self._last is None or self._last.expired() or not self._had_views:
+        gradient: Tensor | None = None
+        if self._last is None or self._last.expired():
             return None
         for parameter in self._had_views:
             gradient = parameter.grad
@@ -238,7 +239,7 @@ class FlatBucket(GradientBucket):
                 or gradient.stride() != self._strides_of[parameter]
             ):
                 return None
-        return gradient.detach().as_strided((self._size,), (1,), 0)
+        return None if gradient is None else gradient.detach().as_strided((self._size,), (1,), 0)
 
     def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
         return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])
