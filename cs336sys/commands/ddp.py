@@ -28,7 +28,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BUCKETED_STRATEGIES, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
+from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
 
 
 def ddp(
@@ -44,8 +44,7 @@ def ddp(
         list[str],
         typer.Option(
             "--bucket-mb",
-            help=f"For {' and '.join(BUCKETED_STRATEGIES)}: the most gradients in one all-reduce, in 1e6 bytes; "
-            f"{WHOLE_BLOCKS}: whole blocks.",
+            help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
     ] = [WHOLE_BLOCKS],
     world_size: WorldSizeOption = [],
@@ -166,20 +165,20 @@ def _strategies(
     """Modes with their bucket sizes and what sends them, where they have any."""
     transports = split_list(transport, "--transport", one_of(TRANSPORTS))
     modes = split_list(mode, "--mode", one_of(DATA_PARALLEL_STRATEGIES))
-    if "bucketed" not in modes and transports != ["collectives"]:
+    if BUCKETED not in modes and transports != ["collectives"]:
         raise UsageError(f"--transport {','.join(transports)}: only mode bucketed has the choice; add it to --mode")
     buckets = split_list(bucket_mb, "--bucket-mb", _bucket_size)
-    if not {*BUCKETED_STRATEGIES} & {*modes} and buckets != [WHOLE_BLOCKS]:
+    if BUCKETED not in modes and buckets != [WHOLE_BLOCKS]:
         raise UsageError(f"--bucket-mb {','.join(bucket_mb)}: {_ONLY_BUCKETED}")
     return [
         (strategy, bucket, sent_by)
         for strategy in modes
-        for bucket in (buckets if strategy in BUCKETED_STRATEGIES else [None])
-        for sent_by in (transports if strategy == "bucketed" else ["collectives"])
+        for bucket in (buckets if strategy == BUCKETED else [None])
+        for sent_by in (transports if strategy == BUCKETED else ["collectives"])
     ]
 
 
-_ONLY_BUCKETED = f"only modes {' and '.join(BUCKETED_STRATEGIES)} have buckets of a size; add one to --mode"
+_ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 
 
 def _bucket_size(text: str) -> float | str:

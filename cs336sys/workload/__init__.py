@@ -22,7 +22,7 @@ from cs336sys.workload.operations import (
 from cs336sys.workload.parallel import (
     BACKENDS,
     BLOCK_CHECKPOINTING,
-    BUCKETED_STRATEGIES,
+    BUCKETED,
     CONTEXT_STRATEGIES,
     DATA_PARALLEL_STRATEGIES,
     FULLY_SHARDED,
@@ -62,7 +62,7 @@ __all__ = [
     "ATTENTION",
     "BACKENDS",
     "BLOCK_CHECKPOINTING",
-    "BUCKETED_STRATEGIES",
+    "BUCKETED",
     "CLASSIFIER",
     "COLLECTIVE_DTYPES",
     "COMPARED_SETTINGS",

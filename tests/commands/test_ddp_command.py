@@ -47,8 +47,6 @@ def test_every_mode_is_checked_and_timed(sweep):
         ("overlap", None, "ok"),
         ("bucketed", 1.0, "ok"),
         ("bucketed", 1000.0, "ok"),
-        ("bucketed-step", 1.0, "ok"),
-        ("bucketed-step", 1000.0, "ok"),
         ("torch", None, "ok"),
     ]
     naive = rows[0]["step_ms_median"]
@@ -64,7 +62,7 @@ def test_every_mode_is_checked_and_timed(sweep):
     assert [row["communicated_bytes"] for row in rows[:3]] == 3 * [4 * 652_928 + 21]
     synchronize = [row["synchronize_ms_mean"] for row in found["phases"]["rows"]]
     assert all(value is not None for value in synchronize[:5])
-    assert synchronize[5:] == [None] * 3, "torch's DDP and bucketed-step have no phase of its own"
+    assert synchronize[5:] == [None], "torch's DDP has no phase of its own"
     buckets = found["buckets"]["rows"]
     assert [(row["bucket_mb"], row["buckets"]) for row in buckets] == [(1.0, 4), (1000.0, 1)]
     assert all(row["predicted_ms"] > 0 for row in buckets)
@@ -83,9 +81,7 @@ def test_resume_measures_nothing_again_and_shows_the_same(sweep):
     text = invoke(*arguments, "--resume", "--timeout", "300", "--format", "csv").stdout
     assert (folder / "r.jsonl").read_bytes() == before
     rows = list(csv.DictReader(text.split("\n\n")[0].splitlines()))
-    assert [row["strategy"] for row in rows] == [
-        *("naive", "flat", "overlap", "bucketed", "bucketed", "bucketed-step", "bucketed-step", "torch")
-    ]
+    assert [row["strategy"] for row in rows] == ["naive", "flat", "overlap", "bucketed", "bucketed", "torch"]
 
 
 def test_show_prints_the_saved_cells_as_they_were_printed(sweep):
@@ -156,7 +152,7 @@ def test_dry_run_lists_the_cells():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--mode", "ring"], "--mode 'ring': choose from naive, flat, overlap, bucketed, bucketed-step, torch"),
+        (["--mode", "ring"], "--mode 'ring': choose from naive, flat, overlap, bucketed, torch"),
         (["--bucket-mb", "0"], "--bucket-mb '0': must be between 1e-06 and 1e+06"),
         (["--bucket-mb", "-3"], "--bucket-mb '-3': must be between 1e-06 and 1e+06"),
         (["--bucket-mb", "big"], "--bucket-mb 'big': not a number"),
@@ -168,8 +164,8 @@ def test_dry_run_lists_the_cells():
         (["--backend", "nccl", "--device", "cpu"], "backend 'nccl' communicates between GPUs"),
         (["--transport", "mail"], "--transport 'mail': choose from collectives, copy-engines"),
         (["--mode", "flat", "--transport", "copy-engines"], "only mode bucketed has the choice; add it to --mode"),
-        (["--mode", "naive,torch", "--bucket-mb", "1,10"], "--bucket-mb 1,10: only modes bucketed and bucketed-step"),
-        (["--mode", "flat", "--plot-buckets", "b.png"], "--plot-buckets b.png: only modes bucketed and bucketed-step"),
+        (["--mode", "naive,torch", "--bucket-mb", "1,10"], "--bucket-mb 1,10: only mode bucketed"),
+        (["--mode", "flat", "--plot-buckets", "b.png"], "--plot-buckets b.png: only mode bucketed"),
         (["--timeout", "0"], "--timeout '0': must be between 1 and 1e+06"),
         (["--plot", "t.txt"], "--plot t.txt: the file must end in .png, .svg, .pdf"),
         (["--plot-buckets", "b"], "--plot-buckets b: the file must end in .png, .svg, .pdf"),

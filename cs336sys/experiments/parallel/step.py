@@ -98,8 +98,6 @@ class ParallelStep(TrainStep):
             else:
                 self.phases["synchronize"] = replica.synchronize
             self.phases["optimizer"] = optimizer
-        if in_graphs and replica.optimizer_synchronizes:
-            self.phases["backward"] = functools.partial(_in_turn, self.backward, self.phases.pop("optimizer"))
         if replica.sharded is not None:
             # Sent after the last phase they would arrive while the step is waited for, and cost nothing that is timed.
             replica.sharded.defer_exchange()

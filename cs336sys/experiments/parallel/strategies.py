@@ -23,7 +23,6 @@ from cs336sys.experiments.models import CausalAttention, blocks_of, build_model,
 from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
 from cs336sys.experiments.parallel.selective import keep_by_parts
 from cs336sys.experiments.training import AUTOCAST_DTYPES
-from cs336sys.parallel.bucket_optimizer import BucketOptimizer
 from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.user_code import is_user_code
@@ -53,7 +52,6 @@ class Replica:
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
-        optimizer_synchronizes: whether the optimizer waits for what the backward pass launches.
         sharded: the optimizer that sends updated parameters while the next forward pass runs; None if none does.
         wait_for_gathers: waits for what the forward pass gathers for the backward pass; None if it gathers nothing.
         share: index of this rank's part of inputs and targets; None is its sequences of the batch.
@@ -71,7 +69,6 @@ class Replica:
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
     communicates_in_backward: bool = True
-    optimizer_synchronizes: bool = False
     sharded: ShardedOptimizer | None = None
     wait_for_gathers: Callable[[], None] | None = None
     share: Any = None
@@ -187,29 +184,6 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
     return prepare
 
 
-def _bucketed_step(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """Buckets whose parameters are updated while later buckets are still averaged.
-
-    Raises:
-        CapabilityError: the precision is fp16.
-    """
-    if workload.training.precision == "fp16":
-        raise CapabilityError(
-            "strategy 'bucketed-step' with fp16: whether gradients overflowed is known when all are there, and it "
-            "updates parameters before; choose bf16, or bucketed"
-        )
-    plain = build_plain_model(workload, device)
-    model = BucketedDDP(plain, workload.bucket_mb, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
-    return Replica(
-        model,
-        BucketOptimizer(model, model.parameters(), optimizer.optimizer_class, **optimizer.settings),
-        None,
-        lambda: dict(plain.named_parameters()),
-        model.buckets,
-        optimizer_synchronizes=True,
-    )
-
-
 def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass.
 
@@ -236,6 +210,5 @@ PREPARE: dict[str, Prepare] = {
             model, workload.bucket_mb, copy_engines=workload.transport == "copy-engines", **settings
         )
     ),
-    "bucketed-step": _bucketed_step,
     "torch": _torch_ddp,
 }

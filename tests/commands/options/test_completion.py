@@ -35,7 +35,7 @@ def offered(line):
         ("cs336sys bench --precision fp32,", ["fp32,bf16", "fp32,fp16"]),
         ("cs336sys bench --precision fp32,b", ["fp32,bf16"]),
         ("cs336sys bench --attention f", ["flash"]),
-        ("cs336sys ddp --mode buck", ["bucketed", "bucketed-step"]),
+        ("cs336sys ddp --mode buck", ["bucketed"]),
         ("cs336sys kernels --op rms", ["rms-norm"]),
         ("cs336sys shard --format c", ["csv"]),
         ("cs336sys account parallel --strategy fsdp-", ["fsdp-tp"]),

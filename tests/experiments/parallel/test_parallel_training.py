@@ -132,7 +132,7 @@ def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its
 
 @pytest.mark.parametrize(
     "strategy",
-    ["naive", "flat", "overlap", "bucketed", "bucketed-step", "none", "optimizer", "optimizer-flat"],
+    ["naive", "flat", "overlap", "bucketed", "none", "optimizer", "optimizer-flat"],
 )
 def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
     shared = workload(strategy, cuda_graph="on", optimizer="fused", size=SMALL)
@@ -406,7 +406,7 @@ def test_gpus_hide_communication_and_no_mode_needs_more_memory_than_torch(ranks)
         assert derived[strategy]["timeline"]["communicate"], strategy
     for strategy in ("naive", "flat"):
         assert derived[strategy]["overlap_percent"] < 10
-    for strategy in ("overlap", "bucketed", "bucketed-step", "torch"):
+    for strategy in ("overlap", "bucketed", "torch"):
         assert derived[strategy]["overlap_percent"] > 30
     assert outcomes["naive"].samples["step"].method == "cuda events, maximum over ranks"
 
@@ -427,7 +427,7 @@ def test_gpus_replay_what_one_process_launches(strategy, precision):
     assert (outcome.status, outcome.reason) == ("ok", None)
     assert outcome.derived["timeline"]["communicate"]
     # After the backward pass it is 0.0; beside it most, but where other processes have the GPUs in turn (12 was seen).
-    if strategy in ("overlap", "bucketed", "bucketed-step"):
+    if strategy in ("overlap", "bucketed"):
         assert outcome.derived["overlap_percent"] > 5
     assert outcome.derived["capture_s"] < 5
     assert outcome.derived["calls"] > 0
@@ -480,12 +480,12 @@ def test_configuration_is_the_workload():
         ({"strategy": "bucketed", "transport": "mail"}, "unknown transport 'mail': choose from collectives, copy-"),
         (
             {"strategy": "ring"},
-            "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, bucketed-step, torch",
+            "unknown strategy 'ring': choose from naive, flat, overlap, bucketed, torch",
         ),
         ({"world_size": 3}, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         ({"world_size": 0}, "--world-size 0: must be at least 1"),
         ({"check_layers": 0}, "--check-layers 0: must be at least 1"),
-        ({"strategy": "bucketed"}, "bucketed and bucketed-step need one"),
+        ({"strategy": "bucketed"}, "mode bucketed needs one"),
         ({"bucket_mb": 1.0}, "and others have none"),
         ({"strategy": "bucketed", "bucket_mb": 0.0}, "--bucket-mb 0: must be a positive number of megabytes"),
         ({"strategy": "bucketed", "bucket_mb": -2.0}, "--bucket-mb -2: must be a positive number of megabytes"),
