@@ -16,7 +16,7 @@ Data Parallel Training" (2020).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -134,15 +134,10 @@ class _Replicated(StateDictOfWrapped):
         """The gradients that are averaged together, in the order of launching."""
         return self._synchronizer.buckets
 
-    def finish_gradient_synchronization(self, averaged: Callable[[GradientBucket], None] | None = None) -> None:
+    def finish_gradient_synchronization(self) -> None:
         """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
         On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
-
-        Args:
-            averaged: called with each of :attr:`buckets` in order, as soon as work queued on the current stream may use
-                its gradients, while later buckets may still be under way:
-                :class:`~cs336sys.parallel.bucket_optimizer.BucketOptimizer` updates its parameters then.
 
         Raises:
             UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
@@ -154,7 +149,7 @@ class _Replicated(StateDictOfWrapped):
             # Else ranks that do not see the change would wait for this one.
             self._synchronizer.finish()
             raise
-        self._synchronizer.finish(averaged)
+        self._synchronizer.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes accumulate gradients on this rank only.

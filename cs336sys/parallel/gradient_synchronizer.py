@@ -134,13 +134,8 @@ class GradientSynchronizer(SynchronizationSwitch):
             if not bucket.waiting:
                 _launch_ready()
 
-    def finish(self, averaged: Callable[[GradientBucket], None] | None = None) -> None:
-        """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it.
-
-        Args:
-            averaged: called with each bucket, in order, when its gradients may be used, and those of later buckets may
-                still be under way: on a GPU, by work queued on the current stream.
-        """
+    def finish(self) -> None:
+        """Launch the buckets that are left, wait for all of them, and begin a new step. Every rank must call it."""
         if not self.buckets:
             return
         with _lock:
@@ -158,8 +153,6 @@ class GradientSynchronizer(SynchronizationSwitch):
                 if all_here:
                     bucket.wait()
                 bucket.finish([next(anywhere) for _ in bucket.parameters])
-                if averaged is not None:
-                    averaged(bucket)
             present_anywhere.wait()
             self._launched = 0
             self._ends_with_pass = False
