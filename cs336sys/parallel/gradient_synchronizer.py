@@ -246,10 +246,10 @@ def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         UsageError: naming the first.
     """
     for name, parameter in named:
-        if _is_synchronized(parameter):
+        if is_synchronized(parameter):
             # What nothing refers to any more may still exist as part of a cycle.
             gc.collect()
-        if _is_synchronized(parameter):
+        if is_synchronized(parameter):
             raise UsageError(
                 f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
                 "unwrap the module or delete that optimizer"
@@ -262,7 +262,7 @@ def hands_gradient_on(parameter: Tensor) -> bool:
     return any(getattr(hook, _HANDS_ON, False) for hook in hooks.values())
 
 
-def _is_synchronized(parameter: nn.Parameter) -> bool:
+def is_synchronized(parameter: nn.Parameter) -> bool:
     """Whether a synchronizer that still exists averages the gradient of this parameter."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     return any(hook.__module__ == __name__ for hook in hooks.values())

@@ -5,6 +5,7 @@
 - ``partition.py``: what must a way of sharing out the work be able to do? There are ``whole_parameters.py`` and
   ``slices.py``, which also averages gradients.
 - ``local.py``: what does this rank update?
+- ``agreement.py`` and ``zeroing.py``: do ranks do the same in a step, and when they drop gradients?
 - ``exchange.py``: how do updated parameters reach all ranks while the next forward pass runs?
 - ``checkpoint.py``: how is the state put together, and cut up for another number of ranks?
 """

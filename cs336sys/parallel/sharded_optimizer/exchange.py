@@ -1,12 +1,15 @@
 """Brings updated parameters to every rank while the next forward pass already runs."""
 
+import operator
 import sys
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from cs336sys.errors import UsageError
 from cs336sys.late_compiler import importing_no_compiler
 from cs336sys.parallel.collectives import Broadcasts, SliceGather
 
@@ -16,10 +19,34 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class ExchangeBucket:
-    """Parameters that one operation brings to every rank."""
+    """Parameters, by name, that one operation brings to every rank."""
 
-    parameters: Set[nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     operation: Broadcasts | SliceGather
+    # While the operation is in progress, how often each parameter had been changed when it was launched.
+    _versions: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.operation.start()
+        self._versions[:] = map(_version, self.parameters.values())
+
+    def wait(self) -> None:
+        """Wait for the operation, unless that has been done.
+
+        Raises:
+            UsageError: a parameter was changed in the meantime, which is lost where another rank's values arrive.
+        """
+        if not self._versions:
+            return
+        self.operation.wait()
+        then = self._versions[:]
+        self._versions.clear()
+        for (name, parameter), version in zip(self.parameters.items(), then, strict=True):
+            if parameter._version != version:
+                raise UsageError(
+                    f"{name} was changed while the last step's updates arrived: call wait_for_parameters() of the "
+                    "optimizer before changing weights"
+                )
 
 
 class ParameterExchange:
@@ -35,8 +62,9 @@ class ParameterExchange:
         self.is_deferred = False
         self._is_pending = False
         self._buckets: list[ExchangeBucket] = []
-        # For each part of a module, its parameters and the buckets that they are in.
-        self._awaited: list[tuple[Set[nn.Parameter], list[ExchangeBucket]]] = []
+        # For each part of a module, the buckets that its parameters are in.
+        self._awaited: dict[nn.Module, list[ExchangeBucket]] = {}
+        self._saving: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited_at_once: list[ExchangeBucket] = []
 
     def append(self, bucket: ExchangeBucket) -> None:
@@ -44,10 +72,16 @@ class ParameterExchange:
         self._buckets.append(bucket)
         self._assign()
 
-    def start(self) -> None:
-        """Launch every bucket, and wait for those with a parameter that no module waits for."""
+    def start(self, updated: Iterable[nn.Parameter]) -> None:
+        """Launch every bucket, and wait for those with a parameter that no module waits for.
+
+        Args:
+            updated: the parameters that have changed, on whatever rank. A backward pass of an earlier forward pass,
+                which needs what they were, then raises, as where an optimizer has changed them in place.
+        """
         # A module that did not run has not waited for its buckets.
         self.wait()
+        torch.autograd.graph.increment_version(list(updated))
         self._is_pending = True
         if not self.is_deferred:
             self.start_deferred()
@@ -57,7 +91,7 @@ class ParameterExchange:
         if self._is_pending:
             self._is_pending = False
             for bucket in self._buckets:
-                bucket.operation.start()
+                bucket.start()
             _wait_for(self._awaited_at_once)
 
     def wait(self) -> None:
@@ -72,6 +106,8 @@ class ParameterExchange:
     def overlap_with(self, module: nn.Module) -> None:
         """Let each part of ``module`` wait for its parameters when it is called, and state dicts wait for all.
 
+        Called again, it takes note of parts that were added.
+
         The parts are the children of the module, or for a container its children. A module that is compiled as a whole
         is one part. For a data parallel wrapper, the parts are those of the wrapped module.
         """
@@ -81,19 +117,30 @@ class ParameterExchange:
         while isinstance(wrapped := getattr(module, "module", None), nn.Module):
             module = wrapped
         for part in _parts(module):
-            buckets: list[ExchangeBucket] = []
-            self._awaited.append((frozenset(part.parameters()), buckets))
-            part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
+            if part not in self._awaited:
+                buckets = self._awaited[part] = []
+                part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
         self._assign()
-        module.register_state_dict_pre_hook(lambda *_: self.wait())
-        module.register_load_state_dict_pre_hook(lambda *_: self.wait())
+        # A part may be saved or loaded by itself.
+        for one in module.modules():
+            if one not in self._saving:
+                self._saving.add(one)
+                one.register_state_dict_pre_hook(lambda *_: self.wait())
+                one.register_load_state_dict_pre_hook(lambda *_: self.wait())
 
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""
-        for parameters, buckets in self._awaited:
-            buckets[:] = [bucket for bucket in self._buckets if not parameters.isdisjoint(bucket.parameters)]
-        awaited_later = {parameter for parameters, _ in self._awaited for parameter in parameters}
-        self._awaited_at_once = [bucket for bucket in self._buckets if not bucket.parameters <= awaited_later]
+        held_by = [frozenset(map(id, bucket.parameters.values())) for bucket in self._buckets]
+        awaited_later: set[int] = set()
+        for part, buckets in self._awaited.items():
+            needed = set(map(id, part.parameters()))
+            awaited_later |= needed
+            buckets[:] = [
+                bucket for bucket, held in zip(self._buckets, held_by, strict=True) if not needed.isdisjoint(held)
+            ]
+        self._awaited_at_once = [
+            bucket for bucket, held in zip(self._buckets, held_by, strict=True) if not held <= awaited_later
+        ]
 
 
 def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
@@ -109,9 +156,12 @@ def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     return importing_no_compiler(torch._disable_dynamo(hook))
 
 
+_version = operator.attrgetter("_version")
+
+
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
     for bucket in buckets:
-        bucket.operation.wait()
+        bucket.wait()
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import group_device
+from cs336sys.parallel.gradient_slices import is_slice
 from cs336sys.parallel.same_on_ranks import describe_parameter
 
 Group = dict[str, Any]
@@ -66,6 +67,21 @@ def describe_options(options: Group) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()) if isinstance(value, _PLAIN))
 
 
+def options_now(group: Group) -> Group:
+    """A copy of the options that read the same in every process, without what a GPU would have to be asked for."""
+    return {key: _constant(value) for key, value in options_of(group).items() if _is_known(value)}
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.device.type == "cpu")
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    return repr(value) if isinstance(value, (list, tuple)) else value
+
+
 def describe_groups(groups: Sequence[Group]) -> list[str]:
     """Lines of text that are equal on two ranks if their groups are."""
     names = iter(names_of(groups))
@@ -81,7 +97,7 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     """Refuse parameters that an ordinary optimizer takes and a sharded one cannot.
 
     Raises:
-        UsageError: one is given twice or, with ``flat``, does not have a real floating-point dtype.
+        UsageError: one is given twice, is a slice, or, with ``flat``, does not have a real floating-point dtype.
         CapabilityError: with ``flat``, one is on a device that the process group does not communicate from.
     """
     count = Counter(parameters_of(groups))
@@ -89,6 +105,7 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):
         if count[parameter] > 1:
             raise UsageError(f"{name} is given twice: give a tied weight once")
+        require_whole(name, parameter)
         if flat and parameter.requires_grad and not parameter.is_floating_point():
             raise UsageError(f"{name} is {parameter.dtype}: flat=True shards real floating-point parameters only")
         if flat and parameter.device.type != device:
@@ -96,3 +113,16 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
                 f"{name} is on {parameter.device}: with flat=True this process group needs it on {device}; "
                 "choose NCCL for GPUs and Gloo for the CPU, or flat=False"
             )
+
+
+def require_whole(name: str, parameter: Tensor) -> None:
+    """Refuse a parameter that is a slice of this rank's: every rank would get rank 0's.
+
+    Raises:
+        UsageError: it is marked as such by a wrapper.
+    """
+    if is_slice(parameter):
+        raise UsageError(
+            f"{name} is a slice that this rank has of a parameter, made by FSDP or TensorParallel: their optimizer "
+            "state is sharded already, so choose the class itself"
+        )

@@ -1,11 +1,13 @@
 """The optimizer of this rank's share, kept consistent with the groups of all parameters."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cs336sys.errors import UsageError
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State
 from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
 from cs336sys.parallel.sharded_optimizer.partition import Partition
@@ -56,11 +58,31 @@ class LocalOptimizer:
         """Add the local tensors of a group."""
         self._optimizer.add_param_group(self._local_group(group))
 
-    def extend_groups(self, groups: Sequence[Group], parameters: set[nn.Parameter]) -> None:
-        """Add the local tensors of these parameters, which are in the groups but were frozen before."""
+    def take_members(self, groups: Sequence[Group]) -> None:
+        """Let each local group hold the local tensors of its counterpart's parameters."""
         for group, local_group in zip(groups, self._optimizer.param_groups, strict=True):
-            added = {"params": [parameter for parameter in group["params"] if parameter in parameters]}
-            local_group["params"] += self._local_group(added)["params"]
+            local_group["params"] = self._local_group(group)["params"]
+
+    def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
+        """Replace the state by that of each parameter in ``state``; who has none there begins anew.
+
+        Raises:
+            UsageError: a tensor does not have the shape of the slice that this rank updates.
+        """
+        own = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        for parameter, name in names.items():
+            tensor = self._partition.local(parameter)
+            if tensor is None or not state.get(parameter):
+                continue
+            for key, value in state[parameter].items():
+                is_slice = tensor is not parameter and isinstance(value, Tensor) and key != "step" and value.dim() > 0
+                if is_slice and value.shape != tensor.shape:
+                    raise UsageError(
+                        f"the state {key} of {name} is {tuple(value.shape)}, and this rank updates {len(tensor)} of "
+                        "its elements: load a whole state by load_state_dict()"
+                    )
+            own[tensor] = state[parameter]
+        self._optimizer.state = defaultdict(dict, own)
 
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""
@@ -68,9 +90,6 @@ class LocalOptimizer:
         if self.tensors:
             self._optimizer.step(**arguments)
         copy_options(self._optimizer.param_groups, groups)
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._optimizer.zero_grad(set_to_none)
 
     def state_of(self, parameters: Sequence[nn.Parameter]) -> dict[Tensor, State]:
         """The state of each parameter that has any; these are the local optimizer's own dicts."""

@@ -5,7 +5,7 @@ Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -20,7 +20,10 @@ from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers
 from cs336sys.parallel.gradient_slices import refuse_clipping_alone
+from cs336sys.parallel.gradient_synchronizer import is_synchronized
+from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
+from cs336sys.parallel.sharded_optimizer.agreement import StepAgreement
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,
@@ -30,11 +33,13 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     given_names,
     in_model_order,
     names_of,
+    options_now,
     options_of,
     parameters_of,
+    require_whole,
 )
 from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer
-from cs336sys.parallel.sharded_optimizer.optimizer_class import require_elementwise, require_optimizer
+from cs336sys.parallel.sharded_optimizer.optimizer_class import CheckedOptions, require_optimizer
 from cs336sys.parallel.sharded_optimizer.partition import Partition
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
@@ -57,14 +62,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - Construction, and adding a group, overwrite the parameters with rank 0's, and move them in memory: by default
       those that are sent together are put side by side; with ``flat=True`` those that do not divide into aligned slices
       are moved.
-    - Every rank must make the same calls: :meth:`step`, :meth:`add_param_group`, :meth:`clip_grad_norm_`,
-      :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of groups (learning rates) must
-      be the same on every rank.
+    - Every rank must make the same calls: :meth:`step`, :meth:`zero_grad`, :meth:`add_param_group`,
+      :meth:`clip_grad_norm_`, :meth:`load_state_dict`, :meth:`consolidated_state_dict`, :meth:`refresh`. Options of
+      groups (learning rates) must be the same on every rank: :meth:`step` compares those that were changed.
     - A parameter without a gradient is not updated, as in the class itself. With ``flat=True`` this means one without a
       gradient on all ranks; where only some ranks have one, the others count as zero.
     - Updated parameters are on every rank when :meth:`step` returns or, if ``module`` is given, when the part of the
       module that uses them begins its forward pass.
-    - ``state`` holds this rank's share by parameter.
+    - ``state`` holds this rank's share by parameter. Entries that are removed or replaced are taken as they are.
 
     In addition, with ``flat=True``:
 
@@ -72,6 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
       :meth:`clip_grad_norm_`. Scale the loss by a :class:`~cs336sys.parallel.gradient_scaler.ShardedGradScaler`;
       others are refused.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
+    - Between two steps, gradients must be dropped by :meth:`zero_grad`, or by that of the model.
     """
 
     def __init__(
@@ -92,7 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             optimizer_cls: the class that updates the parameters.
             flat: give each rank slices of parameters, and reduce-scatter the gradients.
             module: the model that is trained: its parts then wait for their parameters themselves, so that these arrive
-                while earlier parts compute; see :meth:`overlap_with`. It also gives the order of parameters.
+                while earlier parts compute; see :meth:`overlap_with`. It also gives the order of parameters, and a step
+                is refused when its parameters are no longer those that it had, until :meth:`refresh`.
             bucket_size_mb: parameters (and with ``flat=True`` gradients) are communicated in buckets of at most so many
                 megabytes (1e6 bytes), unless a bucket holds a single larger one; None puts all into one bucket.
             master_dtype: with ``flat=True``, update copies of the slices in this dtype and round the results to the
@@ -107,13 +114,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_process_group(type(self).__name__)
         self._module = module
         with same_on_every_rank() as lines:
-            require_optimizer(optimizer_cls, options)
+            require_optimizer(optimizer_cls)
             _check_arguments(flat, module, master_dtype)
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
-            if flat:
-                require_elementwise(optimizer_cls, options, group_device())
+            self._checked_options = CheckedOptions(optimizer_cls, options, flat=flat, device=group_device())
+            for group in self.param_groups:
+                self._checked_options.require(options_of(group))
+            for name, parameter in () if module is None else module.named_parameters():
+                require_whole(name, parameter)
             lines.append(
                 f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
                 f"master_dtype={master_dtype}, {describe_options(options)}"
@@ -126,19 +136,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_other_scalers()
             refuse_clipping_alone()
         self._partition: Partition = self._slices or ParameterPartition(cap_bytes)
+        self._agreement = StepAgreement()
         # The memory address of each parameter that is sharded.
         self._addresses: dict[nn.Parameter, int] = {}
         self._frozen: list[nn.Parameter] = []
-        if module is not None:
-            broadcast_from_first([*module.parameters(), *module.buffers()])
+        # What is known of the module: its parameters and buffers, by id, and those that are in no group.
+        self._held: HeldParameters | None = None
+        self._broadcast: dict[int, Tensor] = {}
+        self._others: list[tuple[str, nn.Parameter]] = []
+        self._take_module()
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.defaults
+        self._linked_members: list[list[int]] = []
+        self._link_state()
+        self._link()
         if module is not None:
             self.overlap_with(module)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as to any optimizer, and shard it. Every rank must call it, between two steps.
+
+        What was added to ``module`` besides is taken up, too, as by :meth:`refresh`.
 
         Raises:
             UsageError: on every rank, if groups differ between ranks or gradients are being averaged.
@@ -154,25 +173,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 check_parameters(self.param_groups, flat=self._slices is not None)
                 self._local.check_options(self.param_groups[-1])
-                lines += describe_groups(self.param_groups)
+                self._checked_options.require(options_of(self.param_groups[-1]))
+                lines += self._describe()
         except Exception:
             del self.param_groups[count:]
             raise
+        self._take_module()
         self._shard(self.param_groups[count:])
         self._local.add_group(self.param_groups[-1])
+        self._link()
 
     def refresh(self) -> None:
-        """Shard parameters that were unfrozen. Every rank must call it, between two steps.
+        """Take up parameters that were unfrozen, put into a group, or added to ``module`` or removed from it.
+
+        Those that are new are overwritten with rank 0's. Every rank must call it, between two steps.
 
         Raises:
-            UsageError: on every rank, if they were not unfrozen alike or gradients are being averaged.
+            UsageError: on every rank, if they were not changed alike, gradients are being averaged, a parameter was
+                taken out of its group, or one of the module was replaced by one that is in no group.
         """
         with same_on_every_rank() as lines:
             self._require_between_steps()
-            lines += describe_groups(self.param_groups)
-        known = set(self._addresses)
+            check_parameters(self.param_groups, flat=self._slices is not None)
+            self._refuse_removed()
+            lines += self._describe()
+        self._take_module()
         self._shard(self.param_groups)
-        self._local.extend_groups(self.param_groups, set(self._addresses) - known)
+        self._local.take_members(self.param_groups)
+        self._link()
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
@@ -244,11 +272,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. With ``flat=True``, every rank must call it if a backward pass had no :meth:`step`."""
+        """Drop the gradients. With ``flat=True``, every rank must call it; one that had no backward pass, too.
+
+        Raises:
+            UsageError: with ``flat=True``, gradients are being averaged that came after ``zero_grad()`` of a module.
+        """
         if self._slices is not None:
-            self._slices.discard_gradients()
+            self._slices.drop_gradients(set_to_none)
         super().zero_grad(set_to_none)
-        self._local.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's share, and start to fetch the shares of the other ranks.
@@ -261,20 +292,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             what the closure returned.
 
         Raises:
-            UsageError: a gradient is sparse, or a parameter was moved, or unfrozen without :meth:`refresh`.
+            UsageError: on every rank (if they are on GPUs, on others one step late): a gradient is sparse; parameters
+                were moved or, without :meth:`refresh`, unfrozen, added or replaced; options of groups were changed
+                differently on another rank, or so that the class cannot be sharded; or, with ``flat=True``,
+                gradients of the last step were not dropped.
             RuntimeError: another rank died or timed out; a note names the parameters.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_addresses()
-        self._partition.prepare_gradients()
+        if self._slices is not None:
+            self._slices.prepare_gradients()
+        with self._agreement.compared() as lines, torch.no_grad():
+            self._partition.require_ready()
+            self._check_parameters()
+            lines += self._changed_options()
+            if _identities(self.state) != self._linked_state:
+                self._local.take_state(self.state, self._linked_names)
+                self._link_state()
+        self._partition.exchange.wait()
         self._local.step(self.param_groups, kwargs)
         with torch.no_grad():
             self._partition.publish()
-        if len(self.state) != len(self._local.state):
-            self._link_state()
+        self._link()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,6 +362,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_same_model(state_dict, self.param_groups)
             owned = [self._partition.owned(parameter) for parameter in self._parameters]
             states = take_own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
+            for group in state_dict["param_groups"]:
+                self._checked_options.require(options_of(group))
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
         with torch.no_grad():
@@ -328,6 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._slices is not None:
                 self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
         self._link_state()
+        self._link()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -352,7 +396,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._addresses |= {parameter: parameter.data_ptr() for parameter in trained.values()}
         self._frozen = [parameter for parameter in self._parameters if parameter not in self._addresses]
 
-    def _check_addresses(self) -> None:
+    def _take_module(self) -> None:
+        """Overwrite what the module has and did not have before with rank 0's, and take note of its parameters."""
+        if self._module is None:
+            return
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        broadcast_from_first([tensor for tensor in tensors if id(tensor) not in self._broadcast])
+        self._broadcast = {id(tensor): tensor for tensor in tensors}
+        if self._held is not None:
+            self._partition.exchange.overlap_with(self._module)
+        self._held = HeldParameters(self._module)
+        self._held_names = dict(self._module.named_parameters(remove_duplicate=False))
+        in_groups = set(self._parameters)
+        self._others = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
+
+    def _describe(self) -> list[str]:
+        lines = describe_groups(self.param_groups)
+        return lines if self._module is None else lines + describe_module(self._module)
+
+    def _check_parameters(self) -> None:
+        if list(map(_members, self.param_groups)) != self._linked_members:
+            self._refuse_removed()
+            raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
+        if self._held is not None:
+            self._held.require_unchanged()
+        if self._slices is not None:
+            for name, parameter in self._others:
+                is_trained = parameter.grad is not None and parameter._version != self._versions.get(name)
+                if is_trained and not is_synchronized(parameter):
+                    raise UsageError(
+                        f"{name} of the module is in no group and was changed, by a gradient that nothing averages "
+                        "over ranks: add it to a group, or shard its optimizer, too"
+                    )
         for parameter in self._frozen:
             if parameter.requires_grad:
                 name = self._name(parameter)
@@ -361,6 +436,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if parameter.data_ptr() != address:
                 name = self._name(parameter)
                 raise UsageError(f"{name} was moved after it was sharded: build the optimizer after moving the model")
+
+    def _refuse_removed(self) -> None:
+        here = set(self._parameters)
+        for parameter, name in self._linked_names.items():
+            if parameter not in here:
+                raise UsageError(
+                    f"{name} was taken out of its group after it was sharded: freeze it by requires_grad_(False), or "
+                    "build the optimizer anew"
+                )
+        if len(self.param_groups) != len(self._linked_members):
+            raise UsageError("groups were changed after they were sharded: call add_param_group()")
+        if self._module is None:
+            return
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, parameter in self._held_names.items():
+            found = now.get(name, parameter)
+            if found is not parameter and parameter in here and found not in here:
+                raise UsageError(
+                    f"{name} was replaced in the module by a parameter that is in no group: build the optimizer anew"
+                )
+
+    def _changed_options(self) -> list[str]:
+        """What options of groups have become since the last step, a line for each group; checks them."""
+        lines = []
+        for number, (group, before) in enumerate(zip(self.param_groups, self._linked_options, strict=True)):
+            now = options_now(group)
+            changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
+            changed |= {key: "gone" for key in before if key not in now}
+            if changed:
+                self._checked_options.require(options_of(group))
+                lines.append(f"group {number} with {describe_options(changed)}")
+        return lines
 
     def _name(self, parameter: nn.Parameter) -> str:
         return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
@@ -374,9 +481,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{method}() needs flat=True: without, call that of the data parallel wrapper")
         return self._slices
 
+    def _link(self) -> None:
+        """Let ``state`` show the state that the local optimizer keeps, by parameter; and note what users may change."""
+        if len(self._local.state) != len(self.state):
+            self._link_state()
+        self._linked_options = list(map(options_now, self.param_groups))
+        self._versions = {name: parameter._version for name, parameter in self._others}
+        members = list(map(_members, self.param_groups))
+        if members != self._linked_members:
+            self._linked_members = members
+            self._linked_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
+
     def _link_state(self) -> None:
-        """Let ``state`` show the state that the local optimizer keeps, by parameter."""
         self.state = defaultdict(dict, self._local.state_of(self._parameters))
+        self._linked_state = _identities(self.state)
 
     def _share(self) -> dict[str, Any]:
         ranges = [self._partition.owned(parameter) for parameter in self._parameters]
@@ -386,6 +504,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "flat": self._slices is not None,
             "owned": [(elements.start, elements.stop) for elements in ranges],
         }
+
+
+def _members(group: Group) -> list[int]:
+    return list(map(id, group["params"]))
+
+
+def _identities(state: Mapping[Any, Any]) -> list[int]:
+    """What changes when entries are added, removed or replaced; not when what is in them changes."""
+    return [*map(id, state), *map(id, state.values())]
 
 
 def _check_arguments(flat: bool, module: nn.Module | None, master_dtype: torch.dtype | None) -> None:

@@ -28,8 +28,8 @@ class Partition(Protocol):
     def owned(self, parameter: nn.Parameter) -> range:
         """Which elements of a parameter, in memory order, this rank updates."""
 
-    def prepare_gradients(self) -> None:
-        """Make sure that gradients are ready for a step.
+    def require_ready(self) -> None:
+        """Refuse gradients that cannot be used by a step.
 
         Raises:
             UsageError: one is sparse.

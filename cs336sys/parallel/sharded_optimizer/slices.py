@@ -6,7 +6,8 @@ https://arxiv.org/abs/1910.02054, section 7.2.1). A parameter that divides into 
 nothing is copied on the way; the others of a bucket are moved into one padded buffer, and are views of it from then on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_bucke
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
+from cs336sys.parallel.sharded_optimizer.zeroing import HoldsGradients, HostAgreement, notice_zero_grad
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ScatteredBucket(GradientBucket):
         pieces: the memory of the parameters, (W * slice,) each; a packed piece holds several parameters.
         segments: this rank's segments, by parameter; a parameter that lies wholly in other ranks' slices has none.
         predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
+        given: ids of the parameters of which some rank has a gradient; those of which this rank updates nothing, too.
     """
 
     hands_on = True
@@ -65,6 +68,7 @@ class ScatteredBucket(GradientBucket):
         self.pieces: list[Tensor] = []
         self.segments: dict[nn.Parameter, Segment] = {}
         self.predecessor: ScatteredBucket | None = None
+        self.given: set[int] = set()
         self._master_dtype = master_dtype
         members = list(parameters.values())
         sample = members[0]
@@ -82,7 +86,8 @@ class ScatteredBucket(GradientBucket):
                 for index, start in piece.starts.items():
                     move_into(memory, start, members[index])
             else:
-                memory = memory_view(members[next(iter(piece.starts))]).view(-1)
+                # By .data, whose changes are not counted as the parameter's: those that arrive are, at their launch.
+                memory = memory_view(members[next(iter(piece.starts))].data).view(-1)
             self.pieces.append(memory)
             for index, start in piece.starts.items():
                 elements = piece.owned(index, sizes[index], rank)
@@ -138,11 +143,67 @@ class ScatteredBucket(GradientBucket):
                 updated = self.segments[parameters[index]].updated
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
+        self.given.update(id(one) for one, present in zip(parameters, present_anywhere, strict=True) if present)
         self._own = None
         self.begin_step()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward pass has begun of which gradients have not reached the segments."""
+        return len(self.waiting) < len(self.parameters)
 
-class SlicePartition:
+    def drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
+        """Drop or zero the slices of gradients of the parameters with these ids; None is all of them."""
+        dropped = [
+            segment.updated
+            for parameter, segment in self.segments.items()
+            if parameters is None or id(parameter) in parameters
+        ]
+        if not set_to_none:
+            gradients = [one.grad for one in dropped if one.grad is not None]
+            if gradients:
+                torch._foreach_zero_(gradients)
+            return
+        for one in dropped:
+            one.grad = None
+        self.given.difference_update(list(self.given) if parameters is None else parameters)
+
+
+class SliceSynchronizer(GradientSynchronizer):
+    """Averages gradients in slices; launches nothing while the gradients of the last step are still there.
+
+    A backward pass adds to those. If they are dropped after it, as those that a generator's loss gives to the
+    discriminator are, it need not be averaged: its gradients stay with the parameters on this rank, and are dropped
+    there.
+
+    Attributes:
+        is_complete: whether the gradients of this step have been completed, so that no pass may add to them.
+        holds_back: whether gradients stay on this rank for now.
+    """
+
+    is_complete = False
+    holds_back = False
+
+    def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
+        """As in the base class.
+
+        Raises:
+            UsageError: besides, the gradients of this step are complete.
+        """
+        if self.is_complete:
+            raise UsageError(
+                f"{name} got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
+                "unscale_() and finish_gradient_synchronization() do: run all passes of a step before, all but the "
+                "last under no_sync(), or call zero_grad() first"
+            )
+        if not self.holds_back:
+            super().gradient_ready(bucket, name, parameter)
+            return
+        with self.no_sync():
+            super().gradient_ready(bucket, name, parameter)
+
+
+class SlicePartition(HoldsGradients):
     """Which slices of parameters this rank updates; averages their gradients, and sends updates to all ranks.
 
     It is a :class:`~cs336sys.parallel.sharded_optimizer.partition.Partition`.
@@ -160,10 +221,15 @@ class SlicePartition:
         self._cap_bytes = cap_bytes
         self._master_dtype = master_dtype
         self._buckets: list[ScatteredBucket] = []
+        self._names: dict[int, str] = {}
         self._segments: dict[nn.Parameter, Segment] = {}
-        self._synchronizer = GradientSynchronizer([], overlap=True)
-        # Whether segments already have this step's gradients.
-        self._finished = False
+        self._synchronizer = SliceSynchronizer([], overlap=True)
+        # By id, the names of parameters with gradients that the last step has used and nobody has dropped since.
+        self._used: dict[int, str] = {}
+        # Whether all ranks know that no reduction is in progress: nothing was launched since they last waited.
+        self._is_settled = False
+        self._agreement = HostAgreement()
+        notice_zero_grad(self)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, given in the order in which the forward pass needs them."""
@@ -177,6 +243,7 @@ class SlicePartition:
             ScatteredBucket(members, self._master_dtype) for members in divide_into_buckets(named, self._cap_bytes)
         ]
         self._buckets += adopted
+        self._names |= {id(parameter): name for name, parameter in named}
         for bucket in adopted:
             self._segments |= bucket.segments
         # One bucket fills while two are being reduced: with more, slow communication would keep all gradients alive.
@@ -185,7 +252,7 @@ class SlicePartition:
         self._synchronizer.extend(adopted)
         for bucket in reversed(adopted):
             gather = SliceGather(bucket.pieces, ", ".join(bucket.parameters))
-            self.exchange.append(ExchangeBucket(frozenset(bucket.parameters.values()), gather))
+            self.exchange.append(ExchangeBucket(bucket.parameters, gather))
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         segment = self._segments.get(parameter)
@@ -209,31 +276,108 @@ class SlicePartition:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
     def prepare_gradients(self) -> None:
-        """Give every segment its mean gradient, unless this has been done."""
-        if self._under_way or not self._finished:
-            self._synchronizer.finish()
-        self._finished = True
+        """Give every segment its mean gradient, unless this has been done.
 
-    def discard_gradients(self) -> None:
-        """Finish reductions in progress; the optimizer that updates the segments drops what they have got."""
-        if self._under_way:
+        Raises:
+            UsageError: the gradients of the last step have not been dropped.
+        """
+        if self._used:
+            # Accumulating over a step would be right, but it looks the same as ``parameter.grad = None``.
+            name = next(iter(self._used.values()))
+            raise UsageError(
+                f"{name} still has the gradient of the last step, which is kept in slices: call zero_grad() of the "
+                "optimizer, or of the model, on every rank after each step()"
+            )
+        if not self._synchronizer.is_complete:
             self._synchronizer.finish()
-        self._finished = False
+        self._synchronizer.is_complete = self._is_settled = True
+
+    def require_ready(self) -> None:
+        """Let master copies be the weights where these have been changed since they were published.
+
+        On GPUs the CPU waits for the comparison, because a change through ``.data`` leaves no other trace.
+        """
+        if self._master_dtype is None or not self._segments:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        differences: list[Tensor] = []
+        for bucket in self._buckets:
+            if bucket.segments:
+                rounded = [torch.empty_like(segment.weights) for segment in bucket.segments.values()]
+                torch._foreach_copy_(rounded, [segment.updated for segment in bucket.segments.values()])
+                torch._foreach_sub_(rounded, [segment.weights for segment in bucket.segments.values()])
+                differences += torch._foreach_norm(rounded, torch.inf)
+        if not torch.stack(differences).any():
+            return
+        for segment in self._segments.values():
+            is_kept = segment.weights == segment.updated.to(segment.weights.dtype)
+            segment.updated.copy_(torch.where(is_kept, segment.updated, segment.weights))
+
+    def drop_gradients(self, set_to_none: bool) -> None:
+        """Drop or zero all gradients, those being averaged, too. Every rank must call it.
+
+        Raises:
+            UsageError: gradients are being averaged, and other ranks may not know, because a module dropped those of
+                the last step.
+        """
+        if self._is_settled:
+            self._refuse_under_way(self._under_way)
+        elif self._agreement.any_rank(self._under_way):
+            self._synchronizer.finish()
+        self._is_settled = False
+        self._drop(None, set_to_none)
+
+    def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
+        """Drop or zero the gradients of those with these ids.
+
+        Raises:
+            UsageError: they are being averaged; only the optimizer may ask other ranks whether theirs are.
+        """
+        mine = parameters & self._names.keys()
+        if mine:
+            self._refuse_under_way(
+                any(not mine.isdisjoint(map(id, b.parameters.values())) for b in self._buckets if b.is_under_way)
+            )
+            self._drop(mine, set_to_none)
+
+    def _refuse_under_way(self, is_under_way: bool) -> None:
+        if is_under_way:
+            raise UsageError(
+                "gradients are being averaged over ranks, and where zero_grad() of a module is called they cannot be "
+                "dropped: call zero_grad() of the optimizer instead, on every rank, here and after each step"
+            )
+
+    def _drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
+        if parameters is None or all(bucket.given <= parameters for bucket in self._buckets):
+            self._synchronizer.is_complete = False
+        for bucket in self._buckets:
+            bucket.drop(parameters, set_to_none)
+        for used in list(self._used) if parameters is None else parameters:
+            self._used.pop(used, None)
+        self._synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""
-        self._finished = False
+        given = set().union(*(bucket.given for bucket in self._buckets))
+        self._used = {one: name for one, name in self._names.items() if one in given}
+        self._synchronizer.is_complete = False
+        self._synchronizer.holds_back = bool(self._used)
+        updated = [one for bucket in self._buckets for one in bucket.parameters.values() if id(one) in given]
+        self._send(updated)
+
+    def _send(self, updated: Collection[nn.Parameter]) -> None:
         if self._master_dtype is not None and self._segments:
             segments = self._segments.values()
             torch._foreach_copy_([segment.weights for segment in segments], [segment.updated for segment in segments])
-        self.exchange.start()
+        self.exchange.start(updated)
 
     def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Set this rank's master copies, missing ones from the parameters; then round them to the parameters."""
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))
-            self.publish()
+            self._send([one for bucket in self._buckets for one in bucket.parameters.values()])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the gradients and scale them."""
@@ -257,4 +401,4 @@ class SlicePartition:
     @property
     def _under_way(self) -> bool:
         """Whether there are gradients that have not reached their segments."""
-        return any(len(bucket.waiting) < len(bucket.parameters) for bucket in self._buckets)
+        return any(bucket.is_under_way for bucket in self._buckets)

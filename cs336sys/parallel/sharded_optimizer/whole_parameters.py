@@ -55,7 +55,9 @@ class ParameterPartition:
             names = ", ".join(self._names[parameter] for parameter in bucket)
             tensors, sources = zip(*self._lay_together(bucket), strict=True)
             broadcasts = Broadcasts(tensors, sources, names)
-            self.exchange.append(ExchangeBucket(frozenset(bucket), broadcasts))
+            self.exchange.append(
+                ExchangeBucket({self._names[parameter]: parameter for parameter in bucket}, broadcasts)
+            )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         return parameter if self._owners.get(parameter) == dist.get_rank() else None
@@ -63,7 +65,7 @@ class ParameterPartition:
     def owned(self, parameter: nn.Parameter) -> range:
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
-    def prepare_gradients(self) -> None:
+    def require_ready(self) -> None:
         """Check the gradients, which are complete.
 
         Raises:
@@ -75,7 +77,7 @@ class ParameterPartition:
 
     def publish(self) -> None:
         """Start to send what this rank has updated."""
-        self.exchange.start()
+        self.exchange.start([parameter for parameter in self._owners if parameter.grad is not None])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients, which every rank has whole."""
@@ -84,6 +86,7 @@ class ParameterPartition:
     def _lay_together(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
         """Tensors that hold these parameters, each with the rank that sends it: one per rank and dtype if possible.
 
+        They do not count changes as the parameters do: what arrives is counted when it is launched.
         A parameter stays where it is if it has gaps in memory, or if one placed after it would not be aligned.
         """
         together: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
@@ -91,10 +94,10 @@ class ParameterPartition:
             if is_dense(parameter) and parameter.numel() % ALIGNMENT == 0:
                 together.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
             else:
-                yield parameter, self._owners[parameter]
+                yield parameter.data, self._owners[parameter]
         for (owner, _), members in together.items():
             if len(members) == 1:
-                yield members[0], owner
+                yield members[0].data, owner
                 continue
             memory = members[0].detach().new_empty(sum(parameter.numel() for parameter in members))
             start = 0

@@ -79,6 +79,7 @@ def misuse(mode):
     model.never.requires_grad_(True)
     errors["unfrozen"] = error_of(optimizer.step)
     model.never.requires_grad_(False)
+    optimizer.zero_grad()
     if mode == "flat":
         model(1.0, True).backward()
         group = {"params": [("late", nn.Parameter(torch.ones(2)))]}

@@ -48,24 +48,6 @@ def second_backward():
     return error, weights(model)
 
 
-def gradients_without_zeroing():
-    """Flat: parameters after two steps of 1 whose gradients add up, as in any optimizer, then one without a pass."""
-    model = PartlyUsed()
-    _, optimizer = sharded("flat", model, torch.optim.SGD, lr=1.0)
-    seen = []
-    for _ in range(2):
-        model(2.0 * (dist.get_rank() + 1), True).backward()
-        optimizer.finish_gradient_synchronization()
-        optimizer.step()
-        seen.append(weights(model)["used"][0].item())
-    optimizer.step()
-    seen.append(weights(model)["used"][0].item())
-    optimizer.zero_grad()
-    optimizer.step()
-    seen.append(weights(model)["used"][0].item())
-    return seen
-
-
 def sparse_gradient(mode):
     model = nn.Embedding(5, 3, sparse=True)
     _, optimizer = sharded(mode, model, torch.optim.SGD, lr=1.0) if mode == "flat" else (None, None)

@@ -102,7 +102,8 @@ def test_optimizer_without_a_process_group_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("mode", "waiting"), [("default", "in the broadcast of "), ("flat", "in the reduce-scatter of gradients of ")]
+    ("mode", "waiting"),
+    [("default", "in the comparison of steps"), ("flat", "in the reduce-scatter of gradients of ")],
 )
 def test_rank_that_hangs_in_a_step_is_named_with_what_waits_for_it(mode, waiting):
     with pytest.raises(RankError) as caught:
@@ -110,6 +111,6 @@ def test_rank_that_hangs_in_a_step_is_named_with_what_waits_for_it(mode, waiting
     heading = str(caught.value).split("\n")[0]
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
     assert waiting in heading
-    assert "used" in heading
+    assert mode == "default" or "used" in heading
     assert heading.endswith("still running: rank 1")
     assert "in lost_peer" in str(caught.value).split("rank 1 was here")[1]

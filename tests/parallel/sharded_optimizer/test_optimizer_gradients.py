@@ -47,11 +47,6 @@ def test_second_backward_is_an_error_and_the_next_step_is_good(ranks):
         assert_same(weights, dict_of(used=-2.0, sometimes=-2.0, never=1.0))
 
 
-def test_gradients_add_up_until_they_are_zeroed(ranks):
-    """As in any optimizer: 1 - 3, then - 6, - 6 again without a new pass, and nothing after zero_grad."""
-    assert ranks(2).run(optimizer_gradients_ranks.gradients_without_zeroing) == [[-2.0, -8.0, -14.0, -14.0]] * 2
-
-
 @each_mode
 def test_sparse_gradient_is_named(ranks, mode):
     for kind, message in ranks(2).run(optimizer_gradients_ranks.sparse_gradient, mode):
