@@ -13,22 +13,12 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device
 
 
-def require_same_module(module: nn.Module, settings: str, group: dist.ProcessGroup | None = None) -> None:
-    """Require that parameters and buffers agree between ranks: names, shapes, strides, dtypes, ``requires_grad``, ties.
-
-    Args:
-        settings: what else must be the same on every rank, in words.
-        group: the ranks; None is all of them, here and below.
-
-    Raises:
-        UsageError: on every rank, naming the first difference.
-    """
-    require_same_lines([settings, *describe_module(module)], group)
-
-
 @contextlib.contextmanager
 def same_on_every_rank(group: dist.ProcessGroup | None = None) -> Iterator[list[str]]:
     """After this context either all ranks have done the same thing in it, or every rank raises.
+
+    Args:
+        group: the ranks; None is all of them, here and below.
 
     Yields:
         an empty list, to which the body adds lines that must be the same on every rank.
