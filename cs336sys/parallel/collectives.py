@@ -296,7 +296,7 @@ class Broadcasts(_Launched):
         # An expanded tensor is sent as it is stored, without repetition.
         self._targets = [_stored(tensor) for tensor in tensors]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
-        self._memories = [memory_view(target) if is_dense(target) else target for target in self._targets]
+        self._memories = [_bytes(memory_view(target)) if is_dense(target) else target for target in self._targets]
         self._sources = sources
         self._options = {source: _from_rank(source) for source in sources}
 
@@ -319,7 +319,7 @@ class Broadcasts(_Launched):
 
     def _broadcast_all(self) -> list[Any]:
         return [
-            self._group.broadcast([_real(memory)], self._options[source])
+            self._group.broadcast([memory if memory.dtype == torch.uint8 else _bytes(memory)], self._options[source])
             for memory, source in zip(self._tensors, self._sources, strict=True)
         ]
 
@@ -401,6 +401,11 @@ def _from_rank(source: int) -> BroadcastOptions:
 def _real(tensor: Tensor) -> Tensor:
     """The tensor, or a real view of a complex one: backends know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: backends know no float8, no complex numbers and not all integers."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """Which gradients are a slice of this rank's: what takes them for whole ones is refused, or ranks would drift apart."""
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -14,8 +16,9 @@ from cs336sys.parallel.gradient_synchronizer import hands_gradient_on
 # kernels.adamw.AdamW looks for it, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
 
-# What clip_grad_norm_ of torch.nn.utils calls by this name once it knows the norm; nn.utils has it by another.
-_CLIPPING = "_clip_grads_with_norm_"
+# What clip_grad_norm_ of torch.nn.utils calls once it knows the norm, and users as clip_grads_with_norm_, without the
+# decorator.
+_CLIPPING = inspect.getclosurevars(clip_grad._clip_grads_with_norm_).nonlocals["func"]
 
 
 def mark_slice(parameter: nn.Parameter, ranks: Collection[int] | None = None) -> None:
@@ -52,14 +55,22 @@ def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.Process
                 )
 
 
+def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients as ``torch.nn.utils.clip_grads_with_norm_`` does, by a norm that is the same on every rank."""
+    with torch.no_grad():
+        _CLIPPING(list(parameters), max_norm, norm)
+
+
 @functools.cache
 def refuse_clipping_alone() -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` refuse slices, from now on and in this process.
+    """Let ``clip_grad_norm_`` and ``clip_grads_with_norm_`` of torch refuse slices, from now on and in this process.
 
-    Each rank would scale what it holds by another factor. What it calls is wrapped, and not itself, because scripts
-    have imported that by name before the first slice is made.
+    Each rank would scale what it holds by another factor. What their decorator calls is replaced, and not they
+    themselves, because scripts have imported them by name before the first slice is made.
     """
-    setattr(clip_grad, _CLIPPING, _refusing(getattr(clip_grad, _CLIPPING)))
+    decorated = clip_grad._clip_grads_with_norm_
+    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__, strict=True))
+    cells["func"].cell_contents = _refusing(_CLIPPING)
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Calls of modules whose parameters must be gathered first, and the dtypes of their inputs and outputs."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,31 +15,68 @@ class UnitCall:
     """Replaces a module's call, compiled or not, in the attribute in which ``nn.Module`` looks for a compiled call.
 
     Gathering and freeing are thus outside of compiled code: they do not break its graph, and all blocks share one.
+
+    Args:
+        unit: the unit that the module is of; None for the whole module, if it is of none.
+        begin: for the whole module, called before each forward pass.
     """
 
-    def __init__(self, runner: UnitRunner, unit: ShardedUnit, module: nn.Module, compute_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        runner: UnitRunner,
+        unit: ShardedUnit | None,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None,
+        begin: Callable[[], None] | None = None,
+    ):
         self._runner = runner
         self._unit = unit
         self.module = module
         self._parts = tuple(module.modules())
         self._compute_dtype = compute_dtype
+        self._begin = begin
         self._function: Callable[..., Any] = module._call_impl
         self.install()
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module calls something else, because it was compiled since."""
+        return self.module.__dict__.get("_compiled_call_impl") is not self
+
     def install(self) -> None:
         """Wrap whatever the module calls at present. Repeat it in case the module has been compiled since."""
-        current = self.module.__dict__.get("_compiled_call_impl")
-        if current is not self:
-            self._function = current or self.module._call_impl
+        if self.is_replaced:
+            self._function = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
             self.module.__dict__["_compiled_call_impl"] = self
 
+    def remove(self) -> None:
+        """Let the module call what it did before."""
+        is_compiled = self._function != self.module._call_impl
+        self.module.__dict__["_compiled_call_impl"] = self._function if is_compiled else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._begin is None:
+            return self._call(args, kwargs)
+        with self._runner.forward_pass(self._begin) as end:
+            output = self._call(args, kwargs)
+            end(output)
+        return output
+
+    def _call(self, args: tuple, kwargs: dict) -> Any:
+        if self._unit is None:
+            return self._function(*args, **kwargs)
         if self._compute_dtype is None:
             return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
-        converted = _converted((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
+        given, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
+        converted = _converted(given, cast)
+        copies = list(_copies(given, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
+        for original, copied, version in copies:
+            if not copied.is_inference() and copied._version != version:
+                # The call was to change what it was given in place.
+                original.copy_(copied)
         for container in converted:
             container.change_original()
         return output
@@ -101,6 +138,17 @@ class _Converted:
             self._original.update(changed)
 
 
+def _copies(given: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """The tensors that were converted, each with its copy and the version of that."""
+    if given is cast:
+        return
+    if isinstance(given, Tensor):
+        yield given, cast, 0 if cast.is_inference() else cast._version
+    else:
+        for original, copied in zip(_parts(given), _parts(cast), strict=True):
+            yield from _copies(original, copied)
+
+
 def _converted(given: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
     return [
         _Converted(original, copied)
@@ -109,7 +157,7 @@ def _converted(given: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
     ]
 
 
-def _parts(value: list[Any] | dict[Any, Any]) -> Iterable[Any]:
+def _parts(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 

@@ -4,7 +4,7 @@ A module is initialized and cut one layer at a time, so the whole module never h
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from cs336sys.accounting.sharding.partition import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
+from cs336sys.parallel.fsdp.stand_in import StandIn
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers
 from cs336sys.parallel.gradient_slices import is_slice, mark_slice
@@ -34,6 +35,8 @@ class ShardedParameter:
         shard: this rank's rows, (len(rows), ...): what the module holds between steps and the optimizer updates.
         full: all rows in the dtype to compute in: what the module holds, and autograd sees, while they are gathered.
             It is always the same tensor, so that what autograd saved of it stays valid; its memory comes and goes.
+        stand_in: what the module holds in a forward or backward pass while they are not gathered.
+        kept: the sum of the gradients of backward passes under no_sync, in the dtype of the shard.
     """
 
     def __init__(
@@ -57,19 +60,85 @@ class ShardedParameter:
         ]
         own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
+        vars(self.shard).update(vars(whole))
+        self._attributes = dict(vars(whole))
         mark_slice(self.shard)
         refuse_other_scalers()
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
-        # The sum of the gradients of backward passes under no_sync, in the dtype of the shard.
         self.kept: Tensor | None = None
+        # What the gradient of the shard was when the last one was kept, and whether it is a view of those kept.
+        self._seen: tuple[Tensor, int] | None = None
+        self._shows_kept = False
+        self._is_guarded = False
 
-    def gather_into(self, memory: Tensor) -> Tensor:
-        """Let ``full`` be a view of ``memory`` (uint8), in which rows will be gathered; return where this rank's go."""
+    def gather_into(self, memory: Tensor, gather: Callable[[], object]) -> Tensor:
+        """Let ``full`` be a view of ``memory`` (uint8), in which rows will be gathered; return where this rank's go.
+
+        Args:
+            gather: called when an operation needs the rows, and nobody has gathered them.
+        """
         each = rows_per_rank(self.shape[0], self.group.size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
-        self.full = nn.Parameter(padded.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
+        self._rows_of_all = padded.data[: self.shape[0]]
+        self.full = full = nn.Parameter(self._rows_of_all, requires_grad=self.shard.requires_grad)
+        vars(full).update(self._attributes)
+        self._version = full._version
+
+        def gathered() -> nn.Parameter:
+            gather()
+            return full
+
+        self.stand_in = StandIn.of(full, self.names[0], gathered)
         return padded[self.group.rank() * each :][: len(self.rows)]
+
+    def guard(self) -> None:
+        """Refuse gradients that autograd would accumulate into the shard."""
+        if self._is_guarded or not self.shard.requires_grad:
+            return
+        name = self.names[0]
+
+        def refuse(_: Tensor) -> None:
+            raise UsageError(
+                f"{name} got a gradient outside of the forward pass, where this rank holds a slice of it: compute "
+                "penalties on weights in the module's forward()"
+            )
+
+        self.shard.register_hook(refuse)
+        self._is_guarded = True
+
+    def require_no_hooks(self) -> None:
+        """Refuse hooks of others on the shard.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        shard = self.shard
+        if shard._post_accumulate_grad_hooks or len(shard._backward_hooks or ()) != self._is_guarded:
+            raise hook_refusal(self.names[0])
+
+    def follow_freezing(self) -> None:
+        """Let the whole parameter be trained if the shard is."""
+        is_trained = self.shard.requires_grad
+        if self.full.requires_grad != is_trained:
+            self.full.requires_grad_(is_trained)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.stand_in.requires_grad_(is_trained)
+
+    def require_unchanged(self) -> None:
+        """Refuse a whole parameter that was changed while it was gathered: no slice would have the change.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        full = self.full
+        if full._version != self._version or full.data_ptr() != self._rows_of_all.data_ptr():
+            full.data = self._rows_of_all
+            self._version = full._version
+            raise UsageError(
+                f"{self.names[0]} was changed in the forward pass, which is lost when its rows are freed: change the "
+                "slices between two steps, or hold what forward() changes in a buffer"
+            )
 
     def gather_whole(self, own: Tensor | None = None) -> Tensor:
         """All rows in new memory: of the shard, or of what is cut like it. Every rank must call it."""
@@ -96,6 +165,7 @@ class ShardedParameter:
     def keep_gradient(self) -> None:
         """Add the gradient of this backward pass to those kept."""
         gradient = self.take_gradient()
+        self._drop_zeroed()
         if gradient is None:
             return
         if self.kept is None:
@@ -103,12 +173,53 @@ class ShardedParameter:
             self.kept = in_own_memory(gradient.to(self.shard.dtype))
         else:
             self.kept.add_(gradient)
+        if self.shard.grad is None:
+            # The shard shows its rows, so that whoever drops gradients drops those kept.
+            self.shard.grad = self.kept[self.rows.start : self.rows.stop]
+            self._shows_kept = True
+        self._seen = self.shard.grad, self.shard.grad._version
+
+    def take_kept(self) -> Tensor | None:
+        """Remove and return the sum of the gradients kept, unless they were dropped or set to zero since."""
+        self._drop_zeroed()
+        if self._shows_kept:
+            self.shard.grad = None
+        kept, self.kept, self._seen, self._shows_kept = self.kept, None, None, False
+        return kept
+
+    def _drop_zeroed(self) -> None:
+        """Forget the gradients kept if the gradient of the shard was dropped or set to zero since.
+
+        Raises:
+            UsageError: it was changed otherwise.
+        """
+        if self._seen is None:
+            return
+        gradient, version = self._seen
+        if self.shard.grad is gradient and gradient._version == version:
+            return
+        if self.shard.grad is not None and (self.shard.grad is not gradient or gradient.any()):
+            raise UsageError(
+                f"the gradient of {self.names[0]} was changed between backward passes under no_sync() and their "
+                "average: scale and clip gradients after finish_gradient_synchronization()"
+            )
+        if self._shows_kept and self.shard.grad is not None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        self.kept, self._seen, self._shows_kept = None, None, False
 
     def add_mean_gradient(self, gradient: Tensor) -> None:
         if self.shard.grad is None:
             self.shard.grad = gradient
         else:
             self.shard.grad.add_(gradient)
+
+
+def hook_refusal(name: str) -> UsageError:
+    """The error of a sharded parameter with a hook."""
+    return UsageError(
+        f"{name} has a hook, which would not be called: backward passes go through whole weights, and it would be on a "
+        "slice; remove it, and register hooks on modules or on what they return"
+    )
 
 
 def distribute_parameters(
@@ -118,22 +229,35 @@ def distribute_parameters(
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
     group: dist.ProcessGroup,
+    known: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
+    known_modules: Collection[nn.Module],
 ) -> dict[PlannedParameter, ShardedParameter]:
     """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
 
     Layers on the meta device get memory and values first. Replicated parameters may be new objects afterwards. For
-    arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
+    other arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
+
+    Args:
+        known: parameters that were distributed before, as they are: cut or replicated.
+        known_modules: modules whose buffers were.
     """
     to_shard = set(plan.all_sharded)
     entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
     sharded: dict[PlannedParameter, ShardedParameter] = {}
     replicated: dict[PlannedParameter, nn.Parameter] = {}
+    for entry, parameter in known.items():
+        if isinstance(parameter, ShardedParameter):
+            parameter.names, parameter.owners = entry.names, entry.owners
+            sharded[entry] = parameter
+        else:
+            replicated[entry] = parameter
     for name, part in module.named_modules():
-        if _is_on_meta(part):
-            _materialize(part, name or type(part).__name__, device or group_device(), initialize)
-        elif device is not None:
-            part._apply(lambda tensor: tensor.to(device), recurse=False)
-        broadcast_from_first(list(part.buffers(recurse=False)), group=group)
+        if part not in known_modules:
+            if _is_on_meta(part):
+                _materialize(part, name or type(part).__name__, device or group_device(), initialize)
+            elif device is not None:
+                part._apply(lambda tensor: tensor.to(device), recurse=False)
+            broadcast_from_first(list(part.buffers(recurse=False)), group=group)
         for attribute, parameter in part._parameters.items():
             if parameter is None:
                 continue

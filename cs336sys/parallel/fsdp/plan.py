@@ -98,8 +98,9 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     parameters = _parameters(module)
     sharded, replicated = [], []
     for entry in parameters:
-        used_in = set().union(*(homes[owner] for owner, _ in entry.owners))
-        if not _divides(entry) or None in used_in:
+        # A module outside of all units may hold it, too, and gets it whole when it uses it.
+        used_in = set().union(*(homes[owner] for owner, _ in entry.owners)) - {None}
+        if not _divides(entry) or not used_in:
             replicated.append(entry)
         else:
             sharded.append(entry)
@@ -110,8 +111,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
                 homes = {part: {first if home is other else home for home in used} for part, used in homes.items()}
 
     for entry in sharded:
-        (unit,) = homes[entry.owners[0][0]]
-        assert unit is not None
+        unit = next(unit for owner, _ in entry.owners for unit in homes[owner] if unit is not None)
         unit.sharded.append(entry)
     for unit in units:
         inside = {part for module in unit.modules for part in module.modules()}

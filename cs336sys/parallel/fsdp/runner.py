@@ -1,11 +1,12 @@
 """When the units of an FSDP module are gathered and freed, and when their gradients are reduced.
 
 Collectives are matched by the order of calls alone. So each is launched by an event that happens in the same order on
-every rank: a unit is called, the backward pass arrives at its output, the backward pass ends. That a gradient is ready
-is not such an event: a parameter may be unused on one rank.
+every rank: a unit is called, a weight is used outside of such calls, the backward pass arrives at a unit's output, the
+backward pass ends. That a gradient is ready is not such an event: a parameter may be unused on one rank.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
 from cs336sys.parallel.fsdp.left_tensors import containers_in, kept_tensors, tensors_in
+from cs336sys.parallel.fsdp.stand_in import StandIn
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
@@ -31,34 +33,41 @@ class UnitRunner(SynchronizationSwitch):
     back in time, so the unit's gradients are complete by then: their reduction starts, and is finished one unit later.
     While a unit computes, the next ``prefetch`` units are being gathered; no others have memory, but those that stay.
 
+    Modules hold slices, but for two times: in a forward pass of the whole module, and in a backward pass, however they
+    end. There they hold the whole parameters of units in use, and stand-ins for others. The first operation on a
+    stand-in *lends* its unit: it stays gathered until the backward pass has ended, and is reduced then.
+
     Args:
-        units: all units of the module.
         prefetch: how many units to gather ahead of use.
-        staying: units that are not freed between a forward pass with gradients and their part of the backward pass.
+        keep_gathered: how many units beside the last are not freed between a forward pass with gradients and their
+            part of the backward pass.
         group: the ranks that hold slices.
 
     Attributes:
+        units: all units of the module.
         replicated: gradients of parameters that every rank holds whole. They are averaged in :meth:`finish`, which
             every rank calls whatever its backward passes went through; they are small, and a launch per unit would
             take the CPU 0.2 ms.
         watch: if set, records how late gathers are.
     """
 
-    def __init__(
-        self, units: Sequence[ShardedUnit], prefetch: int, group: dist.ProcessGroup, staying: Sequence[ShardedUnit] = ()
-    ):
+    def __init__(self, prefetch: int, keep_gathered: int, group: dist.ProcessGroup):
         self._group = group
         self.replicated: Sequence[GradientBucket] = ()
         self.watch: GatherWatch | None = None
-        self._units = units
+        self.units: Sequence[ShardedUnit] = ()
         self._prefetch = prefetch
-        self._staying = frozenset(staying)
+        self._keep_gathered = keep_gathered
+        self._staying: frozenset[ShardedUnit] = frozenset()
         # One with gradients and one without, because only the former is followed by a backward pass.
         self._orders: dict[bool, GatherOrder[ShardedUnit]] = {True: GatherOrder(), False: GatherOrder()}
         self._order: GatherOrder[ShardedUnit] | None = None
         # Units that have been gathered ahead of use.
         self._ahead: set[ShardedUnit] = set()
-        self._in_backward = False
+        # Units whose memory is used outside of their calls, with the versions of their slices. Hooks of each forward
+        # pass have those of their own, for a second backward pass through it.
+        self._lent: dict[ShardedUnit, list[int]] = {}
+        self._in_forward = self._in_backward = self._has_failed = False
         # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
         self._current: ShardedUnit | None = None
         self._inside: set[ShardedUnit] = set()
@@ -69,28 +78,54 @@ class UnitRunner(SynchronizationSwitch):
         self._present: dict[ShardedUnit | GradientBucket, list[bool]] = {}
         self._new: set[nn.Parameter] = set()
 
-    def begin_forward(self) -> None:
-        """Begin a forward pass of the whole module; discard what a failed forward or backward pass has left behind."""
-        if self._in_backward:
-            self._drop_backward()
+    def run(self, units: Sequence[ShardedUnit]) -> None:
+        """Run these units from now on. Call it between two steps."""
+        self._recover()
         self._free_all()
-        for unit in self._units:
-            unit.calls_ahead = unit.depth = 0
-        for bucket in self.replicated:
-            # Autograd will add to those of an earlier pass in place.
-            bucket.collect_present()
-        self._order = self._orders[torch.is_grad_enabled()]
-        self._order.begin()
+        self.units = units
+        # The backward pass begins with the last, which is still there.
+        self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
+        self._orders = {True: GatherOrder(), False: GatherOrder()}
+        self._present, self._new = {}, set()
 
-    def end_forward(self) -> None:
+    @property
+    def has_kept(self) -> bool:
+        """Whether backward passes under no_sync have left gradients to average."""
+        return any(unit.has_kept for unit in self.units)
+
+    @contextlib.contextmanager
+    def forward_pass(self, begin: Callable[[], None]) -> Iterator[Callable[[Any], None]]:
+        """Within this context, the whole module computes: no modules hold slices.
+
+        Args:
+            begin: called first, while they do, unless this is a part of another pass.
+
+        Yields:
+            a function to call with the output.
+        """
+        if self._in_forward or self._in_backward:
+            # The module calls itself, or a checkpoint computes it again.
+            yield lambda output: None
+            return
+        self._recover()
+        begin()
+        self._begin_forward()
+        try:
+            yield self._hook_end
+            for unit in self._lent:
+                unit.require_unchanged()
+        finally:
+            self._in_forward = False
+            for unit in self.units:
+                unit.end_pass()
         if not torch.is_grad_enabled():
             self._free_all()
             self._order = None
 
     def wait_for_gathers(self) -> None:
         """Let the current stream wait for units that are gathered ahead of use."""
-        for unit in self._units:
-            unit.use()
+        for unit in self.units:
+            unit.wait()
 
     def call(
         self, unit: ShardedUnit, parts: Sequence[nn.Module], function: Callable[..., Any], args: tuple, kwargs: dict
@@ -102,48 +137,93 @@ class UnitRunner(SynchronizationSwitch):
             self._use(unit)
         given = (*args, *kwargs.values())
         containers = containers_in(given)
-        inputs = tensors_in(given) if containers else given
+        inputs = tensors_in(given) if containers else [value for value in given if isinstance(value, Tensor)]
+        versions = [_version(tensor) for tensor in inputs]
         unit.depth += 1
         try:
-            output = function(*args, **kwargs)
-        finally:
+            with _uncached_casts(unit.device):
+                output = function(*args, **kwargs)
+        except BaseException:
             unit.depth -= 1
+            if not in_use:
+                with contextlib.suppress(UsageError):
+                    unit.hide()
+            raise
+        unit.depth -= 1
+        outputs = self._outputs(unit, output)
+        left = kept_tensors(parts)
+        if containers:
+            # They may have more in them now.
+            left += tensors_in(containers)
+        if any(map(unit.lent, outputs)) or any(unit.lent(tensor) and not unit.holds(tensor) for tensor in left):
+            # It returns a view of a weight, say, which is read when the unit is left.
+            self._lend(unit)
         if torch.is_grad_enabled():
-            left = kept_tensors(parts)
-            if containers:
-                # They may have more in them now.
-                left += tensors_in(containers)
-            self._hook_outputs(unit, output, _left_since(left, unit, inputs))
+            changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
+            self._hook(unit, outputs + changed + _left_since(left, unit, inputs))
         if not in_use:
-            if self._order is not None and self._order.repeats():
-                self._ahead.add(unit)
-            elif unit not in self._staying or not torch.is_grad_enabled():
-                unit.free()
+            self._leave(unit)
         return output
 
-    def arrive(self, unit: ShardedUnit) -> None:
-        """Called when the backward pass has the gradient of the unit's output and is about to use it."""
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    @torch._disable_dynamo
+    def access(self, unit: ShardedUnit) -> None:
+        """Gather a unit for an operation on a stand-in; from now on its modules hold the whole parameters.
+
+        Raises:
+            UsageError: no forward or backward pass is running.
+        """
+        if not (self._in_forward or self._in_backward):
+            raise UsageError(
+                f"a weight of {unit.name} was kept from a forward pass and is used after it: take it from the module, "
+                "in the forward pass"
+            )
+        if unit not in self._lent:
+            self._use(unit)
+            self._lend(unit)
+
+    def arrive(self, unit: ShardedUnit | None, versions: Sequence[int], lent: dict[ShardedUnit, list[int]]) -> None:
+        """Called when the backward pass has the gradient of the unit's output and is about to use it.
+
+        Args:
+            unit: None for the output of the whole module.
+            versions: of the unit's slices, in the forward pass.
+            lent: what the forward pass has lent.
+        """
+        self._begin_backward()
+        for other in lent:
+            if other not in self._unreduced:
+                other.require_versions(lent[other])
+                self._lent[other] = lent[other]
+                self._unreduced[other] = None
+                if not other.is_gathered:
+                    self._use(other)
+                other.use()
+        if unit is None:
+            return
+        unit.require_versions(versions)
         unit.calls_ahead -= 1
         left, self._current = self._current, unit
         self._inside.add(unit)
         self._unreduced[unit] = None
-        if left is None or left is unit or left.contains_units:
+        if left is None or left is unit or left.contains_units or left in self._lent:
             self._use(unit)
             return
         self._inside.discard(left)
-        left.free()
+        left.hide()
+        self._free(left)
         self._use(unit, meanwhile=None if left.calls_ahead > 0 else left)
 
     def finish(self) -> None:
-        """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
-        if self._in_backward:
-            self._drop_backward()
-        # A forward pass without a backward pass leaves units gathered; between steps modules hold slices.
+        """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None.
+
+        Raises:
+            UsageError: a gradient came after its unit was left.
+        """
+        self._recover()
+        # A forward pass without a backward pass leaves units gathered.
         self._free_all()
-        for unit in self._units:
+        for unit in self.units:
+            unit.require_no_gradient()
             if unit.has_kept:
                 self._start_reduction(unit)
         self._average_replicated()
@@ -156,6 +236,44 @@ class UnitRunner(SynchronizationSwitch):
                     parameter.grad = None
         self._present, self._new = {}, set()
 
+    def _begin_forward(self) -> None:
+        """Begin a forward pass of the whole module; discard what a failed one has left behind."""
+        self._free_all()
+        for unit in self.units:
+            unit.calls_ahead = unit.depth = 0
+            unit.begin_pass()
+        for bucket in self.replicated:
+            # Autograd will add to those of an earlier pass in place.
+            bucket.collect_present()
+        self._in_forward = True
+        self._order = self._orders[torch.is_grad_enabled()]
+        self._order.begin()
+
+    def _hook_end(self, output: Any) -> None:
+        """Let the backward pass begin with the output of the whole module.
+
+        Raises:
+            UsageError: the output is in the memory of a weight.
+        """
+        tensors = tensors_in(output)
+        for tensor in tensors:
+            if isinstance(tensor, StandIn) or any(unit.lent(tensor) for unit in self._lent):
+                raise UsageError(
+                    f"the module returns a weight, or a view of one, of shape {tuple(tensor.shape)}, whose memory is "
+                    "freed: return a copy, weight.clone()"
+                )
+        if torch.is_grad_enabled():
+            self._hook(None, tensors)
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._recover()
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
+        for unit in self.units:
+            unit.begin_pass()
+
     def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
         """Gather a unit and those expected after it; start to reduce ``meanwhile`` before waiting for the unit."""
         wanted: list[ShardedUnit] = []
@@ -163,7 +281,7 @@ class UnitRunner(SynchronizationSwitch):
             self._order.use(unit)
             wanted = self._order.upcoming(self._prefetch)
         for other in self._ahead.difference(wanted, (unit,)):
-            other.free()
+            self._free(other)
         unit.gather()
         # A wanted unit that is gathered, but was not ahead, is in use: it is around this one.
         self._ahead = {other for other in wanted if other in self._ahead or not other.is_gathered}
@@ -176,24 +294,50 @@ class UnitRunner(SynchronizationSwitch):
         else:
             unit.use()
 
-    def _hook_outputs(self, unit: ShardedUnit, output: Any, left: list[Tensor]) -> None:
-        """Let autograd call :meth:`arrive` before it uses the gradient of any output, or of what else the call left."""
+    def _leave(self, unit: ShardedUnit) -> None:
+        """End a call of a unit."""
+        is_lent = unit in self._lent
+        if not (is_lent and (self._in_forward or self._in_backward)):
+            unit.hide()
+        unit.require_unchanged()
+        if is_lent:
+            return
+        if self._order is not None and self._order.repeats():
+            self._ahead.add(unit)
+        elif unit not in self._staying or not torch.is_grad_enabled():
+            unit.free()
+
+    def _lend(self, unit: ShardedUnit) -> None:
+        """Keep a unit gathered until the backward pass has ended, or without gradients, the forward pass."""
+        self._ahead.discard(unit)
+        self._lent[unit] = unit.versions()
+
+    def _outputs(self, unit: ShardedUnit, output: Any) -> list[Tensor]:
         tensors = tensors_in(output)
-        if not tensors and output is not None:
+        if not tensors and output is not None and torch.is_grad_enabled():
             raise UsageError(
                 f"{unit.name} returns {a_value(output)}, in which no tensor was found: "
                 "return tensors, or lists, tuples, dictionaries or dataclasses of them"
             )
-        tensors += left
+        return tensors
+
+    def _hook(self, unit: ShardedUnit | None, tensors: list[Tensor]) -> None:
+        """Let autograd call :meth:`arrive` before it uses the gradient of any of these tensors that a call has left."""
         # If an output is a view and is changed in place, its hook is no longer called, but that of its base is.
-        tensors += [tensor._base for tensor in tensors if tensor._base is not None]
+        tensors = tensors + [tensor._base for tensor in tensors if tensor._base is not None]
         watched = [tensor for tensor in tensors if tensor.requires_grad]
         if watched:
-            if not _in_backward_pass():
+            if unit is not None and not _in_backward_pass():
                 unit.calls_ahead += 1
-            arrival = _Arrival(self, unit)
+            arrival = _Arrival(self, unit, self._lent)
             for tensor in watched:
-                tensor.register_hook(arrival)
+                hooks = tensor._backward_hooks
+                own = tensor.register_hook(arrival)
+                # The tensor may be an output of earlier calls, too, as it is of a block that returns its input. The
+                # backward pass comes to the last call first.
+                for earlier in [number for number in hooks or () if number != own.id]:
+                    hook = hooks.pop(earlier)
+                    hooks[earlier] = hook
 
     def _reduce(self, unit: ShardedUnit) -> None:
         del self._unreduced[unit]
@@ -223,58 +367,104 @@ class UnitRunner(SynchronizationSwitch):
             bucket.finish([True] * len(bucket.parameters))
 
     def _note(self, reduced: ShardedUnit | GradientBucket, present: list[bool]) -> None:
-        before = self._present.get(reduced)
-        if before is not None:
-            self._present[reduced] = [here or earlier for here, earlier in zip(present, before, strict=True)]
-            return
+        """Note which gradients this rank had; what was noted of a gradient that was dropped since does not count."""
+        earlier = self._present.get(reduced, present)
         self._present[reduced] = present
         if not all(present):
-            self._new.update(parameter for parameter in _trained(reduced) if parameter.grad is None)
+            for index, parameter in enumerate(_trained(reduced)):
+                if parameter.grad is None:
+                    self._new.add(parameter)
+                else:
+                    present[index] |= earlier[index]
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Called by autograd when a backward pass has come to its end."""
+        self._leave_backward()
+        self._free_all()
         for unit in list(self._unreduced):
-            unit.free()
             self._reduce(unit)
         self._finish_reduction()
-        self._leave_backward()
 
-    def _drop_backward(self) -> None:
-        for unit in self._units:
-            unit.drop_gradients()
-        self._reducing, self._unreduced = None, {}
-        self._present, self._new = {}, set()
-        self._leave_backward()
+    def fail_backward(self) -> None:
+        """Called when a backward pass has raised. Communication is left to whatever runs next."""
+        self._in_backward = False
+        self._has_failed = True
+        self._rest()
+
+    def _recover(self) -> None:
+        """Discard what a failed backward pass has left behind."""
+        if self._has_failed:
+            self._has_failed = False
+            for unit in self._unreduced:
+                unit.drop_gradients()
+            if self._reducing is not None:
+                self._reducing.drop_reduction()
+            self._reducing, self._unreduced = None, {}
+            self._leave_backward()
+            self._free_all()
 
     def _leave_backward(self) -> None:
-        self._free_all()
-        self._inside, self._current, self._order = set(), None, None
+        self._inside, self._current = set(), None
         self._in_backward = False
+        if not self._in_forward:
+            self._order = None
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._in_forward:
+            for unit in self.units:
+                unit.end_pass()
+
+    def _free(self, unit: ShardedUnit) -> None:
+        if unit not in self._lent and unit.depth == 0:
+            unit.free()
 
     def _free_all(self) -> None:
-        for unit in self._units:
-            unit.free()
+        if not self._in_forward:
+            self._lent = {}
+        for unit in self.units:
+            self._free(unit)
         self._ahead = set()
+
+
+class _BackwardEnd:
+    """Callback at the end of a backward pass, which autograd drops uncalled if the pass raises."""
+
+    def __init__(self, runner: UnitRunner):
+        self._runner: UnitRunner | None = runner
+
+    def __call__(self) -> None:
+        assert self._runner is not None
+        self._runner.end_backward()
+        self._runner = None
+
+    def __del__(self) -> None:
+        if self._runner is not None:
+            self._runner.fail_backward()
 
 
 class _Arrival:
     """Tensor hook that reports each backward pass once, on however many outputs of a call it is registered."""
 
-    def __init__(self, runner: UnitRunner, unit: ShardedUnit):
+    def __init__(self, runner: UnitRunner, unit: ShardedUnit | None, lent: dict[ShardedUnit, list[int]]):
         self._runner = runner
         self.unit = unit
+        self._versions = [] if unit is None else unit.versions()
+        self._lent = lent
         self._last_pass: int | None = None
 
     def __call__(self, gradient: Tensor) -> None:
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
             raise UsageError(
-                f"the backward pass through {self.unit.name} has create_graph=True, and FSDP frees the weights that a "
-                "second one would need: take gradients of gradients with DDP or a ShardedOptimizer"
+                f"the backward pass through {'the module' if self.unit is None else self.unit.name} has "
+                "create_graph=True, and FSDP frees the weights that a second one would need: take gradients of "
+                "gradients with DDP or a ShardedOptimizer"
             )
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._last_pass:
             self._last_pass = this_pass
-            self._runner.arrive(self.unit)
+            self._runner.arrive(self.unit, self._versions, self._lent)
 
 
 def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -301,3 +491,25 @@ def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
 
 def _in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was changed; one made in inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def _uncached_casts(device: torch.device) -> Iterator[None]:
+    """Within this context, autocast keeps no casts of weights.
+
+    It would keep one for each weight, until the outermost autocast context ends: half of the whole module's memory.
+    And a second pass in that context would use the first one's, so that its gradients came after their units.
+    """
+    if not (torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(device.type)):
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)

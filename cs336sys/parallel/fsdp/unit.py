@@ -1,11 +1,13 @@
 """Parameters that are gathered and freed together: where they are in memory, and their collectives."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import gathered_layout, padded_bytes
+from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import SliceGather
 from cs336sys.parallel.fsdp.gradients import GradientScatter, on_side_stream
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
@@ -36,12 +38,14 @@ class ShardedUnit:
         planned: PlannedUnit,
         parameters: Sequence[ShardedParameter],
         gradient_dtype: torch.dtype | None,
+        access: Callable[["ShardedUnit"], None],
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None),
     ):
         """Make it from the plan.
 
         Args:
             gradient_dtype: dtype in which gradients are sent; None sends them as they were computed.
+            access: called with the unit when an operation needs its parameters, and none of its modules is called.
             streams: on a GPU, the one to cast weights on, and the one to average gradients on.
         """
         self.name = planned.name or type(planned.modules[0]).__name__
@@ -62,21 +66,30 @@ class ShardedUnit:
             memory[start : start + padded_bytes(*shape_and_size, world_size)]
             for start, shape_and_size in zip(starts, shapes_and_sizes, strict=True)
         ]
-        self._own = [parameter.gather_into(region) for parameter, region in zip(parameters, regions, strict=True)]
+        self._own = [
+            parameter.gather_into(region, lambda: access(self))
+            for parameter, region in zip(parameters, regions, strict=True)
+        ]
         self._gather = SliceGather(regions, f"weights of {self.name}", group)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
         self._under_way = self._ready = False
-        # A module with its own __setattr__ is assigned to, the dictionaries of others are written to.
-        self._written: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
-        self._assigned: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        # Wherever a module holds one: its dictionary, the attribute, and the module if it has a __setattr__ of its own.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Module | None]] = []
+        self._slices: list[nn.Parameter] = []
+        self._stand_ins: list[nn.Parameter] = []
+        self._whole: list[nn.Parameter] = []
         for parameter in parameters:
             for owner, attribute in parameter.owners:
-                if type(owner).__setattr__ is nn.Module.__setattr__:
-                    self._written.append((owner._parameters, attribute, parameter.shard, parameter.full))
-                else:
-                    self._assigned.append((owner, attribute, parameter.shard, parameter.full))
-        self._show_shards()
+                is_plain = type(owner).__setattr__ is nn.Module.__setattr__
+                self._places.append((owner._parameters, attribute, None if is_plain else owner))
+                self._slices.append(parameter.shard)
+                self._stand_ins.append(parameter.stand_in)
+                self._whole.append(parameter.full)
+                if not is_plain:
+                    setattr(owner, attribute, parameter.shard)
+        # What the places hold, and what they hold while the unit is not in use.
+        self._shown = self._resting = self._slices
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
         self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
@@ -97,7 +110,8 @@ class ShardedUnit:
     def refresh(self) -> None:
         """Find out anew which parameters are trained: those whose shards require gradients."""
         for parameter in self.parameters:
-            parameter.full.requires_grad_(parameter.shard.requires_grad)
+            parameter.follow_freezing()
+            parameter.guard()
         self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
         self._scatter.choose(self.trained)
 
@@ -111,28 +125,90 @@ class ShardedUnit:
             torch._foreach_copy_(self._own, self._shards)
             self._gather.start()
 
-    def use(self) -> None:
-        """Wait for the parameters to arrive (on a GPU, let the current stream wait), and put them into the modules."""
+    def wait(self) -> None:
+        """Wait for the parameters to arrive; on a GPU, let the current stream wait."""
         if self._under_way:
             self._gather.wait()
             self._under_way, self._ready = False, True
-            for parameters, attribute, _, full in self._written:
-                parameters[attribute] = full
-            for module, attribute, _, full in self._assigned:
-                setattr(module, attribute, full)
+
+    def use(self) -> None:
+        """Wait for the parameters, and put them into the modules.
+
+        Raises:
+            UsageError: a module holds something else than was put there.
+        """
+        self.wait()
+        self._show(self._whole)
+
+    def hide(self) -> None:
+        """Put slices or stand-ins into the modules; the parameters keep their memory. For errors see :meth:`use`."""
+        self._show(self._resting)
+
+    def begin_pass(self) -> None:
+        """From now on, show stand-ins where the parameters are not in use: a forward or backward pass begins."""
+        for parameter in self.parameters:
+            parameter.follow_freezing()
+        if self._shown is self._slices:
+            self._show(self._stand_ins)
+        self._resting = self._stand_ins
+
+    def end_pass(self) -> None:
+        """Show slices from now on, whatever the modules hold."""
+        self._resting = self._slices
+        with contextlib.suppress(UsageError):
+            self._show(self._slices)
+
+    def require_unchanged(self) -> None:
+        """Refuse gathered parameters that were changed since they were gathered: the change would be lost.
+
+        Raises:
+            UsageError: naming the first.
+        """
+        for parameter in self.parameters:
+            parameter.require_unchanged()
+
+    def versions(self) -> list[int]:
+        """Counts of the changes of each slice."""
+        return [shard._version for shard in self._shards]
+
+    def require_versions(self, versions: Sequence[int]) -> None:
+        """Refuse slices that were changed since :meth:`versions` returned this.
+
+        Raises:
+            UsageError: naming the first.
+        """
+        now = self.versions()
+        if now != versions:
+            changed = next(p for p, old, new in zip(self.parameters, versions, now, strict=True) if old != new)
+            raise UsageError(
+                f"{changed.names[0]} was changed between the forward and the backward pass, whose gradients would be "
+                "those of other weights: run the backward pass before the optimizer's step"
+            )
+
+    def lent(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of the gathered parameters, as a view of one is."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return False
+        start = self._storage.data_ptr()
+        return start <= address < start + self._storage.nbytes()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the gathered parameters itself."""
+        return any(tensor is parameter.full for parameter in self.parameters)
 
     def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Record ``event`` on ``stream``, which has no other work, when the parameters have arrived."""
         self._gather.record_end(event, stream)
 
     def free(self) -> None:
-        """Release the memory of the gathered parameters, and put the shards into the modules."""
+        """Release the memory of the gathered parameters, after :meth:`hide`."""
         if not self.is_gathered:
             return
-        self.use()
+        self.wait()
         self._ready = False
         self._storage.resize_(0)
-        self._show_shards()
 
     def keep_gradients(self) -> None:
         """Keep the gradients of a backward pass for a later reduction."""
@@ -150,7 +226,7 @@ class ShardedUnit:
         for parameter in self.trained:
             if self.has_kept:
                 parameter.keep_gradient()
-                gradient, parameter.kept = parameter.kept, None
+                gradient = parameter.take_kept()
             else:
                 gradient = parameter.take_gradient()
             present.append(gradient is not None)
@@ -168,15 +244,51 @@ class ShardedUnit:
         """Add the averaged gradients to those of the shards; on a GPU, the current stream waits for them."""
         self._scatter.finish()
 
+    def require_no_gradient(self) -> None:
+        """Refuse whole gradients that came after they were reduced, and discard them.
+
+        Raises:
+            UsageError: naming the first parameter.
+        """
+        late = [parameter for parameter in self.parameters if parameter.full.grad is not None]
+        if late:
+            self.drop_gradients()
+            raise UsageError(
+                f"{late[0].names[0]} got a gradient after the backward pass had left {self.name}: what is computed "
+                "from a weight must be computed anew in each forward pass, in the call of its layer"
+            )
+
     def drop_gradients(self) -> None:
-        """Discard the gradients of a backward pass that failed, including those that are being averaged."""
-        self.has_kept = False
+        """Discard the whole gradients of a backward pass that failed."""
         for parameter in self.parameters:
-            parameter.full.grad = parameter.kept = None
+            parameter.full.grad = None
+
+    def drop_reduction(self) -> None:
+        """Discard the gradients that are being averaged."""
         self._scatter.drop()
 
-    def _show_shards(self) -> None:
-        for parameters, attribute, shard, _ in self._written:
-            parameters[attribute] = shard
-        for module, attribute, shard, _ in self._assigned:
-            setattr(module, attribute, shard)
+    def _show(self, shown: list[nn.Parameter]) -> None:
+        """Put these parameters into their places.
+
+        Raises:
+            UsageError: a module holds something else than was put there.
+        """
+        if shown is self._shown:
+            return
+        replaced = None
+        for (held, attribute, module), before, after in zip(self._places, self._shown, shown, strict=True):
+            if held.get(attribute) is not before:
+                replaced = before
+            elif module is None:
+                held[attribute] = after
+            else:
+                setattr(module, attribute, after)
+        before, self._shown = self._shown, shown
+        if replaced is not None:
+            name = next(
+                p.names[0] for p in self.parameters if any(one is replaced for one in (p.shard, p.full, p.stand_in))
+            )
+            raise UsageError(
+                f"{name} is no longer the parameter that was wrapped (assigned, or given to functional_call): change "
+                "its values in place, or call refresh() on every rank"
+            )

@@ -9,7 +9,7 @@ Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Sc
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,20 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
 from cs336sys.late_compiler import importing_no_compiler
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_timing import GatherWatch
-from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters
-from cs336sys.parallel.fsdp.plan import PlannedParameter, plan_sharding
+from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters, hook_refusal
+from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.gradient_synchronizer import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
+from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
 
 
@@ -113,7 +116,6 @@ class FSDP(StateDictOfWrapped):
         """
         super().__init__()
         require_process_group(type(self).__name__)
-        require_unwrapped(module)
         for name, dtype in {"compute_dtype": compute_dtype, "gradient_dtype": gradient_dtype}.items():
             if dtype is not None and not dtype.is_floating_point:
                 raise UsageError(f"{name} {dtype}: choose a floating-point dtype")
@@ -125,38 +127,17 @@ class FSDP(StateDictOfWrapped):
         self._rank_and_world_size = (dist.get_rank(), dist.get_world_size())
         self.group = process_group(group)
         self._gradient_dtype = gradient_dtype
-        plan = plan_sharding(module, unit_modules)
-        units = [unit.name for unit in plan.units]
-        with same_on_every_rank(self.group) as lines:
-            require_unsynchronized(module.named_parameters())
-            require_own_gradient_dtype(module.named_parameters())
-            lines.append(f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}, {units=}")
-            lines += describe_module(module)
-        sharded = distribute_parameters(module, plan, compute_dtype, initialize, device, self.group)
-        shards = [parameter.shard for parameter in sharded.values()]
-        streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
-        if shards and shards[0].is_cuda:
-            device = shards[0].device
-            streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
-        self.units = tuple(
-            ShardedUnit(unit, [sharded[entry] for entry in unit.sharded], gradient_dtype, streams)
-            for unit in plan.units
-        )
-        self._plan = plan
-        # The backward pass begins with the last, which is still there.
-        staying = self.units[max(0, len(self.units) - 1 - keep_gathered) :] if keep_gathered else ()
-        self._runner = UnitRunner(self.units, prefetch, self.group, staying)
-        self._calls = [
-            UnitCall(self._runner, unit, part, compute_dtype) for unit in self.units for part in unit.modules
-        ]
-        called = {call.module for call in self._calls}
-        self._around_units = [
-            part for part in module.modules() if part not in called and not called.isdisjoint(part.modules())
-        ]
-        if compute_dtype is not None:
-            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
-                compute_in_own_dtype(owner, compute_dtype)
-        self._watch_gradients()
+        self._compute_dtype = compute_dtype
+        self._settings = f"FSDP with {compute_dtype=}, {prefetch=}, {keep_gathered=}, {gradient_dtype=}"
+        self._unit_modules = unit_modules
+        self._initialize, self._device = initialize, device
+        self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
+        self._runner = UnitRunner(prefetch, keep_gathered, self.group)
+        self.units: tuple[ShardedUnit, ...] = ()
+        self._plan = ShardingPlan([], [])
+        self._calls: list[UnitCall] = []
+        self._known_modules: frozenset[nn.Module] = frozenset()
+        self._shard()
         mark_share(module, type(self).__name__, self.group)
 
     @importing_no_compiler
@@ -165,26 +146,19 @@ class FSDP(StateDictOfWrapped):
         """Call the wrapped module.
 
         Raises:
-            UsageError: the process group is not that of the construction any more; a parameter was frozen or unfrozen,
-                and :meth:`refresh` was not called; the module was compiled as a whole.
+            UsageError: the process group is not that of the construction any more; the module holds other parameters
+                than those that were wrapped, or one has a hook, and :meth:`refresh` was not called; the module was
+                compiled as a whole; a weight was changed, or is returned.
         """
-        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
-            raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
-        for name, parameter, is_trained in self._trained:
-            if parameter.requires_grad != is_trained:
-                raise UsageError(f"{name} was frozen or unfrozen after it was wrapped: call refresh() on every rank")
         for part in self._around_units:
-            if part._compiled_call_impl is not None:
+            if part._compiled_call_impl not in (None, self._root_call):
                 raise UsageError(
                     f"{type(part).__name__} is compiled as a whole, which leaves no place to gather its parts: "
                     "compile its blocks"
                 )
         for call in self._calls:
             call.install()
-        self._runner.begin_forward()
-        output = self.module(*args, **kwargs)
-        self._runner.end_forward()
-        return output
+        return self.module(*args, **kwargs)
 
     @property
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
@@ -200,7 +174,12 @@ class FSDP(StateDictOfWrapped):
         """Make every gradient the mean over ranks. Every rank must call it between backward pass and optimizer step.
 
         On a GPU the wait is only queued; the CPU does not block, unless this rank lacks gradients (see above).
+
+        Raises:
+            UsageError: the module holds other parameters than those that were wrapped, and :meth:`refresh` was not
+                called; a gradient came after its unit was left.
         """
+        self._held.require_unchanged()
         self._runner.finish()
 
     def wait_for_gathers(self) -> None:
@@ -228,17 +207,17 @@ class FSDP(StateDictOfWrapped):
             self._runner.watch = None
 
     def refresh(self) -> None:
-        """Take note of parameters that were frozen or unfrozen. Every rank must call it, between two steps.
+        """Take note of parameters that were added, removed, replaced, tied, untied, frozen or unfrozen.
+
+        New ones get rank 0's values, and are cut if a wrapped module's would be: add them to the optimizer afterwards,
+        from :meth:`parameters`. Slices that stay are the same objects. Every rank must call this, between two steps;
+        frozen parameters, which are averaged as zeros until then, cost nothing any more.
 
         Raises:
-            UsageError: on every rank, if they were not changed alike.
+            UsageError: on every rank: they were not changed alike; gradients kept under :meth:`no_sync` are waiting; a
+                parameter that was replicated would be cut now, or the other way round; a new one has a slice's shape.
         """
-        entries = (*self._plan.all_sharded, *self._plan.replicated)
-        require_same_lines(
-            [f"{entry.names[0]} {'trained' if entry.held.requires_grad else 'frozen'}" for entry in entries],
-            self.group,
-        )
-        self._watch_gradients()
+        self._shard()
 
     def held_parameters(self) -> dict[str, tuple[nn.Parameter, ShardedParameter | None]]:
         """Return what the wrapped module holds now, by each of its names: this rank's slice, and what it is a slice of.
@@ -308,7 +287,7 @@ class FSDP(StateDictOfWrapped):
         norm = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
-        nn.utils.clip_grads_with_norm_([*sharded, *replicated], max_norm, norm)
+        clip_by_norm([*sharded, *replicated], max_norm, norm)
         return norm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,12 +325,153 @@ class FSDP(StateDictOfWrapped):
     def __getstate__(self) -> None:
         raise UsageError("an FSDP module cannot be copied or pickled: gather its parameters, or save a checkpoint")
 
-    def _watch_gradients(self) -> None:
-        entries = (*self._plan.all_sharded, *self._plan.replicated)
-        self._trained = [(entry.names[0], entry.held, entry.held.requires_grad) for entry in entries]
-        self._runner.replicated = _buckets(self._plan.replicated, self._gradient_dtype, self.group)
+    def _begin_forward(self) -> None:
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
+            raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
+        self._held.require_unchanged()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.require_no_hooks()
+        if parametrize._cache:
+            own = set(map(id, self._known_modules))
+            if any(owner in own for owner, _ in parametrize._cache):
+                raise UsageError(
+                    "parametrize.cached() has kept a weight of another forward pass, and what it was computed from is "
+                    "freed: enter cached() anew for each forward pass"
+                )
+
+    def _shard(self) -> None:
+        """Plan what is in which unit, cut the parameters that are not cut yet, and begin to run these units."""
+        for call in self._calls:
+            call.remove()
+        try:
+            plan, known = self._plan_alike()
+        except Exception:
+            for call in self._calls:
+                call.install()
+            raise
+        module, device = self.module, self._device
+        sharded = distribute_parameters(
+            module, plan, self._compute_dtype, self._initialize, device, self.group, known, self._known_modules
+        )
+        shards = [parameter.shard for parameter in sharded.values()]
+        if shards and shards[0].is_cuda and self._streams[0] is None:
+            on = shards[0].device
+            self._streams = torch.cuda.Stream(on, priority=-1), torch.cuda.Stream(on, priority=-1)
+        self._plan = plan
+        self.units = tuple(
+            ShardedUnit(
+                unit,
+                [sharded[entry] for entry in unit.sharded],
+                self._gradient_dtype,
+                self._runner.access,
+                self._streams,
+            )
+            for unit in plan.units
+        )
+        self._runner.run(self.units)
+        self._runner.replicated = _buckets(plan.replicated, self._gradient_dtype, self.group)
         for unit in self.units:
             unit.refresh()
+        self._calls = [
+            UnitCall(self._runner, unit, part, self._compute_dtype, self._begin_forward if part is module else None)
+            for unit in self.units
+            for part in unit.modules
+        ]
+        called = {call.module for call in self._calls}
+        if module not in called:
+            self._calls.append(UnitCall(self._runner, None, module, None, self._begin_forward))
+        self._around_units = [
+            part for part in module.modules() if part not in called and not called.isdisjoint(part.modules())
+        ]
+        self._root_call = next(call for call in self._calls if call.module is module)
+        if self._compute_dtype is not None:
+            for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
+                if owner not in self._known_modules:
+                    compute_in_own_dtype(owner, self._compute_dtype)
+        self._known_modules = frozenset(module.modules())
+        self._held = HeldParameters(module)
+
+    def _plan_alike(self) -> tuple[ShardingPlan, dict[PlannedParameter, ShardedParameter | nn.Parameter]]:
+        """A plan for what the module holds now, and those of its parameters that are cut or replicated already.
+
+        Raises:
+            UsageError: see :meth:`refresh` and the constructor.
+        """
+        module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
+        replicated = {id(parameter) for parameter in self.replicated_parameters.values()}
+        known: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
+        with same_on_every_rank(self.group) as lines:
+            require_unwrapped(module)
+            if self._runner.has_kept:
+                raise UsageError(
+                    "backward passes under no_sync() have left gradients to average: call "
+                    "finish_gradient_synchronization() before refresh()"
+                )
+            named = list(module.named_parameters())
+            require_unsynchronized((name, parameter) for name, parameter in named if id(parameter) not in cut)
+            require_own_gradient_dtype(named)
+            with _shown_whole(module, cut):
+                plan = plan_sharding(module, self._unit_modules)
+                lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
+                lines += describe_module(module)
+            for entry in plan.all_sharded:
+                held = entry.held
+                if id(held) in replicated:
+                    raise UsageError(_differently_held(entry, "replicated", "cut"))
+                if id(held) in cut:
+                    known[entry] = cut[id(held)]
+                else:
+                    self._require_whole(entry)
+            for entry in plan.replicated:
+                if id(entry.held) in cut:
+                    raise UsageError(_differently_held(entry, "cut", "replicated"))
+                if id(entry.held) in replicated:
+                    known[entry] = entry.held
+        return plan, known
+
+    def _require_whole(self, entry: PlannedParameter) -> None:
+        """Refuse a parameter to cut that may be cut already, or that would lose its hooks.
+
+        Raises:
+            UsageError: naming it.
+        """
+        held, name = entry.held, entry.names[0]
+        if held._backward_hooks or held._post_accumulate_grad_hooks:
+            raise hook_refusal(name)
+        before = [one for one in self.sharded_parameters.values() if not set(one.owners).isdisjoint(entry.owners)]
+        if any(held.shape == one.shard.shape != one.shape for one in before):
+            raise UsageError(
+                f"{name} was replaced by a tensor of the shape of a slice: copy slices into those that are there, as "
+                "load_state_dict() without assign=True does, or assign a whole parameter"
+            )
+        if held.is_meta and any(owner in self._known_modules for owner, _ in entry.owners):
+            raise UsageError(f"{name} was replaced by one on the meta device: give it memory and values first")
+
+
+@contextlib.contextmanager
+def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iterator[None]:
+    """Within this context, the module holds parameters of whole shapes, without memory, in place of slices."""
+    places = [
+        (part._parameters, attribute, cut[id(parameter)])
+        for part in module.modules()
+        for attribute, parameter in part._parameters.items()
+        if id(parameter) in cut
+    ]
+    for held, attribute, parameter in places:
+        held[attribute] = parameter.full
+    try:
+        yield
+    finally:
+        for held, attribute, parameter in places:
+            held[attribute] = parameter.shard
+
+
+def _differently_held(entry: PlannedParameter, before: str, now: str) -> str:
+    return (
+        f"{entry.names[0]} was {before} when it was wrapped, and would be {now} after what was changed since, so that "
+        "optimizers would have the wrong tensor: wrap the plain module anew"
+    )
 
 
 def _buckets(

@@ -23,6 +23,7 @@ from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import is_unit
+from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
@@ -225,7 +226,7 @@ class TensorParallel(StateDictOfWrapped):
         for group in groups:
             norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
         norm = torch.linalg.vector_norm(torch.stack((norm, of_whole)), norm_type)
-        nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
+        clip_by_norm(held.values(), max_norm, norm)
         return norm
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -116,12 +116,12 @@ def test_norm_shared_between_blocks_does_not_join_them():
     assert rest == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
 
 
-def test_bias_that_a_norm_uses_too_stays_whole():
+def test_bias_that_a_module_outside_of_units_uses_too_is_cut():
     module = Sum(linear=nn.Linear(2, 2), norm=nn.LayerNorm(2))
     module.norm.bias = module.linear.bias
     units, rest = planned(module)
-    assert units == {"linear": ["linear.weight"]}
-    assert rest == ["linear.bias", "norm.weight"]
+    assert units == {"linear": ["linear.weight", "linear.bias"]}
+    assert rest == ["norm.weight"]
 
 
 def test_blocks_without_matrices_are_no_units():
