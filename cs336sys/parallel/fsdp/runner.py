@@ -456,10 +456,11 @@ class _Arrival:
     def __call__(self, gradient: Tensor) -> None:
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
+            if self.unit is None:
+                return
             raise UsageError(
-                f"the backward pass through {'the module' if self.unit is None else self.unit.name} has "
-                "create_graph=True, and FSDP frees the weights that a second one would need: take gradients of "
-                "gradients with DDP or a ShardedOptimizer"
+                f"the backward pass through {self.unit.name} has create_graph=True, and FSDP frees the weights that a "
+                "second one would need: take gradients of gradients with DDP or a ShardedOptimizer"
             )
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._last_pass:

@@ -459,6 +459,7 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
         if id(parameter) in cut
     ]
     for held, attribute, parameter in places:
+        parameter.follow_freezing()
         held[attribute] = parameter.full
     try:
         yield

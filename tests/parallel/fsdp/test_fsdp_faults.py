@@ -24,7 +24,7 @@ def test_what_cannot_work_is_refused_by_name(ranks):
         assert {kind for kind, _ in errors.values()} == {"UsageError"}
         messages = {what: message for what, (_, message) in errors.items()}
         assert messages["again"] == "the module (FSDP) is wrapped already: wrap the plain module"
-        assert messages["the inside again"] == "0.0 (Linear) is wrapped already: wrap the plain module"
+        assert messages["the inside again"] == "0 (Sequential) is wrapped already: wrap the plain module"
         assert messages["over DDP"] == "0 (OverlappedDDP) is wrapped already: wrap the plain module"
         assert messages["over torch's"] == "the module (FSDPSequential) is wrapped already: wrap the plain module"
         assert messages["prefetch"] == "prefetch -1: must be at least 0"
