@@ -325,7 +325,8 @@ class UnitRunner(SynchronizationSwitch):
         """Let autograd call :meth:`arrive` before it uses the gradient of any of these tensors that a call has left."""
         # If an output is a view and is changed in place, its hook is no longer called, but that of its base is.
         tensors = tensors + [tensor._base for tensor in tensors if tensor._base is not None]
-        watched = [tensor for tensor in tensors if tensor.requires_grad]
+        # A weight that is returned as it is would keep the hook for ever.
+        watched = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         if watched:
             if unit is not None and not _in_backward_pass():
                 unit.calls_ahead += 1

@@ -9,14 +9,14 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import UsageError
 
-# What needs no values. All else, the gradient's setter included, is done to the whole weight.
+# What needs no values; the memory is asked for by those who count it. All else is done to the whole weight.
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn is_cuda is_cpu is_meta "
     "is_sparse is_quantized"
 )
 _METHODS = (
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
-    "get_device __len__"
+    "get_device __len__ untyped_storage storage_offset"
 )
 _WITHOUT_VALUES = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]

@@ -56,10 +56,17 @@ class FSDP(StateDictOfWrapped):
     - Every rank must run the same units in the same order. A unit may use different parameters on each rank: where
       only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
       lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
-    - A layer's weight can be used while the layer, or a unit around it, is being called, and at no other time. What is
-      computed in a unit may be returned, kept as an attribute or buffer of a module in it, or put into an argument (a
-      tensor, or tensors in lists, tuples, dictionaries and dataclasses), as auxiliary losses are: nothing else may be
-      used in a loss.
+    - In the forward pass a weight can be used anywhere in the module: outside of its layer's call, as in
+      ``x @ self.embedding.weight.T`` or a penalty on weights, the whole weight is gathered, and its unit keeps its memory
+      until the backward pass ends. Outside of forward and backward passes the module holds slices, and a gradient of
+      one is refused. Changes of weights in the forward pass are refused (those through ``.data.copy_()`` are not seen).
+    - What is computed in a unit may be returned, kept as an attribute or buffer of a module in it, or put into an
+      argument (a tensor, also in place, or tensors in lists, tuples, dictionaries and dataclasses), as auxiliary losses
+      are: nothing else may be used in a loss.
+    - Parameters may be frozen and unfrozen again between steps, as GANs do. Parameters that were added, removed,
+      replaced or tied, or were frozen when the module was wrapped and are trained now, are refused until
+      :meth:`refresh`. Attributes of parameters are those of the slices; hooks on sharded parameters are refused.
+    - Optimizer steps belong after the backward pass: slices that have changed since the forward pass are refused.
     - Backward passes with ``create_graph=True`` (gradient penalties) are refused.
     - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
       wrapping: gathering stays outside the compiled code.
@@ -69,7 +76,7 @@ class FSDP(StateDictOfWrapped):
     - If a step raises on all ranks alike, the next forward pass discards it; drop the gradients that it has added.
 
     Attributes:
-        module: the wrapped module. Between steps it holds slices.
+        module: the wrapped module. But for forward and backward passes it holds slices; calling it is calling this.
         units: the groups of parameters that are gathered and freed together.
         group: the ranks that share the batch and hold the slices.
     """
@@ -193,7 +200,8 @@ class FSDP(StateDictOfWrapped):
         """Within this context, backward passes keep whole gradients on this rank, in the dtype of the slices.
 
         This is for gradient accumulation with less communication: run all passes of a step but the last in it. What
-        they have kept is averaged together with the last pass.
+        they have kept is averaged together with the last pass. Until then ``grad`` of a slice shows this rank's rows of
+        it, and who sets that to None or zero discards it on this rank.
         """
         return self._runner.no_sync()
 
