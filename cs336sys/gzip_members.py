@@ -6,6 +6,7 @@ Members one after another are one gzip file (RFC 1952, section 2.2), for every p
 
 import gzip
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ _READ_AT_ONCE = 2**14
 
 # zlib's window of 2^15 bytes, with gzip's header and trailer around.
 _GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
+
+# How a member begins, by which the next one is found after a damaged one.
+GZIP_MAGIC = b"\x1f\x8b\x08"
+# A file of more is not what a disk or a network did to one of ours.
+_MOST_FAULTS = 100
 
 
 def is_compressed(path: Path) -> bool:
@@ -43,22 +49,80 @@ class Members:
     is_damaged: bool
 
 
-def read_members(compressed: bytes) -> Members:
-    """Decompress a file of members, as far as that goes."""
-    contents: list[bytes] = []
-    position = end = 0
+@dataclass(frozen=True)
+class Member:
+    """One member of a file.
+
+    Attributes:
+        start, end: where in the file it lies.
+        content: all of it, or of one that is cut or damaged what comes before that.
+        fault: what is wrong with it; empty for a whole one.
+        is_cut: the file ends before it does.
+    """
+
+    start: int
+    end: int
+    content: bytes
+    fault: str = ""
+    is_cut: bool = False
+
+
+class TooLargeError(ValueError):
+    """Members that hold more than was allowed."""
+
+
+def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
+    """Decompress the members of a file one by one. After a damaged one it goes on with the next that begins.
+
+    Args:
+        limit: bytes that all of them may hold.
+
+    Raises:
+        TooLargeError: they hold more.
+    """
+    position = held = faults = 0
     while position < len(compressed):
-        member = zlib.decompressobj(_GZIP_WINDOW_BITS)
-        parts: list[bytes] = []
-        while position < len(compressed) and not member.eof:
-            read = compressed[position : position + _READ_AT_ONCE]
-            try:
-                parts.append(member.decompress(read))
-            except zlib.error:
-                return Members(b"".join(contents), b"".join(parts), end, is_damaged=True)
-            position += len(read) - len(member.unused_data)
-        if not member.eof:
-            return Members(b"".join(contents), b"".join(parts), end, is_damaged=False)
-        contents += parts
-        end = position
-    return Members(b"".join(contents), b"", end, is_damaged=False)
+        member = _member_at(compressed, position, None if limit is None else limit - held)
+        held += len(member.content)
+        yield member
+        position = member.end
+        if member.fault and not member.is_cut:
+            faults += 1
+            position = compressed.find(GZIP_MAGIC, position)
+            if position < 0 or faults == _MOST_FAULTS:
+                return
+
+
+def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
+    member = zlib.decompressobj(_GZIP_WINDOW_BITS)
+    parts: list[bytes] = []
+    position, left = start, limit
+    while position < len(compressed) and not member.eof:
+        read = compressed[position : position + _READ_AT_ONCE]
+        try:
+            # zlib takes 0 for no limit.
+            parts.append(member.decompress(read, 0 if left is None else left + 1))
+        except zlib.error as error:
+            # "Error -3 while decompressing data: incorrect data check"
+            fault = str(error).rpartition(": ")[2]
+            return Member(start, max(position, start + 1), b"".join(parts), fault)
+        if left is not None:
+            left -= len(parts[-1])
+            if left < 0:
+                raise TooLargeError
+        position += len(read) - len(member.unused_data)
+    if not member.eof:
+        return Member(start, position, b"".join(parts), "cut off", is_cut=True)
+    return Member(start, position, b"".join(parts))
+
+
+def read_members(compressed: bytes) -> Members:
+    """Decompress a file of members, up to one that is cut or damaged."""
+    whole: list[bytes] = []
+    end = 0
+    for member in members_of(compressed):
+        if member.fault:
+            return Members(b"".join(whole), member.content, end, is_damaged=not member.is_cut)
+        whole.append(member.content)
+        end = member.end
+    return Members(b"".join(whole), b"", end, is_damaged=False)

@@ -7,19 +7,32 @@ sweep loses nothing that was measured, and files can be concatenated. Numbers th
 """
 
 import gzip
+import io
 import json
 import math
 import re
 import statistics
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from cs336sys.bounded_files import MIB, read_chunks
 from cs336sys.earlier_results import with_whole_step
 from cs336sys.errors import UsageError
-from cs336sys.gzip_members import is_compressed, read_members
+from cs336sys.foreign_values import (
+    FILE_BYTES,
+    FILE_CONTAINERS,
+    FILE_LINES,
+    FILE_VALUES,
+    LINE_BYTES,
+    LINE_CONTAINERS,
+    check_samples,
+    checked_value,
+)
+from cs336sys.gzip_members import GZIP_MAGIC, TooLargeError, is_compressed, members_of
+from cs336sys.printable import printable
 
 SCHEMA_VERSION = 1
 
@@ -254,12 +267,12 @@ class Results:
     """What a results file holds.
 
     Attributes:
-        passed_over: lines that are cut, or no record.
+        passed_over: what was left out of the file, a sentence for each line: ``line 7 is cut, or no record of results``.
     """
 
     runs: dict[str, Run]
     cells: tuple[Cell, ...]
-    passed_over: int = 0
+    passed_over: tuple[str, ...] = ()
 
 
 def read_several(paths: str) -> Results:
@@ -269,63 +282,135 @@ def read_several(paths: str) -> Results:
         UsageError: as :func:`read_results`, or there is none.
     """
     names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
-    files = [read_results(Path(name)) for name in names or [paths]]
-    runs = {run_id: run for file in files for run_id, run in file.runs.items()}
-    cells = tuple(cell for file in files for cell in file.cells)
-    return Results(runs, cells, sum(file.passed_over for file in files))
+    files = {name: read_results(Path(name)) for name in names or [paths]}
+    runs = {run_id: run for file in files.values() for run_id, run in file.runs.items()}
+    cells = tuple(cell for file in files.values() for cell in file.cells)
+    passed_over = (f"{name}: {left_out}" for name, file in files.items() for left_out in file.passed_over)
+    return Results(runs, cells, tuple(passed_over))
+
+
+# Lines that are named one by one before the rest is counted.
+_NAMED = 5
+
+
+def passed_over_words(results: Results) -> list[str]:
+    """What to warn of: the lines that were left out, the first ones by their faults."""
+    named, rest = results.passed_over[:_NAMED], len(results.passed_over) - _NAMED
+    more = [f"{rest} more line{'s are' if rest > 1 else ' is'} passed over"] if rest > 0 else []
+    return [*(f"{sentence}, and passed over" for sentence in named), *more]
 
 
 def read_results(path: Path) -> Results:
-    """Read a file of :mod:`cs336sys.results_file`; half-written lines (a killed run's last) are passed over.
+    """Read a file of :mod:`cs336sys.results_file`, or a pipe; a line that is no record of today's is passed over.
 
-    A file whose name ends in ``.gz`` is compressed, by whichever program.
+    This is the one place where what strangers have written becomes runs and cells: numbers are of a size that can be
+    computed with, times are more than 0, text is without control characters (:mod:`cs336sys.foreign_values`).
 
     Raises:
-        UsageError: the file cannot be read, holds no results, or was written by a newer version.
+        UsageError: the file cannot be read, is too large, holds no results, or was written by a newer version.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
-    is_cut_short = False
-    if is_compressed(path):
-        members = read_members(content)
-        if members.is_damaged and members.end == 0 and not members.cut:
-            raise UsageError(f"cannot read results from {path}: its name says that it is compressed, and it is not")
-        is_cut_short = members.is_damaged or (members.end < len(content) and not members.cut)
-        content = members.whole + members.cut
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
-    passed_over = int(is_cut_short)
-    for number, line in enumerate(content.splitlines(), 1):
+    passed_over: list[str] = []
+    values = containers = 0
+    for number, line in enumerate(_lines(_contents(path, passed_over)), 1):
+        here = line.count(b"{") + line.count(b"[")
+        values, containers = values + line.count(b","), containers + here
+        if number > FILE_LINES or values > FILE_VALUES or containers > FILE_CONTAINERS:
+            raise UsageError(
+                f"{path} holds more than {FILE_LINES:,} lines, {FILE_VALUES:,} values or {FILE_CONTAINERS:,} lists and "
+                "objects, which is the most that is read: give parts of it"
+            )
+        if len(line) > LINE_BYTES or here > LINE_CONTAINERS:
+            passed_over.append(f"line {number} is larger than any record of results")
+            continue
         record = read_record(line)
         if record is None:
-            passed_over += bool(line)
+            passed_over += [f"line {number} is cut, or no record of results"] if line.strip() else []
             continue
         kind = record.pop("kind")
         check_version(path, record.pop("schema_version"))
         try:
+            record = checked_value(record)
             if kind == "run":
-                _check_types(record, _RUN_TYPES)
-                runs[record["run_id"]] = Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
+                runs[record["run_id"]] = _run(record)
             elif kind == "cell":
-                _check_types(record, _CELL_TYPES)
-                samples = {name: _samples(values) for name, values in record["samples"].items()}
-                cells.append(Cell(**with_whole_step(record | {"samples": samples})))
-        except (TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"{path}: line {number} is no {kind} of this schema") from error
+                cells.append(_cell(record))
+            else:
+                raise ValueError("it is neither a run nor a cell")
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
+            name = kind if kind in ("run", "cell") else "record"
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            passed_over.append(f"line {number} is no {name} of this schema: {reason}")
     if not runs and not cells:
-        raise UsageError(f"{path} holds no results: it should be a file written by --save")
-    return Results(runs, tuple(cells), passed_over)
+        why = (
+            f"; {passed_over[0]}"
+            if passed_over and ("schema:" in passed_over[0] or "damaged" in passed_over[0])
+            else ""
+        )
+        raise UsageError(f"{path} holds no results: it should be a file written by --save{why}")
+    return Results(runs, tuple(cells), tuple(passed_over))
+
+
+def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
+    """The text of a file part by part, decompressed; adds to ``passed_over`` what of it is damaged."""
+    try:
+        chunks = read_chunks(path, FILE_BYTES)
+        first = next(chunks, b"")
+        # A pipe's name does not say that what comes is compressed.
+        if not first.startswith(GZIP_MAGIC):
+            if first and is_compressed(path):
+                raise UsageError(f"cannot read results from {path}: its name says that it is compressed, and it is not")
+            yield first
+            yield from chunks
+            return
+        compressed = b"".join((first, *chunks))
+    except OSError as error:
+        raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
+    try:
+        for member in members_of(compressed, FILE_BYTES):
+            if member.fault and not member.is_cut:
+                # A byte has changed, and what it changed may look like a number.
+                passed_over.append(f"what is compressed from byte {member.start} on is damaged ({member.fault})")
+                continue
+            yield member.content
+            if member.is_cut and not member.content:
+                passed_over.append(f"what is compressed from byte {member.start} on is cut off")
+    except TooLargeError as error:
+        raise UsageError(
+            f"{path} holds more than {FILE_BYTES // MIB} MiB when decompressed, which is the most that is read"
+        ) from error
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text, those longer than :data:`LINE_BYTES` without their end."""
+    pending: list[bytes] = []
+    room = LINE_BYTES + 1
+    for part in parts:
+        stream = io.BytesIO(part)
+        while line := stream.readline():
+            # Of a line that is too long enough is kept to be seen to be that.
+            pending.append(line[:room])
+            room -= len(pending[-1])
+            if line.endswith(b"\n"):
+                yield b"".join(pending).rstrip(b"\r\n")
+                pending, room = [], LINE_BYTES + 1
+    if pending:
+        yield b"".join(pending)
 
 
 def holds_results(path: Path) -> bool:
     """Whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
     try:
         with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
-            return read_record(stream.readline()) is not None
+            first = stream.readline(_FIRST_BYTES)
     except (OSError, EOFError, zlib.error):
         return False
+    return first.startswith(b'{"schema_version"') or read_record(first) is not None
+
+
+# The first line is a run's, which is short.
+_FIRST_BYTES = 2**20
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
@@ -334,7 +419,7 @@ def read_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
         if b'NaN"' in line or b'Infinity"' in line:
             record = _with_numbers(record)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and {"schema_version", "kind"} <= record.keys() else None
 
@@ -342,7 +427,9 @@ def read_record(line: bytes) -> dict[str, Any] | None:
 def check_version(path: Path, version: Any) -> None:
     """Raise a UsageError if a record is of another version than this program's."""
     if version != SCHEMA_VERSION:
-        raise UsageError(f"{path} has schema version {version}, this cs336sys reads version {SCHEMA_VERSION}")
+        raise UsageError(
+            f"{path} has schema version {printable(str(version))[:40]}, this cs336sys reads version {SCHEMA_VERSION}"
+        )
 
 
 _RUN_TYPES = {"run_id": str, "time": str, "arguments": list, "machine": dict, "environment": dict}
@@ -350,15 +437,37 @@ _CELL_TYPES = {"command": str, "run_id": str, "status": str, "configuration": di
 _SAMPLES_TYPES = {"unit": str, "method": str, "measured": list, "warmup": list}
 
 
-def _check_types(record: dict[str, Any], types: Mapping[str, type]) -> None:
+def _check_types(record: Any, types: Mapping[str, type]) -> None:
     """Raise a KeyError or a TypeError where another program, or a hand, has written something else."""
+    if not isinstance(record, dict):
+        raise TypeError("samples are no dict")
     for name, kind in types.items():
         if not isinstance(record[name], kind):
             raise TypeError(f"{name} is no {kind.__name__}")
 
 
-def _samples(record: dict[str, Any]) -> Samples:
+def _run(record: dict[str, Any]) -> Run:
+    _check_types(record, _RUN_TYPES)
+    for name, value in (record["machine"] | record["environment"]).items():
+        if isinstance(value, dict | list):
+            raise TypeError(f"{name} is no text or number")
+    for name in ("git_commit", "source_digest"):
+        if not isinstance(record["environment"].get(name), str | None):
+            raise TypeError(f"{name} is no str")
+    return Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
+
+
+def _cell(record: dict[str, Any]) -> Cell:
+    _check_types(record, _CELL_TYPES)
+    if record["status"] not in get_args(Status):
+        raise ValueError(f"its status is '{record['status'][:40]}'")
+    if not isinstance(record.get("reason"), str | None):
+        raise TypeError("reason is no str")
+    samples = {name: _samples(name, values) for name, values in record["samples"].items()}
+    return Cell(**with_whole_step(record | {"samples": samples}))
+
+
+def _samples(name: str, record: dict[str, Any]) -> Samples:
     _check_types(record, _SAMPLES_TYPES)
-    if not all(isinstance(number, int | float) for number in (*record["measured"], *record["warmup"])):
-        raise TypeError("a sample is no number")
+    check_samples(name, record["unit"], record["measured"], record["warmup"])
     return Samples(**record | {"measured": tuple(record["measured"]), "warmup": tuple(record["warmup"])})

@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_file_cut_anywhere_in_its_last_record_loses_only_that_and_is_appended_
         whole = read_results(path)
         assert whole.cells[:1] == (CELLS[0],)
         # The record may be complete where only its member's end is missing.
-        assert len(whole.cells) + whole.passed_over == (1 if size == before else 2)
+        assert len(whole.cells) + len(whole.passed_over) == (1 if size == before else 2)
         write(path, CELLS[2])
         assert read_results(path).cells == (*whole.cells, CELLS[2])
         assert gzip.decompress(path.read_bytes()).endswith(b"\n"), "other programs read it, too"
@@ -66,13 +67,23 @@ def test_a_whole_file_compressed_at_once_and_cut_keeps_its_whole_lines(path):
     assert read_results(path).cells == (*kept, CELLS[2])
 
 
-def test_damaged_data_end_what_can_be_read_and_are_not_appended_to(path):
+def test_a_damaged_record_costs_only_itself_and_the_file_is_not_appended_to(path):
     write(path, RUN, *CELLS)
     content = path.read_bytes()
-    # The last 8 bytes are the record's checksum and length.
-    path.write_bytes(content[:-8] + bytes([content[-8] ^ 255]) + content[-7:])
-    results = read_results(path)
-    assert (results.cells, results.passed_over) == (tuple(CELLS[:2]), 1)
+    starts = [found.start() for found in re.finditer(b"\x1f\x8b\x08", content)]
+    start, end = starts[2], starts[3]
+    # The last 8 bytes are the record's checksum and length; the first 10 are its header.
+    for place, fault in ((end - 8, "incorrect data check"), (end - 1, "incorrect length check"), (start + 14, "")):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+        results = read_results(path)
+        assert results.cells == (CELLS[0], CELLS[2])
+        (said,) = results.passed_over
+        assert said.startswith(f"what is compressed from byte {start} on is damaged (") and fault in said
+    path.write_bytes(gzip.compress(gzip.decompress(content))[:-5] + bytes(5))
+    with pytest.raises(
+        UsageError, match=r"holds no results: .*; what is compressed from byte 0 on is damaged \(incorrect"
+    ):
+        read_results(path)
     with pytest.raises(UsageError, match=r"it holds something else; give another file$"):
         ResultsFile(path)
 

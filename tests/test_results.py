@@ -1,13 +1,19 @@
 import ast
+import gzip
 import json
 import math
 import os
-from dataclasses import replace
+import re
+import subprocess
+import sys
+import zlib
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import cs336sys
+from cs336sys import bounded_files
 from cs336sys.errors import UsageError
 from cs336sys.results import (
     Cell,
@@ -16,6 +22,7 @@ from cs336sys.results import (
     code_name,
     configuration_key,
     differing_conditions,
+    json_text,
     read_results,
     read_several,
     same_code,
@@ -96,7 +103,7 @@ def no_bare_name(name):
 
 def test_a_file_is_json_whatever_was_measured_and_reads_back(tmp_path):
     path = tmp_path / "r.jsonl"
-    not_finite = Samples("ms", "cpu clock", (1.0, math.nan, math.inf), warmup=(-math.inf,))
+    not_finite = Samples("nats", "of every step", (1.0, math.nan, math.inf), warmup=(-math.inf,))
     cell = replace(CELL, samples={"step": not_finite}, derived={"tokens_per_s": math.inf, "table": [{"x": math.nan}]})
     write(path, RUN, cell, CELL)
     for line in path.read_text().splitlines():
@@ -110,7 +117,7 @@ def test_a_file_is_json_whatever_was_measured_and_reads_back(tmp_path):
 def test_bare_names_of_earlier_versions_are_read(tmp_path):
     path = tmp_path / "r.jsonl"
     write(path, RUN, CELL)
-    path.write_text(path.read_text().replace("[1.0, 2.5]", "[1.0, NaN, -Infinity]"))
+    path.write_text(path.read_text().replace("[1.0, 2.5]", "[1.0, NaN, -Infinity]").replace('"ms"', '"nats"'))
     assert repr(read_results(path).cells[0].samples["step"].measured) == "(1.0, nan, -inf)"
 
 
@@ -192,30 +199,117 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path):
 def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"schema_version": 1, "kind": "run", "of": "another program"}\n')
-    with pytest.raises(UsageError, match="line 1 is no"):
+    with pytest.raises(UsageError, match="holds no results: .*; line 1 is no run of this schema: it lacks 'run_id'$"):
         read_results(path)
+
+
+DEEP = "[" * 200 + "]" * 200
 
 
 @pytest.mark.parametrize(
-    ("written", "instead"),
+    ("written", "instead", "fault"),
     [
-        ('"command": "bench"', '"command": ["bench"]'),
-        ('"status": "ok"', '"status": null'),
-        ('"configuration": {', '"configuration": 1, "other": {'),
-        ('"derived": {', '"derived": [], "other": {'),
-        ('"measured": [1.0, 2.5]', '"measured": [1.0, {}]'),
-        ('"unit": "ms"', '"unit": 1'),
-        ('"arguments": ["bench"]', '"arguments": "bench"'),
-        ('"machine": {', '"machine": null, "other": {'),
+        ('"command": "bench"', '"command": ["bench"]', "line 2 is no cell of this schema: command is no str"),
+        ('"status": "ok"', '"status": null', "line 2 is no cell of this schema: status is no str"),
+        ('"status": "ok"', '"status": "fine"', "line 2 is no cell of this schema: its status is 'fine'"),
+        ('"configuration": {', '"configuration": 1, "other": {', "configuration is no dict"),
+        ('"derived": {', '"derived": [], "other": {', "derived is no dict"),
+        ('"measured": [1.0, 2.5]', '"measured": [1.0, {}]', "a sample of step is no number"),
+        ('"measured": [1.0, 2.5]', '"measured": [1.0, true]', "a sample of step is no number"),
+        ('"measured": [1.0, 2.5]', '"measured": []', "step has no sample"),
+        ('"measured": [1.0, 2.5]', '"measured": [0.0]', "a sample of step is 0 ms, and a time is more than 0"),
+        ('"measured": [1.0, 2.5]', '"measured": [-1]', "a sample of step is -1 ms, and a time is more than 0"),
+        ('"measured": [1.0, 2.5]', '"measured": [1e308]', r"1e\+308 is beyond 1e\+60"),
+        ('"measured": [1.0, 2.5]', '"measured": [5e-324]', "a sample of step is 4.94066e-324, nearer to 0 than 1e-60"),
+        ('"measured": [1.0, 2.5]', f'"measured": [{10**400}]', "an integer has more than 64 bits"),
+        ('"unit": "ms"', '"unit": 1', "unit is no str"),
+        ('"size": "tiny"', f'"size": "{"x" * 20_001}"', "a text has 20,001 characters, more than 20,000"),
+        ('"size": "tiny"', f'"size": {DEEP}', "values are nested more than 32 deep"),
+        ('"size": "tiny"', f'"size": {"[" * 200}', "line 2 is cut, or no record of results"),
+        ('"size": "tiny"', f'"size": {"[" * 100_000}{"]" * 100_000}', "line 2 is cut, or no record of results"),
+        ('"size": "tiny"', f'"size": [{"[]," * 200_000}1]', "line 2 is larger than any record of results"),
+        ('"arguments": ["bench"]', '"arguments": "bench"', "line 1 is no run of this schema: arguments is no list"),
+        ('"machine": {', '"machine": null, "other": {', "line 1 is no run of this schema: machine is no dict"),
+        ('"kind": "run"', '"kind": "notes"', "line 1 is no record of this schema: it is neither a run nor a cell"),
     ],
 )
-def test_a_record_of_another_shape_is_one_sentence(tmp_path, written, instead):
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_a_record_of_another_shape_costs_only_its_line(tmp_path, name, written, instead, fault):
     path = tmp_path / "r.jsonl"
-    write(path, RUN, CELL)
-    assert path.read_text().count(written) == 1
-    path.write_text(path.read_text().replace(written, instead))
-    with pytest.raises(UsageError, match=r"r\.jsonl: line [12] is no (run|cell) of this schema$"):
-        read_results(path)
+    write(path, RUN, CELL, FAILED)
+    assert written in path.read_text()
+    text = path.read_text().replace(written, instead, 1)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    results = read_results(path)
+    assert FAILED in results.cells
+    assert len(results.runs) + len(results.cells) == 2
+    (said,) = results.passed_over
+    assert re.search(fault, said)
+
+
+def test_control_characters_of_strangers_are_spelled_out(tmp_path):
+    path = tmp_path / "r.jsonl"
+    hostile = "\x1b]0;title\x07\x9b31m\u202egnp.exe\ud800 tab\t line\r\nüñ"
+    write(path, RUN, replace(CELL, configuration={hostile: [hostile]}, reason=hostile))
+    (cell,) = read_results(path).cells
+    spelled = r"\x1b]0;title\x07\x9b31m\u202egnp.exe\ud800 tab" + "\t line\nüñ"
+    assert (cell.configuration, cell.reason) == ({spelled: [spelled]}, spelled)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "cells"])
+def test_a_bomb_is_refused_within_a_gibibyte(tmp_path, kind):
+    """1 MB that becomes 1 GB, read by a process that may not take more than 1 GiB."""
+    path = tmp_path / "bomb.jsonl.gz"
+    line = json_text({"schema_version": 1, "kind": "cell"} | asdict(CELL)).encode() + b"\n"
+    deflate = zlib.compressobj(9, zlib.DEFLATED, 31)
+    head = deflate.compress(b"") + deflate.flush(zlib.Z_FULL_FLUSH)
+    # After a full flush what is compressed can be repeated.
+    block = deflate.compress(bytes(2**24) if kind == "zeros" else line * (2**24 // len(line)))
+    block += deflate.flush(zlib.Z_FULL_FLUSH)
+    path.write_bytes(head + block * 64)
+    assert path.stat().st_size < 5 * 2**20
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); from pathlib import Path;"
+        "from cs336sys.results import read_results; read_results(Path(sys.argv[1]))"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    assert result.stderr.endswith(
+        "bomb.jsonl.gz holds more than 128 MiB when decompressed, which is the most that is read\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_devices_and_pipes_without_a_writer_are_refused(tmp_path, monkeypatch):
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(UsageError, match=f"^{device} is a device, not a file: give a file, or a pipe"):
+            read_results(Path(device))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(bounded_files, "_WRITER_S", 0.0)
+    with pytest.raises(UsageError, match="pipe is a pipe that no program writes to"):
+        read_results(pipe)
+
+
+def test_a_pipe_is_read_and_may_be_compressed(tmp_path):
+    path, pipe = tmp_path / "r.jsonl.gz", tmp_path / "pipe"
+    write(path, RUN, CELL, FAILED)
+    os.mkfifo(pipe)
+    for program in ("cat", "zcat"):
+        # It writes late, and in two parts.
+        line = 'exec > "$1"; sleep 0.2; $0 "$2" | head -c 99; sleep 0.2; $0 "$2" | tail -c +100'
+        writer = subprocess.Popen(["bash", "-c", line, program, str(pipe), str(path)])
+        results = read_results(pipe)
+        assert writer.wait() == 0
+        assert (results.cells, results.passed_over) == ((CELL, FAILED), ())
+
+
+def test_a_pipe_without_end_is_refused(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["bash", "-c", 'exec cat /dev/zero > "$0"', str(pipe)], stderr=subprocess.DEVNULL):
+        with pytest.raises(UsageError, match="pipe holds more than 128 MiB, which is the most that is read"):
+            read_results(pipe)
 
 
 def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):

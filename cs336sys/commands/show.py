@@ -12,7 +12,7 @@ from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.results import Results, Status, read_results
+from cs336sys.results import Results, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
     from cs336sys.report.saved import Invocation, Pictures, Presentation
@@ -93,9 +93,8 @@ def show(
 
 def _read(path: Path) -> Results:
     results = read_results(path)
-    if results.passed_over:
-        lines = "1 line is" if results.passed_over == 1 else f"{results.passed_over} lines are"
-        say(f"warning: {path}: {lines} cut or no record of results, and passed over")
+    for sentence in passed_over_words(results):
+        say(f"warning: {path}: {sentence}")
     return results
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from cs336sys.errors import UsageError
+from cs336sys.foreign_values import TIME_UNITS
 from cs336sys.measure.difference import FEW_SAMPLES, Difference, autocorrelation, mean_difference
 from cs336sys.results import (
     LATER_SETTINGS,
@@ -23,7 +24,6 @@ from cs336sys.results import (
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
 
-TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
 
 Verdict = Literal["faster", "slower", "~", "undecided"]

@@ -19,7 +19,7 @@ from cs336sys.measure.comparison import (
 )
 from cs336sys.report.numbers import Value, format_number, format_quantity
 from cs336sys.report.tables import Column, Table
-from cs336sys.results import Cell, Results, distinguishing_settings
+from cs336sys.results import Cell, Results, distinguishing_settings, passed_over_words
 
 # From here on a table says that samples are worth fewer than their number: two thirds at 0.2.
 NOTED_AUTOCORRELATION = 0.2
@@ -199,11 +199,8 @@ def comparison_warnings(
     matched: Matched, compared: Compared, asked: Sequence[str], a: Results, b: Results
 ) -> Iterator[str]:
     """What a reader of the tables must know."""
-    for name, results in (("A", a), ("B", b)):
-        if results.passed_over:
-            are = "is" if results.passed_over == 1 else "are"
-            cut = f"{_count(results.passed_over, 'line')} of {name} {are} cut or no record of results"
-            yield f"{cut}, and passed over"
+    for results in (a, b):
+        yield from passed_over_words(results)
     for name, sides in (
         ("A", (*(pair.a for pair in matched.pairs), *matched.only_a)),
         ("B", (*(pair.b for pair in matched.pairs), *matched.only_b)),

@@ -94,9 +94,9 @@ def machine_words(run: Run | None) -> list[str]:
     """The GPU or CPU and the versions that a title names."""
     if run is None:
         return []
-    device = run.machine["gpu"] or run.machine["cpu"] or "unknown CPU"
+    device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
     theirs = run.environment.get("cs336_basics")
-    return [device, f"torch {run.machine['torch']}", *([] if theirs is None else [f"cs336_basics of {theirs}"])]
+    return [str(device), f"torch {run.machine.get('torch')}", *([] if theirs is None else [f"cs336_basics of {theirs}"])]
 
 
 def setting_of(cell: Cell, name: str) -> Any:

@@ -1,6 +1,8 @@
 """``cs336sys report`` as a user runs it."""
 
+import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -94,6 +96,33 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert result.stdout == ""
 
 
+def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path):
+    good = tmp_path / "warmup.jsonl.gz"
+    good.write_bytes((RESULTS / "warmup-h200.jsonl.gz").read_bytes())
+    foreign = {
+        "damaged.jsonl.gz": gzip.compress(gzip.decompress(good.read_bytes()))[:200] + bytes(300),
+        "newer.jsonl": b'{"schema_version": 99, "kind": "run"}\n',
+        "notes.jsonl": b"notes of today\n",
+        "pom.xml": b"<project/>",
+        "laughs.xml": b'<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa">'
+        + b"".join(b'<!ENTITY %c "%s">' % (letter, b"&%c;" % (letter - 1) * 10) for letter in b"bcdefghij")
+        + b"]><x>&j;</x>",
+        "odd.xml": b'<?xml version="1.0" encoding="none"?><x/>',
+    }
+    for name, written in foreign.items():
+        (tmp_path / name).write_bytes(written)
+    (tmp_path / "folder.jsonl").mkdir()
+    result = report("--year", "2025", "--from", tmp_path, "--only", "benchmarking_script")
+    assert result.exit_code == 1
+    for name in (*foreign, "folder.jsonl"):
+        assert re.search(f"(?m)^error: .*{re.escape(name)}.*; the report is written without it$", result.stderr), name
+    assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
+    good.unlink()
+    result = report("--year", "2025", "--from", tmp_path, "--only", "benchmarking_script")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "; and 2 more\n" in result.stderr
+
+
 def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
     newer = tmp_path / "newer.jsonl"
     newer.write_text(json.dumps({"schema_version": 99, "kind": "run"}) + "\n")
@@ -104,7 +133,7 @@ def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
     cut.write_bytes((RESULTS / "warmup-h200.jsonl.gz").read_bytes()[:-60])
     result = report("--year", "2025", "--from", cut, "--only", "benchmarking_script")
     assert result.exit_code == 0
-    assert result.stderr.count("cut or no record") == 1
+    assert result.stderr.count("is cut, or no record") == 1
     assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
 
 

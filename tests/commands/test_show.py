@@ -80,7 +80,7 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
     assert not list(RESULTS.glob("*.jsonl")), "results stay in the history: compress them"
     for path in paths:
         results = read_results(path)
-        assert results.passed_over == 0
+        assert results.passed_over == ()
         found = invocations([results])
         # Of a cell that a resumed run has measured again one is shown.
         keys = [(one.command, key) for one in found for key in one.cells]
@@ -202,7 +202,7 @@ def test_a_cut_file_shows_what_is_whole_and_says_so(tmp_path):
     (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
     result = show(tmp_path / "cut.jsonl", "--format", "json")
     assert len(tables(result)[0]["rows"]) == 3
-    sentence = "1 line is cut or no record of results, and passed over"
+    sentence = "line 5 is cut, or no record of results, and passed over"
     assert result.stderr == f"warning: {tmp_path / 'cut.jsonl'}: {sentence}\n"
     (tmp_path / "cut.jsonl").write_bytes(lines[0])
     assert f"{tmp_path / 'cut.jsonl'}: no cell was measured" in show(tmp_path / "cut.jsonl").stderr

@@ -114,13 +114,17 @@ def report(
     failed: list[str] = []
     if run:
         # Files that cannot be read are found out before an hour of measuring.
-        read_sources(source_files(given))
+        _, _, unread = read_sources(source_files(given))
+        if unread:
+            raise UsageError(unread[0])
         into = folder or Path(f"report-{year}")
         check_writable(into / "results", "--folder")
         say(render([plan_table(plan, target)], "table").rstrip())
         failed = run_commands([command for command, _ in plan], target, into)
         given = [str(into), *given] if any(into.glob("*.jsonl.gz")) else given
-    results, tests = read_sources(source_files(given))
+    results, tests, unread = read_sources(source_files(given))
+    for reason in unread:
+        say(f"error: {reason}; the report is written without it")
     evidences, faults = evidence_of(results, tests)
     document = build_document(problems, evidences, target, faults)
     for fault in document.faults:
@@ -130,7 +134,7 @@ def report(
     parts, answered = document.counts
     of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     say(f"report: {answered} of {parts} parts of {of} are answered")
-    if failed:
+    if failed or unread:
         raise typer.Exit(1)
 
 

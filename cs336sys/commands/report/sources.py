@@ -5,12 +5,20 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
+from cs336sys.bounded_files import MIB, read_chunks
 from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import UsageError
-from cs336sys.results import Results, read_results
+from cs336sys.printable import printable
+from cs336sys.results import Results, passed_over_words, read_results
 
 # What is looked for in folders, and taken of a pattern's matches.
 _RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
+
+# The course's tests, of which there are dozens, take 20 KB.
+_TESTS_BYTES = 16 * MIB
+
+# Files that an error names one by one.
+_NAMED = 5
 
 
 def source_files(names: Sequence[str]) -> list[Path]:
@@ -34,36 +42,45 @@ def source_files(names: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str]]:
-    """The results, and the outcomes of tests by their names.
+def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str], list[str]]:
+    """The results, the outcomes of tests by their names, and why files could not be read.
 
     Raises:
-        UsageError: a file cannot be read, or holds neither.
+        UsageError: none of the files can be read, or none holds either.
     """
     results: list[Results] = []
     tests: dict[str, str] = {}
+    unread: list[str] = []
     for path in files:
-        if path.suffix == ".xml":
+        try:
+            if path.suffix != ".xml":
+                results.append(read_results(path))
+                for sentence in passed_over_words(results[-1]):
+                    say(f"warning: {path}: {sentence}")
+                continue
             outcomes = _outcomes(path)
-            contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
-            if contradicted:
-                listed = ", ".join(contradicted)
-                say(f"warning: {path}: says otherwise of {listed} than a file before it; the later one counts")
-            tests |= outcomes
+        except UsageError as error:
+            unread.append(str(error))
             continue
-        read = read_results(path)
-        if read.passed_over:
-            lines = "1 line is" if read.passed_over == 1 else f"{read.passed_over} lines are"
-            say(f"warning: {path}: {lines} cut or no record of results, and passed over")
-        results.append(read)
-    return results, tests
+        contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
+        if contradicted:
+            listed = ", ".join(contradicted)
+            say(f"warning: {path}: says otherwise of {listed} than a file before it; the later one counts")
+        tests |= outcomes
+    if unread and not results and not tests:
+        raise UsageError(
+            "; ".join(unread[:_NAMED]) + (f"; and {more} more" if (more := len(unread) - _NAMED) > 0 else "")
+        )
+    return results, tests, unread
 
 
 def _outcomes(path: Path) -> dict[str, str]:
     """``passed``, ``failed`` or ``skipped`` by test, of a file that ``pytest --junitxml`` has written."""
     try:
-        cases = list(ElementTree.parse(path).iter("testcase"))
-    except (OSError, ElementTree.ParseError) as error:
+        cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
     if not cases:
         raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
@@ -71,5 +88,7 @@ def _outcomes(path: Path) -> dict[str, str]:
     for case in cases:
         kinds = {child.tag for child in case}
         failed = bool(kinds & {"failure", "error"})
-        outcomes[case.get("name", "")] = "failed" if failed else "skipped" if "skipped" in kinds else "passed"
+        outcomes[printable(case.get("name", ""))] = (
+            "failed" if failed else "skipped" if "skipped" in kinds else "passed"
+        )
     return outcomes
