@@ -11,7 +11,7 @@ LINE_BYTES = 32 * 2**20
 # A number takes 32 bytes of memory, a list or an object 100 to 300.
 FILE_LINES = 1_000_000
 FILE_VALUES = 16_000_000
-FILE_CONTAINERS = 2_000_000
+FILE_CONTAINERS = 500_000
 LINE_CONTAINERS = 200_000
 DEPTH = 32
 TEXT_CHARACTERS = 20_000
@@ -61,10 +61,11 @@ def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) 
     """
     if not measured:
         raise ValueError(f"{name} has no sample")
-    for value in (*measured, *warmup):
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"a sample of {name} is no number")
-        if value <= 0 and unit in TIME_UNITS:
-            raise ValueError(f"a sample of {name} is {value:g} {unit}, and a time is more than 0")
-        if 0 < abs(value) < 1 / LARGEST:
-            raise ValueError(f"a sample of {name} is {value:g}, nearer to 0 than {1 / LARGEST:g}")
+    numbers = (*measured, *warmup)
+    if not set(map(type, numbers)) <= {int, float}:
+        raise ValueError(f"a sample of {name} is no number")
+    if unit in TIME_UNITS and (none := next((value for value in numbers if value <= 0), None)) is not None:
+        raise ValueError(f"a sample of {name} is {none:g} {unit}, and a time is more than 0")
+    least = 1 / LARGEST
+    if (tiny := next((value for value in numbers if -least < value < least and value), None)) is not None:
+        raise ValueError(f"a sample of {name} is {tiny:g}, nearer to 0 than {least:g}")

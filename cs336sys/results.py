@@ -267,7 +267,7 @@ class Results:
     """What a results file holds.
 
     Attributes:
-        passed_over: what was left out of the file, a sentence for each line: ``line 7 is cut, or no record of results``.
+        passed_over: what was left out, a sentence for each line: ``line 7 is cut, or no record of results``.
     """
 
     runs: dict[str, Run]
@@ -451,9 +451,11 @@ def _run(record: dict[str, Any]) -> Run:
     for name, value in (record["machine"] | record["environment"]).items():
         if isinstance(value, dict | list):
             raise TypeError(f"{name} is no text or number")
-    for name in ("git_commit", "source_digest"):
-        if not isinstance(record["environment"].get(name), str | None):
-            raise TypeError(f"{name} is no str")
+    named = [(record["machine"], ("gpu", "cpu")), (record["environment"], ("git_commit", "source_digest"))]
+    for values, names in named:
+        for name in names:
+            if not isinstance(values.get(name), str | None):
+                raise TypeError(f"{name} is no str")
     return Run(**record | {"arguments": tuple(map(str, record["arguments"]))})
 
 

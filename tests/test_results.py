@@ -199,7 +199,7 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path):
 def test_a_record_with_other_fields_is_refused_and_not_a_traceback(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"schema_version": 1, "kind": "run", "of": "another program"}\n')
-    with pytest.raises(UsageError, match="holds no results: .*; line 1 is no run of this schema: it lacks 'run_id'$"):
+    with pytest.raises(UsageError, match=r"holds no results: .*; line 1 is no run of this schema: it lacks 'run_id'$"):
         read_results(path)
 
 
@@ -307,9 +307,11 @@ def test_a_pipe_is_read_and_may_be_compressed(tmp_path):
 def test_a_pipe_without_end_is_refused(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with subprocess.Popen(["bash", "-c", 'exec cat /dev/zero > "$0"', str(pipe)], stderr=subprocess.DEVNULL):
-        with pytest.raises(UsageError, match="pipe holds more than 128 MiB, which is the most that is read"):
-            read_results(pipe)
+    with (
+        subprocess.Popen(["bash", "-c", 'exec cat /dev/zero > "$0"', str(pipe)], stderr=subprocess.DEVNULL),
+        pytest.raises(UsageError, match="pipe holds more than 128 MiB, which is the most that is read"),
+    ):
+        read_results(pipe)
 
 
 def test_an_unwritable_file_is_found_when_it_is_opened(tmp_path):

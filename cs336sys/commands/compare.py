@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import split_list
 from cs336sys.errors import UsageError
@@ -58,7 +59,7 @@ def compare(
         raise UsageError(f"{baseline} and {candidate} have no configuration in common{hint}")
     compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)
     for warning in comparison_warnings(matched, compared, asked, a, b):
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}")
     fault = None
     try:
         output.emit(comparison_tables(matched.pairs, compared, confidence))
@@ -72,12 +73,12 @@ def compare(
     slower = list(regressions(matched.pairs, compared, limit_percent))
     unknown = list(undecided(matched, compared, asked, limit_percent))
     for text in slower:
-        typer.echo(f"regression: {text}", err=True)
+        say(f"regression: {text}")
     for text in unknown:
-        typer.echo(f"undecided: {text}", err=True)
+        say(f"undecided: {text}")
     if slower or (unknown and not allow_undecided):
         if fault is not None:
-            typer.echo(f"error: {fault}", err=True)
+            say(f"error: {fault}")
         raise typer.Exit(1)
     if fault is not None:
         raise fault

@@ -12,10 +12,11 @@ from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.results import Results, Status, passed_over_words, read_results
+from cs336sys.results import Cell, Results, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
     from cs336sys.report.saved import Invocation, Pictures, Presentation
+    from cs336sys.report.tables import Table
 
 
 def show(
@@ -53,7 +54,7 @@ def show(
     """
     from cs336sys.report.outputs import check_plot, write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.saved import Shown, invocations, saved_page, saved_pictures, saved_tables, shown_cells
+    from cs336sys.report.saved import Shown, invocations, marked, saved_page, saved_pictures, sound_cells_and_tables
 
     statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
     output.check()
@@ -66,13 +67,28 @@ def show(
     if command:
         chosen = split_list(command, "--command", one_of(measured))
         found = [invocation for invocation in found if invocation.command in chosen]
-    cells = [(invocation, cells) for invocation in found if (cells := shown_cells(invocation, statuses))]
+    cells: list[tuple[Invocation, list[Cell]]] = []
+    tables: list[list[Table]] = []
+    faults: list[UsageError] = []
+    for invocation in found:
+        try:
+            of_invocation = sound_cells_and_tables(
+                invocation, statuses, _presentation(ctx, invocation), lambda sentence: say(f"warning: {sentence}")
+            )
+        except UsageError as fault:
+            faults.append(fault)
+            continue
+        if of_invocation[0]:
+            cells.append((invocation, of_invocation[0]))
+            tables.append(of_invocation[1])
+    if faults and not cells:
+        raise faults[0]
     if not cells:
         raise UsageError(f"--status {','.join(statuses)}: no cell has it")
     names = [invocation.command for invocation, _ in cells]
     tables = [
-        saved_tables(invocation, some, _presentation(ctx, invocation), mark=names.count(invocation.command) > 1)
-        for invocation, some in cells
+        marked(invocation, some) if names.count(invocation.command) > 1 else some
+        for (invocation, _), some in zip(cells, tables, strict=True)
     ]
     tables = output.chosen(tables)
     pictures = [saved_pictures(*one) if plot is not None or html is not None else {} for one in cells]
@@ -86,9 +102,13 @@ def show(
         shown = [
             Shown(invocation, some, drawn) for (invocation, _), some, drawn in zip(cells, tables, pictures, strict=True)
         ]
-        page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown)
+        page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown, say)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
+    for fault in faults:
+        say(f"error: {fault}")
+    if faults:
+        raise typer.Exit(1)
 
 
 def _read(path: Path) -> Results:
@@ -100,8 +120,11 @@ def _read(path: Path) -> Results:
 
 def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation":
     """How the command was asked to show the cells, read from its saved arguments as far as it still knows them."""
-    from cs336sys.report.saved import Presentation
+    from cs336sys.report.saved import SAVED_COMMANDS, Presentation
 
+    default = Presentation()
+    if invocation.command not in SAVED_COMMANDS:
+        return default
     name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
@@ -114,14 +137,17 @@ def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation
         ignore_unknown_options=True,
         allow_extra_args=True,
     ).params
-    default = Presentation()
-    return Presentation(
-        asked.get("baseline") or default.baseline,
-        split_list(asked["percentiles"], "--percentiles", between(0, 100)) if asked.get("percentiles") else (),
-        split_list([str(asked["top"])], "--top", at_least(1))[0] if asked.get("top") else default.top,
-        bool(asked.get("full_names")),
-        bool(asked.get("compare_precision")),
-    )
+    try:
+        return Presentation(
+            asked.get("baseline") or default.baseline,
+            split_list(asked["percentiles"], "--percentiles", between(0, 100)) if asked.get("percentiles") else (),
+            split_list([str(asked["top"])], "--top", at_least(1))[0] if asked.get("top") else default.top,
+            bool(asked.get("full_names")),
+            bool(asked.get("compare_precision")),
+        )
+    except UsageError:
+        # No command took these arguments: somebody else wrote them.
+        return default
 
 
 def _drawings(

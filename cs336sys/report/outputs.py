@@ -104,8 +104,23 @@ def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata:
         OutputError: it cannot be written.
     """
     content = io.BytesIO()
+    _let_names_be_plain(figure)
     figure.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)
     write_file(path, _with_palette(content) if path.suffix == ".png" else content.getvalue(), option)
+
+
+def _let_names_be_plain(figure: "Figure") -> None:
+    """Let no name be read as mathematics (``$x$``) or LaTeX; the powers of ten on logarithmic axes are written so."""
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter
+
+    logarithmic = [axis for axis in figure.findobj(Axis) if isinstance(axis.get_major_formatter(), LogFormatter)]
+    powers = {text for axis in logarithmic for text in axis.findobj(Text) if text is not axis.label}
+    for text in figure.findobj(Text):
+        if text not in powers:
+            text.set_parse_math(False)
+            text.set_usetex(False)
 
 
 def _with_palette(png: io.BytesIO) -> bytes:
@@ -121,10 +136,14 @@ def _with_palette(png: io.BytesIO) -> bytes:
 def writing_stdout() -> Iterator[None]:
     """What is written to standard output in this context has arrived at its end, or the reason is raised.
 
+    Characters that its encoding lacks become ``?``: numbers that took an hour to measure must not end in a traceback.
+
     Raises:
         ReaderLeft: its reader has gone.
         OutputError: it cannot be written; the file behind it may be on a full disk.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
         if sys.stdout is not None:

@@ -59,7 +59,7 @@ def html_page(title: str, parts: Sequence[str], style: str = "") -> str:
         parts: HTML, one part below the other.
         style: CSS that these need beside the page's own.
     """
-    return _PAGE.format(title=html.escape(title), body="\n".join(parts), style=_STYLE + style)
+    return _PAGE.format(title=html.escape(one_line(title)), body="\n".join(parts), style=_STYLE + style)
 
 
 def html_table(table: Table, heading: str = "h2") -> str:
@@ -77,7 +77,7 @@ def html_table(table: Table, heading: str = "h2") -> str:
     ]
     notes = [f'<p class="note">{html.escape(one_line(note))}</p>' for note in table.all_notes]
     lines = [
-        f"<{heading}>{html.escape(table.title)}</{heading}>",
+        f"<{heading}>{html.escape(one_line(table.title))}</{heading}>",
         f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>',
         *rows,
         "</tbody>\n</table></div>",

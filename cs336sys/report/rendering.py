@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336sys.errors import OutputError, UsageError, choose_from
+from cs336sys.printable import printable
 from cs336sys.report.noise import Interval
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
@@ -75,11 +76,7 @@ def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
 
             print_tables(tables, Console())
             return
-        encoding = sys.stdout.encoding or "utf-8"
-        # A terminal without Unicode shows ? for ±; numbers that took an hour to measure must not end in a traceback.
-        sys.stdout.write(
-            render(tables, format or ("table" if wide else "markdown")).encode(encoding, "replace").decode(encoding)
-        )
+        sys.stdout.write(render(tables, format or ("table" if wide else "markdown")))
 
 
 # Names of files that no table can be written as: it would have been Markdown.
@@ -123,7 +120,9 @@ def _join(parts: Sequence[str]) -> str:
 def _text(tables: Sequence[Table]) -> str:
     return _join(
         [
-            "\n".join([table.title, _tabulate(grid_of(table), "rounded_outline"), *map(one_line, table.all_notes)])
+            "\n".join(
+                [one_line(table.title), _tabulate(grid_of(table), "rounded_outline"), *map(one_line, table.all_notes)]
+            )
             for table in tables
         ]
     )
@@ -132,15 +131,16 @@ def _text(tables: Sequence[Table]) -> str:
 def _markdown(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
-        grid = _tabulate(grid_of(table).map(_escape_markdown), "pipe")
-        notes = "\n".join(f"- {_escape_markdown(one_line(note))}" for note in table.all_notes)
-        parts += [f"### {_escape_markdown(table.title)}", grid, notes]
+        grid = _tabulate(grid_of(table).map(escape_markdown), "pipe")
+        notes = "\n".join(f"- {escape_markdown(one_line(note))}" for note in table.all_notes)
+        parts += [f"### {escape_markdown(one_line(table.title))}", grid, notes]
     return _join(parts)
 
 
-def _escape_markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
+    """The text without Markdown: no image, link, HTML, code or emphasis."""
     # An underscore inside a word (forward_ms) is plain text already.
-    return re.sub(r"[\\|<*`]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
+    return re.sub(r"[\\|<*`\[\]]|&(?=#?\w+;)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
 
 def _latex(tables: Sequence[Table]) -> str:
@@ -149,10 +149,10 @@ def _latex(tables: Sequence[Table]) -> str:
         grid = grid_of(table)
         # tabulate escapes the cells itself, and forgets the columns of a table without rows.
         body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
-        # LaTeX would take a [ at a row's start for the option of the \\ before it.
-        body = re.sub(r"(?m)^ *\[", " {[}", body)
+        # LaTeX would take a [ or * at a row's start for the option of the \\ before it.
+        body = re.sub(r"(?m)^ *([\[*])", r" {\1}", body)
         notes = [rf"\par\footnotesize {_escape_latex(one_line(note))}" for note in table.all_notes]
-        caption = rf"\caption{{{_escape_latex(table.title)}}}"
+        caption = rf"\caption{{{_escape_latex(one_line(table.title))}}}"
         lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
         parts.append("\n".join(lines).replace("±", r"$\pm$"))
     return _join(parts)
@@ -167,10 +167,10 @@ def _escape_latex(text: str) -> str:
 def _typst(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
-        grid = grid_of(table).map(_typst_string)
+        grid = grid_of(table).map(typst_string)
         lines = [
             "#figure(",
-            f"  caption: {_typst_string(table.title)},",
+            f"  caption: {typst_string(one_line(table.title))},",
             "  table(",
             f"    columns: {len(grid.headers)},",
             f"    align: ({', '.join(grid.alignment)},),",
@@ -179,13 +179,13 @@ def _typst(tables: Sequence[Table]) -> str:
             "  ),",
             ")",
         ]
-        parts += ["\n".join(lines), *(f"#{_typst_string(one_line(note))}" for note in table.all_notes)]
+        parts += ["\n".join(lines), *(f"#{typst_string(one_line(note))}" for note in table.all_notes)]
     return _join(parts)
 
 
-def _typst_string(text: str) -> str:
+def typst_string(text: str) -> str:
     """A string literal is content too, and needs none of markup's escapes."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return '"' + printable(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _flat_rows(
@@ -225,12 +225,21 @@ def _csv(tables: Sequence[Table]) -> str:
         keys, rows = _flat_rows(table, ("mean", "std"))
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["table", *(["title"] if have_titles else []), *keys])
+        writer.writerow(map(_csv_word, ["table", *(["title"] if have_titles else []), *keys]))
         for row in rows:
-            words = [str(value).lower() if isinstance(value, bool) else value for value in row]
-            writer.writerow([table.name, *([table.title] if have_titles else []), *words])
+            writer.writerow(map(_csv_word, [table.name, *([table.title] if have_titles else []), *row]))
         parts.append(stream.getvalue())
     return "\n".join(parts)
+
+
+def _csv_word(value: str | float | None) -> str | float | None:
+    """A cell; text that a spreadsheet would compute, such as ``=HYPERLINK(...)``, begins with an apostrophe."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text
 
 
 def _json(tables: Sequence[Table]) -> str:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cs336sys.printable import printable
 from cs336sys.report.noise import NOISY_PART, Interval, is_noisy
 from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
 from cs336sys.results import Samples
@@ -113,8 +114,9 @@ def grid_of(table: Table) -> Grid:
     columns = [replace(column, unit=unit) for column, unit in zip(shown, units, strict=True)]
     rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
     keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)
-    return Grid([column.title for column in columns], rows, is_number, sum(1 for _ in keys))
+    return Grid([one_line(column.title) for column in columns], rows, is_number, sum(1 for _ in keys))
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.splitlines())
+    """The text without newlines, nor what would command a terminal."""
+    return " ".join(printable(text).splitlines())

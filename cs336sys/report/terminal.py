@@ -42,9 +42,9 @@ def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[ri
     grid = grid_of(table)
     whole = _fitting(grid, console)
     if whole is not None:
-        return table.title, [whole]
+        return one_line(table.title), [whole]
     grid, common = _without_common(grid)
-    title = ", ".join([table.title, *common])
+    title = ", ".join([one_line(table.title), *common])
     for one in (grid, _turned(grid)):
         fitting = _fitting(one, console)
         if fitting is not None:

@@ -96,7 +96,8 @@ def machine_words(run: Run | None) -> list[str]:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
     theirs = run.environment.get("cs336_basics")
-    return [str(device), f"torch {run.machine.get('torch')}", *([] if theirs is None else [f"cs336_basics of {theirs}"])]
+    words = [str(device), f"torch {run.machine.get('torch')}"]
+    return words if theirs is None else [*words, f"cs336_basics of {theirs}"]
 
 
 def setting_of(cell: Cell, name: str) -> Any:

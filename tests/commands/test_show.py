@@ -88,7 +88,7 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
         for one in found:
             cells = shown_cells(one)
             assert not any("round" in cell.configuration for cell in cells), "rounds are pooled"
-            shown = saved_tables(one, cells, Presentation(compare_precision=one.command == "nsys"), mark=False)
+            shown = saved_tables(one, cells, Presentation(compare_precision=one.command == "nsys"))
             is_board = any(cell.configuration.get("board") for cell in cells)
             assert shown[0].name == ("board" if is_board else FIRST_TABLES.get(one.command, one.command))
             machine = one.run.machine
@@ -184,7 +184,9 @@ def test_a_page_holds_the_tables_and_pictures_of_each_invocation(tmp_path):
     page = tmp_path / "new" / "page.html"
     arguments = ["show", str(BENCH), str(BOARD), str(BENCH), "--columns", "size,context,status", "--html", str(page)]
     result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", f"wrote {page}\n")
+    # Where drawing takes long, it says how far it is.
+    assert (result.returncode, result.stdout) == (0, "")
+    assert [line for line in result.stderr.splitlines() if not line.startswith("drew ")] == [f"wrote {page}"]
     text = page.read_text()
     assert "<title>bench-h200.jsonl.gz, flash-board-h200.jsonl.gz</title>" in text
     assert "<pre>cs336sys flash --grid board --implementations auto,hopper" in text

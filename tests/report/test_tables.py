@@ -206,7 +206,7 @@ def test_csv_reads_back_hostile_text():
 
 
 def test_markdown_escapes():
-    escaped = 'a\\|b \\<c> [d] \\*e\\* \\`f\\` \\_g\\_ h_i #j $k & 50% {l} ~m ^n \\\\o "p"'
+    escaped = 'a\\|b \\<c> \\[d\\] \\*e\\* \\`f\\` \\_g\\_ h_i #j $k & 50% {l} ~m ^n \\\\o "p"'
     text = render([HOSTILE], "markdown")
     assert text.count(escaped) == 4
     assert text.startswith(f"### {escaped}\n")

@@ -21,6 +21,7 @@ from cs336sys.errors import (
     UsageError,
     did_you_mean,
 )
+from cs336sys.printable import printable
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import writing_stdout
 
@@ -28,7 +29,8 @@ from cs336sys.report.outputs import writing_stdout
 def say(sentence: str) -> None:
     """Write a line to standard error, if that can be written; no measurement is lost because its log cannot be."""
     with contextlib.suppress(OSError):
-        typer.echo(sentence, err=True)
+        # Files and ranges may be named by strangers.
+        typer.echo(printable(sentence), err=True)
 
 
 def exit_code_of(run: Callable[[], Any]) -> int:

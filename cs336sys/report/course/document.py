@@ -8,6 +8,7 @@ from pathlib import Path
 from cs336sys.report.course.evidence import Evidence
 from cs336sys.report.course.problem import Answer, Part, Problem
 from cs336sys.report.course.target import Target
+from cs336sys.report.foreign_cells import FAULTS, fault_words
 from cs336sys.report.tables import Table
 from cs336sys.results import Run
 
@@ -35,9 +36,6 @@ _CAPTIONS = {
     "shares": "share of each kind of kernel in the kernel time of each phase",
     "timelines": "when rank 0 computes and when it communicates in one step",
 }
-
-# What cells of another version, or another program, may lack.
-_LACKING = (KeyError, IndexError, TypeError, AttributeError, ValueError, StopIteration, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,10 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     for evidence in evidences:
         try:
             answer = part.answer(evidence, target.handout)
-        except _LACKING as error:
+        except FAULTS as error:
             letter = f" ({part.letter})" if part.letter else ""
-            what = f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
-            faults.append(f"{problem.name}{letter}: the cells of {evidence.machine} {what}; measure again: {lines[0]}")
+            what = f"the cells of {evidence.machine} {fault_words(error)}"
+            faults.append(f"{problem.name}{letter}: {what}; measure again: {lines[0]}")
             continue
         if answer is None:
             continue

@@ -58,14 +58,14 @@ class Found:
 
     @cached_property
     def _tables(self) -> list[Table]:
-        return saved_tables(self.invocation, self.cells, Presentation(), mark=False)
+        return saved_tables(self.invocation, self.cells, Presentation())
 
     def table(self, name: str, *columns: str, presentation: Presentation | None = None) -> list[Table]:
         """The command's table of this name with these columns alone (all, without any); none where it has none."""
         if presentation is None:
             tables = self._tables
         else:
-            tables = saved_tables(self.invocation, self.cells, presentation, mark=False)
+            tables = saved_tables(self.invocation, self.cells, presentation)
         chosen = [table for table in tables if table.name == name and table.rows]
         if not chosen or not columns:
             return chosen

@@ -113,8 +113,8 @@ def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
     legend = "".join(
         f'<span class="swatch" style="background:{color}"></span>{name}' for name, color in CATEGORY_COLORS.items()
     )
-    # "</" would end the script element inside of a string.
-    script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("</", "<\\/"), script=_SCRIPT)
+    # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
+    script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=_SCRIPT)
     return html_page(title, [_TIMELINE.format(legend=legend), *map(html_table, tables), script], _STYLE)
 
 

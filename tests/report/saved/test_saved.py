@@ -78,7 +78,7 @@ def test_cells_of_a_command_of_tomorrow_are_one_sentence():
 def test_cells_that_lack_something_are_one_sentence():
     (one,) = invocations([Results({"a": run("abcdefghij")}, (cell("a", 1),))])
     with pytest.raises(UsageError, match=r"^flash, run abcdefgh of time of abcdefghij: the saved cells lack 'impl"):
-        saved_tables(one, shown_cells(one), Presentation(), mark=False)
+        saved_tables(one, shown_cells(one), Presentation())
 
 
 def test_cells_that_hold_something_else_are_one_sentence():
@@ -87,4 +87,4 @@ def test_cells_that_hold_something_else_are_one_sentence():
     odd = Cell("precision", configuration, "ok", derived={"sum": {"of": "what"}}, run_id="a")
     (one,) = invocations([Results({"a": run("a")}, (odd,))])
     with pytest.raises(UsageError, match=r"^precision, run a of time of a: the saved cells hold something else than "):
-        saved_tables(one, shown_cells(one), Presentation(), mark=False)
+        saved_tables(one, shown_cells(one), Presentation())

@@ -10,12 +10,10 @@ from cs336sys.report.course.writing.latex import to_latex
 from cs336sys.report.course.writing.markdown import to_markdown
 from cs336sys.report.course.writing.page import to_html
 from cs336sys.report.course.writing.typst import to_typst
+from cs336sys.report.foreign_cells import FAULTS
 from cs336sys.report.outputs import write_file, writing_stdout
 from cs336sys.report.page import html_picture
 from cs336sys.report.rendering import STDOUT
-
-# What the cells of another version may lack for a picture.
-_DRAWING = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
@@ -35,7 +33,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
             return make()
         except (ImportError, CapabilityError) as error:
             notes[f"pictures are left out: {error}"] = None
-        except _DRAWING as error:
+        except FAULTS as error:
             notes[f"a picture is left out, what is saved of it cannot be drawn: {error}"] = None
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from cs336sys.report.course.document import Block, Document
 from cs336sys.report.course.writing.parts import DrawnPicture, absent_words, heading, introduction, is_long
 from cs336sys.report.rendering import render
-from cs336sys.report.tables import Table
+from cs336sys.report.tables import Table, one_line
 
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
 _PAGE_ROWS = 40
@@ -44,7 +44,7 @@ _LATEX_HEAD = r"""\documentclass[10pt]{article}
 def _latex(text: str) -> str:
     """Running text: its code, between backticks, in typewriter."""
     parts = []
-    for number, piece in enumerate(text.split("`")):
+    for number, piece in enumerate(one_line(text).split("`")):
         escaped = "".join(_LATEX_SPECIAL.get(character, character) for character in piece)
         # Two hyphens would become a dash.
         code = escaped.replace("--", "-{}-")

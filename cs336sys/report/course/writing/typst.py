@@ -2,7 +2,7 @@
 
 from cs336sys.report.course.document import Block, Document
 from cs336sys.report.course.writing.parts import DrawnPicture, absent_words, heading, introduction, is_long
-from cs336sys.report.rendering import render
+from cs336sys.report.rendering import render, typst_string
 
 _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
 #set text(size: 10pt)
@@ -12,14 +12,10 @@ _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
 """
 
 
-def _typst_text(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def _typst(text: str) -> str:
     pieces = enumerate(text.split("`"))
     return " ".join(
-        f"#raw({_typst_text(piece)})" if number % 2 else f"#text({_typst_text(piece)})"
+        f"#raw({typst_string(piece)})" if number % 2 else f"#text({typst_string(piece)})"
         for number, piece in pieces
         if piece
     )
@@ -33,18 +29,20 @@ def _typst_sentences(block: Block) -> str:
 
 def to_typst(document: Document, draw: DrawnPicture) -> str:
     """A whole file for typst; pictures stand in files beside it."""
-    lines = [_TYPST_HEAD + f"= #text({_typst_text(document.title)})", *map(_typst, introduction(document))]
+    lines = [_TYPST_HEAD + f"= #text({typst_string(document.title)})", *map(_typst, introduction(document))]
     for problem, sections in document.problems:
-        lines.append(f"== #text({_typst_text(f'{problem.name}: {problem.title}')})")
+        lines.append(f"== #text({typst_string(f'{problem.name}: {problem.title}')})")
         for section in sections:
-            lines += [f"=== #text({_typst_text(heading(problem, section))})"] if section.letter else []
+            lines += [f"=== #text({typst_string(heading(problem, section))})"] if section.letter else []
             for block in section.blocks:
-                lines += [f"*#text({_typst_text(block.machine)})*"] if block.machine else []
-                lines += [f"#raw({_typst_text(line)})" for line in block.commands]
+                lines += [f"*#text({typst_string(block.machine)})*"] if block.machine else []
+                lines += [f"#raw({typst_string(line)})" for line in block.commands]
                 lines += [_typst_sentences(block), *map(_typst, block.missing)]
                 lines += [render([table], "typst").strip() for table in block.tables]
                 lines += [
-                    f"#image({_typst_text(path)}, width: 100%)" for picture in block.pictures if (path := draw(picture))
+                    f"#image({typst_string(path)}, width: 100%)"
+                    for picture in block.pictures
+                    if (path := draw(picture))
                 ]
             if not section.blocks:
                 lines.append(_typst(absent_words(section)))
