@@ -68,13 +68,15 @@ class NsysReport:
         )
         return correlation
 
-    def ran(self, name: str, start: int, end: int, correlation: int, *, process: int = 100, node: int = 0) -> None:
+    def ran(
+        self, name: str, start: int, end: int, correlation: int, *, process: int = 100, node: int = 0, gpu: int = 0
+    ) -> None:
         """A kernel on the GPU."""
         self.row(
             "CUPTI_ACTIVITY_KIND_KERNEL",
             start=start,
             end=end,
-            deviceId=0,
+            deviceId=gpu,
             streamId=7,
             correlationId=correlation,
             globalPid=global_thread(process, 0),
@@ -83,9 +85,11 @@ class NsysReport:
             graphNodeId=node,
         )
 
-    def kernel(self, name: str, at: int, start: int, end: int, *, thread: int = 1, process: int = 100) -> None:
+    def kernel(
+        self, name: str, at: int, start: int, end: int, *, thread: int = 1, process: int = 100, gpu: int = 0
+    ) -> None:
         """A kernel launched at ``at`` that ran from ``start`` to ``end``."""
-        self.ran(name, start, end, self.call(at, thread=thread, process=process), process=process)
+        self.ran(name, start, end, self.call(at, thread=thread, process=process), process=process, gpu=gpu)
 
     def copy(self, at: int, start: int, end: int, kind: int) -> None:
         values = {"start": start, "end": end, "deviceId": 0, "correlationId": self.call(at), "bytes": 8}
@@ -149,10 +153,13 @@ class ChromeTrace:
         self.event(category, "launch", at, at + 5, thread, process, correlation=self._correlation)
         return self._correlation
 
-    def kernel(self, name: str, at: int, start: int, end: int, *, thread: int = 1, category: str = "kernel") -> None:
+    def kernel(
+        self, name: str, at: int, start: int, end: int, *, thread: int = 1, category: str = "kernel", gpu: int = 0
+    ) -> None:
         launcher = "cuda_driver" if name.startswith("triton") else "cuda_runtime"
         correlation = self.call(at, thread=thread, category=launcher)
-        self.event(category, name, start, end, "stream 7", 0, correlation=correlation, **{"External id": 3})
+        numbers = {"correlation": correlation, "External id": 3, "device": gpu}
+        self.event(category, name, start, end, "stream 7", gpu, **numbers)
 
     def range(self, name: str, start: int, end: int, *, thread: int = 1, process: int = 100) -> None:
         self.event("user_annotation", name, start, end, thread, process)

@@ -31,9 +31,9 @@ _NOT_UNDER_NSYS = (
 def nsys(
     ctx: typer.Context,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json."),
-    ] = None,
+        list[Path],
+        typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.", show_default=False),
+    ] = [],
     range_names: Annotated[
         list[str],
         typer.Option("--range", help="Ranges that are the phases of that report.", show_default=False),
@@ -78,10 +78,12 @@ def nsys(
 
     output.check()
     check_plot(plot)
-    if source is not None:
+    if len(source) > 1:
+        raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
+    if source:
         _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        profile = _profile_of_report(source, range_names)
-        output.emit(report_tables(profile, source.name, top=top, full_names=full_names))
+        profile = _profile_of_report(source[0], range_names)
+        output.emit(report_tables(profile, source[0].name, top=top, full_names=full_names))
         if plot is not None:
             plot_report(profile, plot)
         return

@@ -210,6 +210,10 @@ def test_ranges_of_another_program(tmp_path):
     full = tables(invoke("nsys", "--from", path, *ranges, "--full-names", "--format", "json"))
     assert full["kernels"]["rows"][0]["kernel"] == long_name
     assert "attention" not in found
+    unnamed = tables(invoke("nsys", "--from", path, "--format", "json"))
+    assert unnamed["phases"]["notes"][0] == (
+        "phases: the program's own annotations, the outermost; others are chosen with --range"
+    )
     result = invoke("nsys", "--from", path, "--range", "decoder")
     assert (result.exit_code, result.stdout) == (2, "")
     names = "'decode', 'prefill, layer 0'"
@@ -301,6 +305,12 @@ def test_under_nsys_what_makes_no_sense_is_refused(arguments, sentence):
         ),
         (["--from", "x.sqlite", "--size", "tiny"], 2, "--size: --from reads a report; leave it out"),
         (["--from", "x.sqlite", "--save", "r.jsonl"], 2, "--save: --from reads a report; leave it out"),
+        (
+            ["--from", "a.sqlite", "--from", "b.sqlite"],
+            2,
+            "--from: one report is read at a time, not 2; run the command for each of them",
+        ),
+        (["--from", "/dev/zero"], 2, "/dev/zero is a pipe or a device, and a report is read more than once"),
         (["--from", "/no/such.sqlite"], 2, "cannot read /no/such.sqlite: No such file or directory"),
         (["--keep", "/proc/no"], 2, "cannot write --keep /proc/no/trace.json.gz"),
         (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),

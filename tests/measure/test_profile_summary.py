@@ -13,6 +13,7 @@ from cs336sys.measure.profile.nsys_report import read_nsys_database
 from cs336sys.measure.profile.reading import open_capture
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import run_name
+from cs336sys.report.profile import report_tables
 
 
 @pytest.fixture
@@ -287,7 +288,6 @@ def test_kernels_of_other_processes_only_are_an_error(report):
 MISSING = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "holds no GPU kernels: profile with -t cuda,nvtx",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "holds no CUDA API calls, so kernels have no phase",
-    "NVTX_EVENTS": "holds no NVTX ranges, so kernels have no phase",
     "StringIds": "is no export of Nsight Systems: it has no table StringIds",
 }
 
@@ -434,12 +434,79 @@ def test_a_list_of_events_is_a_trace_and_so_is_a_zipped_one_and_one_of_older_nam
         assert summarize(open_capture(tmp_path / name)).step.kernels == 7
 
 
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_steps_that_older_profilers_called_operations_are_the_phases(trace, is_gpu):
+    for number, start in enumerate((0, 500)):
+        trace.event("Operator", f"ProfilerStep#{number}", start, start + 400, 1)
+        trace.event("Operator", "aten::mm", start + 10, start + 30, 1)
+        if is_gpu:
+            trace.kernel("nvjet", start + 15, start + 20, start + 120)
+    profile = summarize(open_capture(trace.write()))
+    (row,) = profile.phases
+    assert (row.name, row.count, row.kernel_ns) == ("ProfilerStep", 2, 200 if is_gpu else 40)
+    assert profile.is_gpu is is_gpu
+    assert "the steps of torch.profiler, 2 of them" in profile.phases_are
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_an_export_without_ranges_is_summed_up_as_a_whole(report, has_table):
+    train_step(report)
+    report.database.execute("DELETE FROM NVTX_EVENTS" if has_table else "DROP TABLE NVTX_EVENTS")
+    (row,) = summary_of(report).phases
+    assert (row.name, row.count, row.kernels) == ("the whole capture", 1, 7)
+
+
+@pytest.mark.parametrize("recorder", ["report", "trace"])
+def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
+    """The second one works a tenth of the time, in which the first one is busy, too."""
+    recorder = request.getfixturevalue(recorder)
+    recorder.range("forward", 0, 1000)
+    recorder.kernel("nvjet", 10, 100, 900)
+    recorder.kernel("nvjet", 20, 300, 400, gpu=1)
+    profile = summarize(open_capture(recorder.write()))
+    assert [(row.busy_ns, row.gpu) for row in profile.phases] == [(800, None)]
+    assert [(row.name, row.count, row.busy_ns, row.kernels, row.gpu) for row in profile.of_gpus] == [
+        ("forward", 1, 800, 1, 0),
+        ("forward", 1, 100, 1, 1),
+    ]
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    rows = report_tables(profile, "r", top=5, full_names=False)[0].rows
+    assert [(row["gpu"], row["idle_percent"]) for row in rows] == [(0, pytest.approx(20)), (1, pytest.approx(90))]
+
+
+def test_processes_with_a_gpu_each_are_counted_in_their_own_ranges(report):
+    for process in (100, 200):
+        report.range("forward", 0, 1000, process=process)
+        report.kernel("nvjet", 10, 100, 100 * (process // 100) + 100, process=process, gpu=process // 200)
+    assert [(row.count, row.wall_ns, row.busy_ns, row.gpu) for row in summary_of(report).of_gpus] == [
+        (1, 1000, 100, 0),
+        (1, 1000, 200, 1),
+    ]
+
+
+def test_names_of_strangers_are_printable(report, trace):
+    hostile = "\x1b]0;title\x07\u202e"
+    for recorder in (report, trace):
+        recorder.range(hostile, 0, 100)
+        recorder.kernel(hostile, 10, 20, 30)
+        profile = summarize(open_capture(recorder.write()))
+        spelled = r"\x1b]0;title\x07\u202e"
+        assert ([row.name for row in profile.phases], profile.kernels[0].kernel) == ([spelled], spelled)
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel"', "is cut off"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', "cannot be read as a trace of torch.profiler"),
         (b'{"rows": [1, 2]}', "it has no list of traceEvents"),
+        (b'{"traceEvents": [' + b"[" * 100_000, "cannot be read as a trace of torch.profiler"),
+        (b'[{"ph": "X", "cat": "kernel", "ts": 1e999}]', "cannot be read as a trace of torch.profiler"),
+        (
+            b'[{"ph": "X", "cat": "kernel", "ts": 1, "args": {"correlation": %d}}]' % 10**30,
+            "cannot be read as a trace of torch.profiler",
+        ),
+        (b'[{"ph": "X", "ts": 1, "name": "' + b"x" * 2**25, "holds an event of more than 16,777,216 characters"),
         (b"\x1f\x8bnot gzip", "cannot be read as a trace of torch.profiler"),
         (b"SQLite format 3\x00 and nothing else", "cannot be read as an SQLite database"),
         (b"a,b\n1,2\n", "is no report: it should be a .nsys-rep or .sqlite file"),

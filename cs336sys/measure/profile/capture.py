@@ -6,11 +6,13 @@ from typing import Any
 
 from cs336sys.measure.range_names import run_configuration
 
-# Times are nanoseconds on one clock. ``work`` is what ran on a GPU: kernels, copies, fills. ``launch`` are the API
+# Times are nanoseconds on one clock. ``work`` is what ran on a GPU: kernels, copies, fills, each on the GPU of that
+# number. Names are printable: strangers choose them. ``launch`` are the API
 # calls on a CPU that asked for it, found by the number that CUPTI counts anew in each process. ``ranges`` are NVTX
 # ranges, or those of torch.profiler; their threads are numbered as those of the launches.
 _SCHEMA = """
-CREATE TABLE work (start INTEGER, stop INTEGER, process INTEGER, correlation INTEGER, name INTEGER);
+CREATE TABLE work (start INTEGER, stop INTEGER, process INTEGER, correlation INTEGER, name INTEGER,
+                   gpu INTEGER);
 CREATE TABLE launch (process INTEGER, correlation INTEGER, start INTEGER, thread,
                      PRIMARY KEY (process, correlation)) WITHOUT ROWID;
 CREATE TABLE ranges (name TEXT, start INTEGER, stop INTEGER, process INTEGER, thread);

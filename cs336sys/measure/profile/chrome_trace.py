@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture, empty_tables
+from cs336sys.printable import printable
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Triton launches through the driver.
@@ -29,13 +30,18 @@ _TODAYS_CATEGORY = {
 GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 1 << 20
 _ROWS_AT_ONCE = 10_000
+# An event of torch's has some hundred characters, one with a stack some thousand.
+_EVENT_CHARACTERS = 1 << 24
+# What strangers write in the place of numbers and texts.
+_OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
+_STEP = "ProfilerStep#"
 
 # A trace is one process's, so it numbers its correlations once.
 _PROCESS = 0
 
 # What fills each table.
 _STATEMENTS = {
-    "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?)",
+    "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?, ?)",
     "launch": "INSERT OR IGNORE INTO launch VALUES (?, ?, ?, ?)",
     "ranges": "INSERT INTO ranges VALUES (?, ?, ?, ?, ?)",
     "operation": "INSERT INTO operation VALUES (?, ?, ?, ?)",
@@ -60,7 +66,7 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ArithmeticError, RecursionError, sqlite3.Error, *_OF_VALUES) as error:
         tables.close()
         raise UsageError(f"{called or path} cannot be read as a trace of torch.profiler: {error}") from error
     tables.commit()
@@ -101,16 +107,20 @@ def _rows_of(
     """The rows of some events by table; adds names that are new, with their numbers, and processes."""
     rows: dict[str, list[tuple]] = {table: [] for table in _STATEMENTS}
     for event in events:
-        category, name = str(event.get("cat")), event.get("name", "")
+        category, name = str(event.get("cat")), printable(str(event.get("name", "")))
         category = _TODAYS_CATEGORY.get(category, category)
+        if category in _OPERATIONS and name.startswith(_STEP):
+            # Older versions of torch called their profiler's steps operations.
+            category = _RANGES[0]
         start = round(float(event["ts"]) * 1e3)
         stop = start + round(float(event.get("dur", 0)) * 1e3)
-        correlation = event.get("args", {}).get("correlation")
+        arguments = event.get("args", {})
+        correlation = arguments.get("correlation")
         # Some are numbers that SQLite's integers do not hold.
         thread = str(event.get("tid"))
         if category in _WORK:
             name_id = name_ids.setdefault(name, len(name_ids))
-            rows["work"].append((start, stop, _PROCESS, correlation, name_id))
+            rows["work"].append((start, stop, _PROCESS, correlation, name_id, int(arguments.get("device", 0))))
         elif category in _OPERATIONS:
             name_id = name_ids.setdefault(name, len(name_ids))
             rows["operation"].append((start, stop, thread, name_id))
@@ -149,9 +159,9 @@ def _let_operations_be_work(tables: sqlite3.Connection) -> None:
     for index, (number, start, _, _, name) in enumerate(operations):
         if outermost[index]:
             reached = start
-        rows.append((reached, reached + max(0, own[index]), _PROCESS, number, name))
+        rows.append((reached, reached + max(0, own[index]), _PROCESS, number, name, 0))
         reached += max(0, own[index])
-    tables.executemany("INSERT INTO work VALUES (?, ?, ?, ?, ?)", rows)
+    tables.executemany(_STATEMENTS["work"], rows)
     tables.execute(f"INSERT INTO launch SELECT {_PROCESS}, rowid, start, thread FROM operation")
 
 
@@ -170,6 +180,8 @@ def _events(stream: TextIO) -> Iterator[dict[str, Any]]:
             more = stream.read(_CHUNK_CHARACTERS)
             if not more:
                 raise UsageError("is cut off: its list of events has no end") from None
+            if len(text) - position > _EVENT_CHARACTERS:
+                raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
             text, position = text[position:] + more, 0
             continue
         if isinstance(event, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture, empty_tables
 from cs336sys.measure.profile.nsys import NAME
+from cs336sys.printable import printable
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
@@ -44,6 +45,7 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
         UsageError: it is none, lacks something that is needed, or traced CUDA graphs as wholes; the sentence says what.
     """
     tables = empty_tables()
+    tables.create_function("printable", 1, lambda text: printable(str(text)), deterministic=True)
     try:
         tables.execute("ATTACH ? AS report", (f"{path.absolute().as_uri()}?mode=ro",))
         _load(tables)
@@ -69,17 +71,21 @@ def _load(tables: sqlite3.Connection) -> None:
     )
     names = {"demangledName", "shortName"} & columns[_KERNELS]
     need(_KERNELS, "start", "end", "globalPid", "correlationId", *(() if names else ("demangledName",)))
-    _load_work(tables, _KERNELS, "demangledName" if "demangledName" in names else "shortName")
-    tables.execute(f"INSERT INTO name SELECT id, value FROM report.{_STRINGS} WHERE id IN (SELECT name FROM work)")
+    _load_work(tables, columns, _KERNELS, "demangledName" if "demangledName" in names else "shortName")
+    tables.execute(
+        f"INSERT INTO name SELECT id, printable(value) FROM report.{_STRINGS} WHERE id IN (SELECT name FROM work)"
+    )
     if _COPIES in columns:
         need(_COPIES, "start", "end", "globalPid", "correlationId", "copyKind")
-        _load_work(tables, _COPIES, "-copyKind")
+        _load_work(tables, columns, _COPIES, "-copyKind")
     if _FILLS in columns:
         need(_FILLS, "start", "end", "globalPid", "correlationId")
-        _load_work(tables, _FILLS, str(_FILL_ID))
+        _load_work(tables, columns, _FILLS, str(_FILL_ID))
     names_of_copies = [(-kind, f"Memcpy {name}") for kind, name in _COPY_NAMES.items()]
     tables.executemany("INSERT INTO name VALUES (?, ?)", [*names_of_copies, (_FILL_ID, "Memset")])
-    _load_ranges(tables, columns)
+    # A program without ranges has none of this table.
+    if _RANGES in columns:
+        _load_ranges(tables, columns)
 
 
 def _require_recorded(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) -> None:
@@ -92,8 +98,6 @@ def _require_recorded(tables: sqlite3.Connection, columns: Mapping[str, set[str]
         )
     if not _has_rows(tables, columns, _KERNELS):
         raise UsageError("holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU")
-    if not _has_rows(tables, columns, _RANGES):
-        raise UsageError("holds no NVTX ranges, so kernels have no phase: profile with -t cuda,nvtx")
     if not _has_rows(tables, columns, _CALLS):
         raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
 
@@ -118,23 +122,26 @@ def _load_ranges(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) ->
         _require_columns(columns, _RANGES, "text")
     tables.execute(
         f"""INSERT INTO ranges
-            SELECT {text}, start, "end", {_PROCESS.format(column="globalTid")}, globalTid
+            SELECT printable({text}), start, "end", {_PROCESS.format(column="globalTid")}, globalTid
             FROM report.{_RANGES} {strings}
             WHERE eventType IN {_RANGE_EVENTS} AND "end" IS NOT NULL AND {text} IS NOT NULL"""
     )
 
 
-def _load_work(tables: sqlite3.Connection, table: str, name: str) -> None:
+def _load_work(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str, name: str) -> None:
+    gpu = "deviceId" if "deviceId" in columns[table] else "0"
     tables.execute(
         f"""INSERT INTO work
-            SELECT start, "end", {_PROCESS.format(column="globalPid")}, correlationId, {name} FROM report.{table}"""
+            SELECT start, "end", {_PROCESS.format(column="globalPid")}, correlationId, {name}, {gpu}
+            FROM report.{table}"""
     )
 
 
 def _columns(tables: sqlite3.Connection) -> dict[str, set[str]]:
-    """The columns of each table of the report."""
-    names = [row[0] for row in tables.execute("SELECT name FROM report.sqlite_master WHERE type IN ('table', 'view')")]
-    return {name: {row[1] for row in tables.execute(f'PRAGMA report.table_info("{name}")')} for name in names}
+    """The columns of each table of the report; a view of a stranger could compute for ever."""
+    names = [row[0] for row in tables.execute("SELECT name FROM report.sqlite_master WHERE type = 'table'")]
+    info = "SELECT name FROM pragma_table_info(?, 'report')"
+    return {name: {row[0] for row in tables.execute(info, (name,))} for name in names}
 
 
 def _has_rows(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str) -> bool:

@@ -21,6 +21,8 @@ def open_capture(path: Path) -> Capture:
         CapabilityError: it is a report, and nsys is not installed.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError(f"{path} is a pipe or a device, and a report is read more than once: give a file")
         with path.open("rb") as stream:
             head = stream.read(4096)
     except OSError as error:

@@ -26,6 +26,7 @@ class RangeTime:
         kernel_ns: how long each of these ran, added up; more than ``busy_ns`` where some ran side by side.
         busy_ns: how long at least one of them ran.
         span_ns: from the start of the first one to the end of the last one, range by range.
+        gpu: the number of the GPU on which this work ran; None for that of all.
     """
 
     name: str
@@ -35,6 +36,7 @@ class RangeTime:
     kernel_ns: int
     busy_ns: int
     span_ns: int
+    gpu: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Profile:
         outside_ns: work launched before the first and after the last of those, or outside of the chosen ranges.
         configuration: what ``cs336sys nsys`` ran, as its report says.
         phases_are: what the phases are in a capture without ours where none were chosen, one sentence.
+        of_gpus: phases and steps GPU by GPU, in a capture of several: where one waits, another may be busy.
     """
 
     profiler: str
@@ -80,6 +83,7 @@ class Profile:
     outside_ns: int
     configuration: dict[str, Any] | None = None
     phases_are: str = ""
+    of_gpus: tuple[RangeTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only, for a results file."""
@@ -88,7 +92,9 @@ class Profile:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Profile":
         """The inverse of :meth:`to_json`."""
-        ranges = {name: tuple(RangeTime(**row) for row in record[name]) for name in ("phases", "parts")}
+        # Earlier versions summed up all GPUs.
+        record = {"of_gpus": (), **record}
+        ranges = {name: tuple(RangeTime(**row) for row in record[name]) for name in ("phases", "parts", "of_gpus")}
         kernels = {name: tuple(KernelTime(**row) for row in record[name]) for name in ("kernels", "part_kernels")}
         step = RangeTime(**record["step"]) if record["step"] else None
         return cls(**{**record, **ranges, **kernels, "step": step})
@@ -130,12 +136,13 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
         )
     tables.execute(
         f"""CREATE TABLE attributed AS
-            SELECT work.start, work.stop, work.name, launch.start AS launched, work.process,
+            SELECT work.start, work.stop, work.name, launch.start AS launched, work.process, work.gpu,
                    {_open_range("phase")} AS phase, {_open_range("step")} AS step, {_open_range("part")} AS part
             FROM work LEFT JOIN launch USING (process, correlation)"""
     )
     attributed_percent, outside_ns = _check_attributed(tables, must_cover=not chosen)
     step = _range_times(tables, "step")
+    gpus = [row[0] for row in tables.execute("SELECT DISTINCT gpu FROM attributed ORDER BY gpu")]
     return Profile(
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
@@ -148,6 +155,9 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
         outside_ns=outside_ns,
         configuration=capture.configuration(),
         phases_are=phases_are,
+        of_gpus=tuple(row for gpu in gpus for kind in ("phase", "step") for row in _range_times(tables, kind, gpu))
+        if len(gpus) > 1
+        else (),
     )
 
 
@@ -235,8 +245,16 @@ def _check_attributed(tables: sqlite3.Connection, *, must_cover: bool) -> tuple[
     return percent, outside
 
 
-def _range_times(tables: sqlite3.Connection, kind: str) -> tuple[RangeTime, ...]:
-    """Sums over the ranges of a table by name, in the order of first begin."""
+def _range_times(tables: sqlite3.Connection, kind: str, gpu: int | None = None) -> tuple[RangeTime, ...]:
+    """Sums over the ranges of a table by name, in the order of first begin.
+
+    Args:
+        gpu: count only what ran on this one, in the ranges of processes that use it.
+    """
+    ran = uses = ""
+    if gpu is not None:
+        ran = f"AND gpu = {int(gpu)}"
+        uses = f"WHERE process IN (SELECT process FROM attributed WHERE gpu = {int(gpu)})"
     # Each interval adds to the union what lies beyond all that began before it. The order of the cross join is meant:
     # a few thousand ranges are then looked up by number and not searched for each other.
     rows = tables.execute(
@@ -244,7 +262,7 @@ def _range_times(tables: sqlite3.Connection, kind: str) -> tuple[RangeTime, ...]
                 (SELECT {kind}, start, stop,
                         max(stop) OVER (PARTITION BY {kind} ORDER BY start, stop
                                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached
-                 FROM attributed WHERE {kind} IS NOT NULL),
+                 FROM attributed WHERE {kind} IS NOT NULL {ran}),
             per_range AS
                 (SELECT {kind} AS id, count(*) AS kernels, sum(stop - start) AS total,
                         sum(max(0, stop - max(start, coalesce(reached, start)))) AS busy, max(stop) - min(start) AS span
@@ -254,12 +272,12 @@ def _range_times(tables: sqlite3.Connection, kind: str) -> tuple[RangeTime, ...]
                  FROM per_range CROSS JOIN {kind} ON {kind}.rowid = id GROUP BY name),
             lengths AS
                 (SELECT name, count(*) AS count, sum(stop - start) AS wall, min(start) AS start
-                 FROM {kind} GROUP BY name)
+                 FROM {kind} {uses} GROUP BY name)
             SELECT lengths.name, count, wall, coalesce(kernels, 0), coalesce(total, 0), coalesce(busy, 0),
                    coalesce(span, 0)
             FROM lengths LEFT JOIN done USING (name) ORDER BY lengths.start"""
     )
-    return tuple(RangeTime(*row) for row in rows)
+    return tuple(RangeTime(*row, gpu) for row in rows)
 
 
 def _kernel_times(tables: sqlite3.Connection, kind: str) -> tuple[KernelTime, ...]:

@@ -28,7 +28,9 @@ class Measured:
 
     @property
     def ranges(self) -> tuple[RangeTime, ...]:
-        """The phases, and the step that they make up."""
+        """The phases, and the step that they make up; of several GPUs those of each."""
+        if self.profile.of_gpus:
+            return self.profile.of_gpus
         return (*self.profile.phases, *([self.profile.step] if self.profile.step else []))
 
     def unprofiled(self, name: str) -> Samples | None:

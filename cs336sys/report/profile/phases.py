@@ -32,6 +32,7 @@ def phase_table(
     columns = (
         *labels,
         Column("phase", "phase"),
+        Column("gpu", "GPU"),
         Column("unprofiled_ms", "without profiler", "ms"),
         Column("annotated_ms", "annotated", "ms"),
         Column("wall_ms", "CPU wall", "ms"),
@@ -57,6 +58,7 @@ def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
     verdict = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
     return {
         "phase": row.name,
+        "gpu": row.gpu,
         "unprofiled_ms": unprofiled,
         "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
         "wall_ms": wall_ms,
@@ -92,6 +94,8 @@ def _notes(measured: Sequence[Measured]) -> list[str]:
         kernels = {row.name: row.kernels for row in m.profile.phases}
         if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
             notes.append(f"warning: {_words(m)}the backward pass has fewer launches than the forward pass")
+    if any(m.profile.of_gpus for m in measured):
+        notes.append("the tables of kernels add up what all GPUs ran")
     if any(m.profile.configuration and not m.profile.parts for m in measured):
         notes.append(
             "softmax against matmuls is shown with --attention reference --compile off, for an attention that calls "

@@ -59,7 +59,8 @@ def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) ->
         top, full_names: as of :func:`profile_tables`.
     """
     measured, labels = _of_report(profile)
-    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", [])
+    notes = [profile.phases_are] if profile.phases_are else []
+    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", notes)
     return [phases, *_kernel_tables(measured, labels, top, full_names)]
 
 
