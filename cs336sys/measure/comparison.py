@@ -258,11 +258,7 @@ Compared = dict[str, list[tuple[Pair, Comparison]]]
 
 
 def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
-    """Compare two series of the same unit, by :func:`~cs336sys.measure.difference.mean_difference`.
-
-    Raises:
-        CapabilityError: scipy is not installed.
-    """
+    """Compare two series of the same unit, by :func:`~cs336sys.measure.difference.mean_difference`."""
     not_finite = [f"{count} of {name}" for name, count in (("A", a.not_finite), ("B", b.not_finite)) if count]
     if not_finite:
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
@@ -272,6 +268,9 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     if difference.p_value is None:
         verdict = "undecided"
         reason = f"{a.count} against {b.count} samples of one run: {FEW_SAMPLES} are the least"
+    elif difference.ratio is None and a.unit in TIME_UNITS | HIGHER_IS_BETTER:
+        verdict = "undecided"
+        reason = f"means of {difference.mean_a:g} and {difference.mean_b:g} {a.unit}: nothing takes no time"
     elif difference.p_value < significance_level(confidence_percent):
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
     return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
@@ -282,7 +281,6 @@ def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidenc
 
     Raises:
         UsageError: there are measured pairs, but none of them has a series to compare or one that was asked for.
-        CapabilityError: scipy is not installed.
     """
     compared: Compared = {}
     measured = [pair for pair in pairs if pair.is_measured]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, variance
-from typing import Any, Literal
+from typing import Literal
 
-from cs336sys.errors import CapabilityError
+from cs336sys.measure.students_t import quantile, upper_tail
 
 # Of 5 samples in a row one number says how slowly they drift; fewer say nothing of their noise.
 FEW_SAMPLES = 5
@@ -50,11 +50,7 @@ def mean_difference(a: Side, b: Side, *, confidence_percent: float = 95.0) -> Di
     theirs do (:func:`_of_units`); else how slowly the samples of a series drift (:func:`_of_samples`). The noise of a
     single run or round is supposed to be that of the other side, in percent. The logarithm of the ratio of the means
     over its standard error is compared with Student's t, with the degrees of freedom of Welch (1947).
-
-    Raises:
-        CapabilityError: scipy is not installed.
     """
-    special = _scipy_special()
     level = _level(a, b)
     of_a, of_b = _estimate(a, level), _estimate(b, level)
     ratio = of_b.mean / of_a.mean if of_a.mean > 0 and of_b.mean > 0 else None
@@ -67,12 +63,12 @@ def mean_difference(a: Side, b: Side, *, confidence_percent: float = 95.0) -> Di
         distance = math.log(ratio)
         error, degrees = _error(of_a.of_logarithm(), of_b.of_logarithm())
     if error > ROUNDING:
-        p_value = 2 * float(special.stdtr(degrees, -abs(distance) / error))
+        p_value = 2 * upper_tail(degrees, abs(distance) / error)
     else:
         p_value = 0.0 if abs(distance) > ROUNDING else 1.0
     if ratio is None:
         return Difference(level, of_a.mean, of_b.mean, None, None, None, p_value)
-    reach = math.exp(float(special.stdtrit(degrees, 0.5 + confidence_percent / 200)) * error)
+    reach = math.exp(quantile(degrees, 0.5 + confidence_percent / 200) * error)
     return Difference(level, of_a.mean, of_b.mean, ratio, ratio / reach, ratio * reach, p_value)
 
 
@@ -85,7 +81,8 @@ def autocorrelation(side: Side) -> float | None:
     length = min(map(len, rounds))
     if length < 8:
         return None
-    centred = [[value - fmean(samples) for value in samples] for samples in rounds]
+    means = map(fmean, rounds)
+    centred = [[value - mean for value in samples] for samples, mean in zip(rounds, means, strict=True)]
     squares = sum(value * value for values in centred for value in values)
     if squares == 0:
         return None
@@ -137,12 +134,17 @@ def _of_samples(samples: Sequence[float]) -> _Estimate:
     autocorrelation does so in 4 %, and finds a difference of 5 % from 10 samples in 27 % instead of 73 %. Trimmed means
     would not mind spikes, but say nothing of what makes one step in ten slow, which training pays for.
     """
+    import numpy
+
     count, mean = len(samples), fmean(samples)
     degrees = max(1, round(0.4 * count ** (2 / 3)))
-    drift = 0.0
-    for waves in range(1, degrees + 1):
-        angles = (math.pi * waves * (index + 0.5) / count for index in range(count))
-        drift += sum((value - mean) * math.cos(angle) for value, angle in zip(samples, angles, strict=True)) ** 2
+    # The sums of value * cos(pi * waves * (index + 1/2) / count) for waves = 0, 1, ... are a cosine transform, which is
+    # the Fourier transform of the even places and then the odd ones backwards (Makhoul 1980). Summed one by one, those
+    # of 200,000 samples took 20 s.
+    values = numpy.asarray(samples, dtype=float) - mean
+    transformed = numpy.fft.fft(numpy.concatenate((values[::2], values[1::2][::-1])))[1 : degrees + 1]
+    turned = transformed * numpy.exp(-0.5j * math.pi / count * numpy.arange(1, len(transformed) + 1))
+    drift = float((turned.real**2).sum())
     return _Estimate(mean, count, 2 / count * drift / degrees / count, degrees)
 
 
@@ -156,11 +158,3 @@ def _error(a: _Estimate, b: _Estimate) -> tuple[float, float]:
     if total == 0:
         return 0.0, 1
     return math.sqrt(total), total**2 / (a.variance**2 / a.degrees + b.variance**2 / b.degrees)
-
-
-def _scipy_special() -> Any:
-    try:
-        from scipy import special
-    except ImportError as error:
-        raise CapabilityError('the statistics need scipy: pip install "cs336sys[compare]"') from error
-    return special

@@ -378,11 +378,24 @@ def test_files_without_results(save, tmp_path):
         assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
 
 
-def test_without_scipy(sweeps, monkeypatch):
+def test_the_base_installation_compares(sweeps, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    result = compare("a.jsonl", "b.jsonl")
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr == 'error: the statistics need scipy: pip install "cs336sys[compare]"\n'
+    assert compare("a.jsonl", "b.jsonl").exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["0.0", "1e308", "5e-324", str(10**400), "-1.0", "[" * 5000])
+def test_samples_that_are_no_times_cost_their_cell_and_never_pass(save, tmp_path, value):
+    """Zeros were "faster", and passed under --fail-above; the others were tracebacks."""
+    for name in ("a.jsonl", "b.jsonl"):
+        save(name, cell("small", step=around(10)), cell("medium", step=times(*[123.5] * 5)))
+    text = (tmp_path / "b.jsonl").read_text()
+    assert text.count("123.5") == 5
+    (tmp_path / "b.jsonl").write_text(text.replace("123.5", value))
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    assert result.exit_code == 1
+    assert re.search(r"(?m)^warning: .*b\.jsonl: line 3 is .*, and passed over$", result.stderr)
+    assert "size medium: only A has it" in result.stderr
+    assert "small" in result.stdout
 
 
 def test_cells_of_several_commands_are_told_apart(save):

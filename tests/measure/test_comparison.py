@@ -102,10 +102,15 @@ def test_few_samples_decide_nothing():
     assert (comparison.difference.ratio, comparison.slower_percent_at_most) == (10, math.inf)
 
 
-def test_samples_that_are_not_positive_have_a_verdict_and_no_ratio():
-    comparison = compare_samples(series(0, 0, -1, 0, 0), series(1, 2, 1, 2, 1))
+def test_samples_that_are_not_positive_have_no_ratio_and_a_verdict_only_where_nothing_is_possible():
+    none, some = series(0, 0, -1, 0, 0, unit="gib"), series(1, 2, 1, 2, 1, unit="gib")
+    comparison = compare_samples(none, some)
     assert (comparison.difference.ratio, comparison.verdict, comparison.slower_percent) == (None, "slower", math.inf)
-    assert compare_samples(series(1, 2, 1, 2, 1), series(0, 0, 0, 0, 0)).slower_percent == 0.0
+    assert compare_samples(some, none).slower_percent == 0.0
+    for unit in ("ms", "tokens_per_s"):
+        comparison = compare_samples(series(1, 2, 1, 2, 1, unit=unit), series(0, 0, 0, 0, 0, unit=unit))
+        assert comparison.verdict == "undecided"
+        assert comparison.reason == f"means of 1.4 and 0 {unit}: nothing takes no time"
 
 
 def test_rounds_and_runs_are_told_apart():

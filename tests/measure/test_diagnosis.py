@@ -516,11 +516,6 @@ def test_the_probe_of_attention_calls_answers(monkeypatch):
     )
 
 
-def test_no_scipy(monkeypatch):
-    monkeypatch.setattr(software, "installed_version", lambda package: None)
-    assert software.check_scipy().fix == "`compare` needs it: `python -m pip install scipy`."
-
-
 def test_too_little_memory_and_disk(tmp_path, monkeypatch):
     usage = {host.SHARED_MEMORY: 64 * 2**20, ".": 100 * 2**30}
     monkeypatch.setattr(

@@ -2,13 +2,12 @@
 
 import math
 import random
-import sys
 
 import pytest
 from scipy import fft, stats
 
-from cs336sys.errors import CapabilityError
 from cs336sys.measure.difference import autocorrelation, mean_difference
+from cs336sys.measure.students_t import quantile, upper_tail
 
 TIMES_A = (10.0, 10.4, 9.9, 10.1, 10.3, 9.8, 10.2, 10.0, 10.5, 9.7)
 TIMES_B = (10.6, 10.9, 10.3, 10.8, 10.4, 11.0, 10.7, 10.5, 10.9, 10.6, 10.2, 10.8)
@@ -128,7 +127,30 @@ def test_autocorrelation_is_that_of_the_series():
     assert autocorrelation((level,)) == pytest.approx(autocorrelation(series(*TIMES_A)))
 
 
-def test_without_scipy_the_fix_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(CapabilityError, match=r'pip install "cs336sys\[compare\]"'):
-        mean_difference(series(1, 2), series(1, 2))
+def test_a_long_series_is_what_its_cosines_say():
+    """An odd number of samples, too, whose transform is another."""
+    draw = random.Random(0)
+    for count in (9, 4_001, 20_000):
+        samples = [10 + draw.gauss(0, 1) for _ in range(count)]
+        degrees = round(0.4 * count ** (2 / 3))
+        slow = fft.dct(samples, norm="ortho")[1 : degrees + 1]
+        found = mean_difference(series(*samples), ((tuple(samples),),))
+        variance = 2 * sum(slow**2) / degrees / count / found.mean_a**2
+        expected = math.exp(stats.t.ppf(0.975, 2 * degrees) * math.sqrt(variance))
+        assert found.ratio_high == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("degrees", [1, 1.3, 2, 4.7, 30, 99.9, 100.1, 1367.8, 1e5])
+def test_students_t_is_scipys(degrees):
+    for t in (1e-3, 0.1, 1, 2, 5, 30, 1e4, 1e12):
+        assert upper_tail(degrees, t) == pytest.approx(float(stats.t.sf(t, degrees)), rel=1e-7 if t < 0.01 else 1e-11)
+    for probability in (0.5, 0.55, 0.75, 0.975, 0.995, 0.99999):
+        expected = float(stats.t.ppf(probability, degrees))
+        assert quantile(degrees, probability) == pytest.approx(expected, rel=1e-11, abs=1e-15)
+
+
+def test_students_t_of_one_and_two_degrees_is_exact():
+    for t in (1e-9, 0.3, 1.0, 7.0, 1e5):
+        assert upper_tail(1, t) == pytest.approx(math.atan2(1, t) / math.pi, rel=1e-14)
+        assert upper_tail(2, t) == pytest.approx(1 / (t * t + 2) / (1 + t / math.sqrt(t * t + 2)), rel=1e-14)
+    assert quantile(1, 0.75) == pytest.approx(1.0, rel=1e-14)

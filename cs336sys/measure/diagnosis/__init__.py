@@ -22,6 +22,5 @@ def diagnose() -> list[Check]:
     checks.append(software.check_compiler())
     if installed_version("triton") is not None:
         checks.append(software.check_attention_calls())
-    checks.append(software.check_scipy())
     checks += [*profilers.check_nsys(), profilers.check_ncu()]
     return checks + host.check_host()

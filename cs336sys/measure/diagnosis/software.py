@@ -140,13 +140,6 @@ def check_attention_calls() -> Check:
     return Check(name, answer["found"], "ok" if answer["fix"] is None else "warn", answer["fix"])
 
 
-def check_scipy() -> Check:
-    version = installed_version("scipy")
-    if version is None:
-        return Check("scipy", "not installed", "warn", "`compare` needs it: `python -m pip install scipy`.")
-    return Check("scipy", version)
-
-
 def required(package: str, *, by: str) -> SpecifierSet:
     """Versions of ``package`` that an installed package requires on this platform; empty when it names none."""
     try:
