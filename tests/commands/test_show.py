@@ -1,20 +1,26 @@
 """``show`` as a user runs it: every saved result, without torch, and bad input."""
 
+import csv
 import gzip
 import importlib
 import inspect
+import io
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cs336sys.cli import COMMANDS, app
 from cs336sys.report.rendering import render
 from cs336sys.report.saved import SAVED_COMMANDS, Presentation, invocations, saved_pictures, saved_tables, shown_cells
+from cs336sys.report.tables import Column, Table
+from cs336sys.report.terminal import print_tables
 from cs336sys.results import configuration_key, read_results
 from cs336sys.workload import MemoryWorkload
 
@@ -186,7 +192,7 @@ def test_a_page_holds_the_tables_and_pictures_of_each_invocation(tmp_path):
     result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
     # Where drawing takes long, it says how far it is.
     assert (result.returncode, result.stdout) == (0, "")
-    assert [line for line in result.stderr.splitlines() if not line.startswith("drew ")] == [f"wrote {page}"]
+    assert [line for line in result.stderr.splitlines() if not line.endswith("pictures are done")] == [f"wrote {page}"]
     text = page.read_text()
     assert "<title>bench-h200.jsonl.gz, flash-board-h200.jsonl.gz</title>" in text
     assert "<pre>cs336sys flash --grid board --implementations auto,hopper" in text
@@ -259,3 +265,148 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     assert result.stdout == ""
     assert sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def changed(tmp_path, name, change, count=4):
+    """A saved file of the project of which a stranger has changed the second line and what follows."""
+    lines = gzip.decompress((RESULTS / f"{name}-h200.jsonl.gz").read_bytes()).splitlines()[:count]
+    records = [json.loads(line) for line in lines]
+    for number, record in enumerate(records):
+        change(number, record)
+    path = tmp_path / "strange.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+HOSTILE = (
+    "=HYPERLINK(1) $\\frac{x$ \x1b]0;title\x07 \x9b2J \u202egnp ![i](http://x/i.png) [l](http://x) <img src=x> "
+    "\\input{x} #eval(1) a|b `c` \ud800"
+)
+
+
+def name_strangely(number, record):
+    if record["kind"] == "run":
+        record["machine"]["gpu"] = HOSTILE
+        record["arguments"] = ["losses", HOSTILE]
+    else:
+        record["configuration"]["optimizer"] = f"{HOSTILE} {number}"
+        record["configuration"][HOSTILE] = number
+    if number == 3:
+        record |= {"status": "error", "reason": HOSTILE, "samples": {}, "derived": {}}
+
+
+def test_names_of_strangers_are_neutral_in_every_format(tmp_path):
+    """Escape sequences reached the terminal, pictures and links other people's pages, formulas spreadsheets."""
+    path = changed(tmp_path, "losses", name_strangely)
+    commands = ("\x1b", "\x07", "\x9b", "\u202e", "\ud800")
+    for format in ("table", "markdown", "latex", "typst", "csv", "json"):
+        result = show(path, "--format", format)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert not [one for one in commands if one in result.stdout]
+        if format != "json":
+            assert "x1b" in result.stdout, "spelled out"
+        if format == "markdown":
+            assert not re.search(r"(?<!\\)\[|(?<!\\)<|(?<!\\)`", result.stdout)
+        elif format == "latex":
+            assert "\\input" not in result.stdout
+            assert not re.search(r"(?<![\\])\$(?!\\pm\$)(?<!\\pm\$)", result.stdout)
+        elif format == "csv":
+            fields = [field for row in csv.reader(result.stdout.splitlines()) for field in row]
+            assert any(field.startswith("'=HYPERLINK(1)") for field in fields)
+            assert not [field for field in fields if field.startswith(("=", "+", "@"))]
+    page, picture = tmp_path / "page.html", tmp_path / "picture.svg"
+    result = show(path, "--html", page, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "<img src=x>" not in text
+    assert not [one for one in commands if one in text + picture.read_text() + result.stderr]
+
+
+def test_a_terminal_is_sent_no_commands_of_strangers(capsys):
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    column = Column("a\x1b]0;t\x07", "a\x1b]0;t\x07")
+    for values in (["\x1b[2J"], ["\x1b[2J" * 40, "b"]):
+        rows = [{column.key: value, "other": 1.0} for value in values]
+        table = Table("t", "\x1b]52;c;aGk=\x07", (column, Column("other", "other", "ms")), rows, notes=("\x9bm",))
+        print_tables([table], console)
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    assert not re.search(r"[\x1b\x07\x9b]", drawn)
+
+
+def set_derived(**values):
+    def change(number, record):
+        if number == 1:
+            record["derived"] |= values
+
+    return change
+
+
+def without_samples(number, record):
+    if number == 1:
+        record["samples"] = {}
+
+
+def in_another_place(number, record):
+    if number == 1:
+        record["derived"]["regions"][0] = {"start": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "shown"),
+    [
+        ("memprof-2048", set_derived(timeline=5), "drawn"),
+        ("memprof-2048", set_derived(timeline={"position": []}), "drawn"),
+        ("memprof-2048", set_derived(regions=[{"start": "x", "end": 5, "name": 7}]), "drawn"),
+        ("memprof-2048", in_another_place, "drawn"),
+        ("ddp", set_derived(timeline=[[1]]), "left out"),
+        ("losses", without_samples, "left out"),
+    ],
+)
+def test_a_malformed_timeline_region_or_loss_is_one_sentence(tmp_path, name, change, shown):
+    """Tables were guarded, and pictures ended in tracebacks."""
+    path = changed(tmp_path, name, change)
+    page, picture = tmp_path / "page.html", tmp_path / "picture.png"
+    result = show(path, "--html", page)
+    assert result.exit_code == 0, result.output
+    (said, wrote) = result.stderr.splitlines()
+    assert wrote == f"wrote {page}"
+    assert said.startswith(f"warning: {name.partition('-')[0]}, run ")
+    assert ("cannot be drawn as the picture" if shown == "drawn" else "and it is left out") in said
+    assert page.read_text().count("<tr>") >= 3
+    result = show(path, "--plot", picture)
+    assert result.exit_code == (2 if shown == "drawn" else 0)
+    assert isinstance(result.exception, SystemExit | None)
+    assert "| " in result.stdout, "the tables are shown"
+
+
+def test_cells_of_an_unknown_command_do_not_hide_the_others(tmp_path):
+    def of_tomorrow(number, record):
+        if number == 1:
+            record["command"] = "pretrain"
+
+    result = show(changed(tmp_path, "losses", of_tomorrow))
+    assert result.exit_code == 1
+    assert result.stdout.count("| ") > 5
+    assert result.stderr.startswith("error: cells of 'pretrain' cannot be shown by this cs336sys: choose from bench")
+
+
+def test_what_ascii_lacks_becomes_a_question_mark(tmp_path):
+    """LANG=C and PYTHONIOENCODING: report --format markdown ended in a UnicodeEncodeError."""
+    for arguments in (
+        ["show", str(BENCH)],
+        ["report", "--year", "2025", "--from", str(BENCH), "--only", "benchmarking_script", "--format", "markdown"],
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+            capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        )
+        assert (result.returncode, b"Traceback" in result.stderr) == (0, False)
+        assert b" ? " in result.stdout
+
+
+def test_a_long_page_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336sys.report.saved.page._SILENT_S", 0.0)
+    page = tmp_path / "page.html"
+    path = changed(tmp_path, "memprof-2048", lambda number, record: None)
+    assert show(path, "--html", page).stderr == (f"1 of 2 pictures are done\nwrote {page}\n")

@@ -277,7 +277,7 @@ def _range_times(tables: sqlite3.Connection, kind: str, gpu: int | None = None) 
                    coalesce(span, 0)
             FROM lengths LEFT JOIN done USING (name) ORDER BY lengths.start"""
     )
-    return tuple(RangeTime(*row, gpu) for row in rows)
+    return tuple(RangeTime(*row, gpu=gpu) for row in rows)
 
 
 def _kernel_times(tables: sqlite3.Connection, kind: str) -> tuple[KernelTime, ...]:

@@ -46,9 +46,9 @@ def saved_page(title: str, shown: Sequence[Shown], say: Callable[[str], None]) -
             say(f"warning: {error}")
             part = f'<p class="note">{html.escape(str(error))}</p>'
         drawn += 1
-        if time.monotonic() - said >= _SILENT_S:
+        if drawn < total and time.monotonic() - said >= _SILENT_S:
             said = time.monotonic()
-            say(f"drew {drawn} of {total} pictures")
+            say(f"{drawn} of {total} pictures are done")
         return part
 
     return html_page(title, [part for one in shown for part in _parts(one, picture)])
