@@ -105,8 +105,8 @@ def show(
         page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown, say)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
-    for fault in faults:
-        say(f"error: {fault}")
+    for unshown in faults:
+        say(f"error: {unshown}")
     if faults:
         raise typer.Exit(1)
 

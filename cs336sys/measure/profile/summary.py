@@ -3,7 +3,7 @@
 import difflib
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cs336sys.errors import UsageError
@@ -277,7 +277,7 @@ def _range_times(tables: sqlite3.Connection, kind: str, gpu: int | None = None) 
                    coalesce(span, 0)
             FROM lengths LEFT JOIN done USING (name) ORDER BY lengths.start"""
     )
-    return tuple(RangeTime(*row, gpu=gpu) for row in rows)
+    return tuple(replace(RangeTime(*row), gpu=gpu) for row in rows)
 
 
 def _kernel_times(tables: sqlite3.Connection, kind: str) -> tuple[KernelTime, ...]:
