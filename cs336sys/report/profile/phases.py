@@ -32,7 +32,7 @@ def phase_table(
     columns = (
         *labels,
         Column("phase", "phase"),
-        Column("gpu", "GPU"),
+        *([Column("gpu", "GPU")] if any(m.profile.of_gpus for m in measured) else []),
         Column("unprofiled_ms", "without profiler", "ms"),
         Column("annotated_ms", "annotated", "ms"),
         Column("wall_ms", "CPU wall", "ms"),
