@@ -50,7 +50,8 @@ def test_the_courses_tests_are_read_from_pytests_file(tmp_path):
     outcomes.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     result = report("--year", "2026", "--from", outcomes, "--only", "optimizer_state_sharding")
     assert (
-        "The course's tests: 1 of 2 pass (test_sharded_optimizer[a]), not test_sharded_optimizer[b]." in result.stdout
+        r"The course's tests: 1 of 2 pass (test_sharded_optimizer\[a\]), not test_sharded_optimizer\[b\]."
+        in result.stdout
     )
 
 
