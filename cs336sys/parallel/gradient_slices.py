@@ -69,7 +69,7 @@ def refuse_clipping_alone() -> None:
     themselves, because scripts have imported them by name before the first slice is made.
     """
     decorated = clip_grad._clip_grads_with_norm_
-    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__, strict=True))
+    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
     cells["func"].cell_contents = _refusing(_CLIPPING)
 
 

@@ -332,13 +332,12 @@ class UnitRunner(SynchronizationSwitch):
                 unit.calls_ahead += 1
             arrival = _Arrival(self, unit, self._lent)
             for tensor in watched:
-                hooks = tensor._backward_hooks
+                hooks = tensor._backward_hooks or {}
                 own = tensor.register_hook(arrival)
                 # The tensor may be an output of earlier calls, too, as it is of a block that returns its input. The
                 # backward pass comes to the last call first.
-                for earlier in [number for number in hooks or () if number != own.id]:
-                    hook = hooks.pop(earlier)
-                    hooks[earlier] = hook
+                for earlier in [number for number in hooks if number != own.id]:
+                    hooks[earlier] = hooks.pop(earlier)
 
     def _reduce(self, unit: ShardedUnit) -> None:
         del self._unreduced[unit]

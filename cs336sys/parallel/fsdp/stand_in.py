@@ -23,7 +23,7 @@ _WITHOUT_VALUES = frozenset(
     + [getattr(Tensor, name) for name in _METHODS.split()]
     + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
 )
-_FREEZING = frozenset((Tensor.requires_grad_, Tensor.requires_grad.__set__))
+_FREEZING = frozenset([Tensor.requires_grad_] + [getattr(Tensor, name).__set__ for name in ("requires_grad",)])
 
 
 class StandIn(nn.Parameter):
@@ -31,24 +31,25 @@ class StandIn(nn.Parameter):
 
     Attributes:
         stands_for: name of the parameter.
-        gather: returns the whole parameter, with its values.
+        whole: returns the whole parameter, with its values.
     """
 
     stands_for: str
-    gather: Callable[[], nn.Parameter]
+    whole: Callable[[], nn.Parameter]
 
     @staticmethod
     def of(whole: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
         """Make the stand-in of a parameter, which shares its memory, if any, and its attributes."""
         stand_in: StandIn = Tensor._make_subclass(StandIn, whole.data, True)
         vars(stand_in).update(vars(whole))
-        stand_in.stands_for, stand_in.gather = name, gather
+        stand_in.stands_for, stand_in.whole = name, gather
 
         def hand_on(_: Tensor) -> None:
             # An autograd.Function gets the stand-in itself, and operates on it within.
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, stand_in.grad = stand_in.grad, None
-            whole.grad = gradient if whole.grad is None else whole.grad + gradient
+            if gradient is not None:
+                whole.grad = gradient if whole.grad is None else whole.grad + gradient
 
         with torch._C.DisableTorchFunctionSubclass():
             stand_in.register_post_accumulate_grad_hook(hand_on)
@@ -63,8 +64,8 @@ class StandIn(nn.Parameter):
                 return function(*args, **(kwargs or {}))
         if function in _FREEZING:
             raise UsageError(f"{args[0].stands_for} is frozen or unfrozen in the forward pass: do it between two steps")
-        args, kwargs = tree_map_only(StandIn, lambda stand_in: stand_in.gather(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(StandIn, lambda stand_in: stand_in.whole(), (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self.stands_for}, {tuple(self.shape)} in {self.dtype}, not gathered"

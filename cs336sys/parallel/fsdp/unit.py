@@ -283,7 +283,7 @@ class ShardedUnit:
                 held[attribute] = after
             else:
                 setattr(module, attribute, after)
-        before, self._shown = self._shown, shown
+        self._shown = shown
         if replaced is not None:
             name = next(
                 p.names[0] for p in self.parameters if any(one is replaced for one in (p.shard, p.full, p.stand_in))

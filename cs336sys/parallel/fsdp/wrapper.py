@@ -57,9 +57,9 @@ class FSDP(StateDictOfWrapped):
       only some ranks have a gradient, the others count as zero; where none has, ``grad`` stays None. (If this rank
       lacks a gradient, finding out whether another rank has it makes the CPU wait for the GPU.)
     - In the forward pass a weight can be used anywhere in the module: outside of its layer's call, as in
-      ``x @ self.embedding.weight.T`` or a penalty on weights, the whole weight is gathered, and its unit keeps its memory
-      until the backward pass ends. Outside of forward and backward passes the module holds slices, and a gradient of
-      one is refused. Changes of weights in the forward pass are refused (those through ``.data.copy_()`` are not seen).
+      ``x @ self.embedding.weight.T`` or a penalty on weights, the whole weight is gathered, and its unit keeps its
+      memory until the backward pass ends. Outside of forward and backward passes the module holds slices, and a
+      gradient of one is refused. So are changes of weights in the forward pass (``.data.copy_()`` is not seen).
     - What is computed in a unit may be returned, kept as an attribute or buffer of a module in it, or put into an
       argument (a tensor, also in place, or tensors in lists, tuples, dictionaries and dataclasses), as auxiliary losses
       are: nothing else may be used in a loss.
