@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import UsageError, a_value
 from cs336sys.parallel.collectives import AnyRank
@@ -151,12 +152,15 @@ class UnitRunner(SynchronizationSwitch):
             raise
         unit.depth -= 1
         outputs = self._outputs(unit, output)
+        if any(map(unit.lent, outputs)):
+            # It returns a view of a weight, which is freed. (Lending would not do: only some ranks may have come here.)
+            output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.lent(tensor) else tensor, output)
+            outputs = self._outputs(unit, output)
         left = kept_tensors(parts)
         if containers:
             # They may have more in them now.
             left += tensors_in(containers)
-        if any(map(unit.lent, outputs)) or any(unit.lent(tensor) and not unit.holds(tensor) for tensor in left):
-            # It returns a view of a weight, say, which is read when the unit is left.
+        if any(unit.lent(tensor) and not unit.holds(tensor) for tensor in outputs + left):
             self._lend(unit)
         if torch.is_grad_enabled():
             changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from fsdp_models import whole_gradients
-from fsdp_unusual_ranks import WIDTH, Block, LayerReturnsAView, Model, TiedByHand, batch, gradients_alone, loss_of
+from fsdp_unusual_ranks import WIDTH, Block, Model, TiedByHand, batch, gradients_alone, loss_of
 from small_models import error_of, share
 from torch import nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm, parametrizations, parametrize
@@ -27,11 +27,6 @@ class Assigns(Block):
 class ReturnsItsWeight(Model):
     def forward(self, tokens):
         return super().forward(tokens), self.embedding.weight
-
-
-class ReturnsAView(LayerReturnsAView):
-    def forward(self, tokens):
-        return super().forward(tokens), self.positions(2)
 
 
 class GivesOtherWeights(Model):
@@ -80,7 +75,6 @@ def refusals():
         "changed": error_of(FSDP(with_block(Scales)), tokens),
         "assigned": error_of(FSDP(with_block(Assigns)), tokens),
         "weight returned": error_of(FSDP(ReturnsItsWeight()), tokens),
-        "view returned": error_of(FSDP(ReturnsAView()), tokens),
         "other weights for blocks": error_of(FSDP(GivesOtherWeights()), tokens),
         "frozen in forward": error_of(FSDP(FreezesItself()), tokens),
     }

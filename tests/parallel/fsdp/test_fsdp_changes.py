@@ -9,7 +9,6 @@ BEGINNINGS = {
     "assigned": "blocks.0.up.weight was changed in the forward pass, which is lost when its rows are freed",
     "max_norm": "embedding.weight was changed in the forward pass",
     "weight returned": "the module returns a weight, or a view of one, of shape (11, 6), whose memory is freed",
-    "view returned": "the module returns a weight, or a view of one, of shape (2, 6), whose memory is freed",
     "other weights for blocks": "blocks.0.",
     "frozen in forward": "head.weight is frozen or unfrozen in the forward pass: do it between two steps",
     "kept": "a weight of embedding was kept from a forward pass and is used after it",
