@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,12 +68,15 @@ class CoursePackage:
             )
 
 
-def first_folder() -> Path | None:
+def first_folder(before: Sequence[str] = ()) -> Path | None:
     """The first folder on ``sys.path`` with such a package, also one without ``__init__.py``; None if it is elsewhere.
 
     Python itself takes a package with that file before one without, wherever they are.
+
+    Args:
+        before: folders that are looked at before those of ``sys.path``.
     """
-    folders = (Path(entry) / PACKAGE for entry in sys.path)
+    folders = (Path(entry) / PACKAGE for entry in (*before, *sys.path))
     return next((folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/*.py"))), None)
 
 

@@ -32,6 +32,7 @@ from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.torch_profiler import TorchProfiler
 from cs336sys.processes.folders import OwnedFolder
+from cs336sys.processes.parent import python_module
 from cs336sys.results import Samples
 from cs336sys.whole_files import written_whole
 from cs336sys.workload import ProfileWorkload, Workload
@@ -221,7 +222,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     progress(f"running under nsys {nsys.version}")
     outcome_file = folder / "outcome.json"
     configuration = json.dumps(workload.training.configuration(), allow_nan=False)
-    command = [sys.executable, "-m", "cs336sys.experiments.profiling", configuration, str(outcome_file)]
+    command = python_module("cs336sys.experiments.profiling", configuration, str(outcome_file))
     with _raising_outcome(outcome_file):
         report = nsight_systems.profile(nsys, command, folder)
     if not outcome_file.exists():

@@ -21,6 +21,10 @@ _GUARD = str(Path(__file__).with_name("guard.py"))
 # Longer than a guard waits for what it has killed.
 _KILL_S = 60.0
 
+# Keeps the working folder off the path of a started Python process: what lies there would stand in for modules that
+# are imported before the process has its parent's path. Processes that it spawns in turn inherit this.
+_SAFE_PATH = "-P"
+
 # A Python process learns from its parent where to find modules, and then what to do.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
@@ -105,6 +109,20 @@ def run_guarded_program(
     return subprocess.CompletedProcess(command, program.process.returncode, output, errors)
 
 
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command ``python -m module arguments``, but with the path of this process as its path."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; import runpy; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return [*_python(), "-c", program, *arguments]
+
+
+def _python() -> list[str]:
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses, too
+    return [sys.executable, *flags, _SAFE_PATH]
+
+
 def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.connection.Connection]:
     """Start a Python process that calls ``function(connection, *args)``, as ``package.module:function``.
 
@@ -114,8 +132,7 @@ def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.co
         The process and the other end of its connection, where the end of file is read after its death.
     """
     ours, theirs = multiprocessing.Pipe()
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses, too
-    command = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
+    command = [*_python(), "-c", _PROGRAM, str(theirs.fileno())]
     guarded = Guarded(command, descriptors=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)
     theirs.close()
     # That it has died is noticed when its first message is read.

@@ -1,4 +1,6 @@
 import importlib.util
+import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.step_counts import count_step, counted_columns
 from cs336sys.experiments.training import TrainStep
+from cs336sys.experiments.user_models.course_package import user_folders
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
 from cs336sys.workload import UserCode, Workload
@@ -232,13 +235,31 @@ def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):
         with pytest.raises(UserCodeError, match=r"line 8: ModuleNotFoundError: No module named 'cs336_basics.model'"):
             user_models.build(f"{tmp_path}/adapter.py:mixed", SIZE)
     finally:
-        import sys
-
         sys.path.remove(str(tmp_path))
+        user_folders.remove(str(tmp_path))
     import cs336_basics.model
 
     assert "BasicsTransformerLM" in vars(cs336_basics.model)
     assert user_models.load(f"{FILE}:BasicsTransformerLM") is cs336_basics.model.BasicsTransformerLM
+
+
+def test_what_lies_beside_a_file_stands_in_for_packages_while_it_is_imported_alone(tmp_path):
+    (tmp_path / "mine.py").write_text("import random, numpy, tabulate\n\ndef build(size): ...\n")
+    for name in ("random", "tabulate"):
+        (tmp_path / f"{name}.py").write_text("")
+    before = list(sys.path)
+    installed = {name: sys.modules.pop(name, None) for name in ("random", "tabulate")}
+    try:
+        build = user_models.load(f"{tmp_path}/mine.py:build")
+        assert (sys.path, Path(build.__globals__["random"].__file__).parent) == (
+            [*before, str(tmp_path)],
+            Path(sysconfig.get_path("stdlib")),
+        )
+        assert build.__globals__["tabulate"].__file__ == str(tmp_path / "tabulate.py")
+    finally:
+        sys.modules.update({name: module for name, module in installed.items() if module is not None})
+        sys.path[:] = before
+        user_folders.remove(str(tmp_path))
 
 
 def test_a_check_drops_nothing_and_measuring_does(monkeypatch):

@@ -5,6 +5,7 @@ import concurrent.futures
 import ctypes
 import multiprocessing
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -53,3 +54,15 @@ def wait(connection):
     """Say that it has begun, and end when it is told to."""
     connection.send("begun")
     connection.recv()
+
+
+def spawn_another(connection):
+    """Say where this process, and one that it spawns, would import from."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_send_path, args=(connection,))
+    process.start()
+    process.join()
+
+
+def _send_path(connection):
+    connection.send((sys.path, tempfile.__file__))

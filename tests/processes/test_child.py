@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -12,7 +14,7 @@ from running import is_running
 
 from cs336sys.processes import parent
 from cs336sys.processes.child import run_spawned
-from cs336sys.processes.parent import call_guarded, cause_of_death, start_for_good
+from cs336sys.processes.parent import call_guarded, cause_of_death, python_module, start_for_good
 
 
 def test_a_process_that_ends_finishes_what_it_began(tmp_path, capfd, monkeypatch):
@@ -52,6 +54,29 @@ def test_a_process_that_fails_says_so(capfd):
     assert guarded.has_ended(60)
     assert guarded.process.returncode == 1
     assert "ValueError: the numbers are wrong" in capfd.readouterr().err
+
+
+def test_modules_in_the_working_folder_stand_in_for_none_of_pythons_own(tmp_path, monkeypatch, capfd):
+    for name in ("random", "socket", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
+    monkeypatch.chdir(tmp_path)
+    # Tests may run with the working folder on the path.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    guarded, connection = call_guarded("endings:spawn_another")
+    path, found = connection.recv()
+    assert (path, found) == (sys.path, tempfile.__file__)
+    assert guarded.has_ended(60)
+    assert guarded.process.returncode == 0
+    guarded.kill()
+    commands = [
+        python_module("cs336sys", "--version"),
+        [sys.executable, "-m", "cs336sys", "--version"],
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert "stranger" not in capfd.readouterr().err
 
 
 def test_a_spawned_process_does_not_die_with_the_thread_that_asked_for_it():

@@ -2,13 +2,12 @@
 
 import hashlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336sys.commands.invocation.faults import say
 from cs336sys.errors import CapabilityError
-from cs336sys.processes.parent import Guarded
+from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.report.course.plan import why_not
 from cs336sys.report.course.target import Command, Target
 
@@ -62,7 +61,7 @@ def _run(command: Command, folder: Path) -> int:
     if command.arguments[0] not in _NOT_RESUMABLE:
         arguments.append("--resume")
     environment = without_settings(os.environ, command.arguments[0])
-    program = Guarded([sys.executable, "-m", "cs336sys", *arguments], stdout=2, env=environment)
+    program = Guarded(python_module("cs336sys", *arguments), stdout=2, env=environment)
     try:
         while not program.has_ended(_POLL_S):
             pass

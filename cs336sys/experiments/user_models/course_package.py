@@ -9,19 +9,24 @@ from types import ModuleType
 
 from cs336sys.course_package import PACKAGE, first_folder
 
+# Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
+user_folders: list[str] = []
+
 # The user's, once it has been imported: found again by what is imported later, while functions run.
 _theirs: dict[str, ModuleType] = {}
 
 
 @contextlib.contextmanager
 def their_course_package() -> Iterator[None]:
-    """Within this, ``import cs336_basics`` finds the one that comes first on ``sys.path``; ours again outside.
+    """Within this, ``import cs336_basics`` finds the one beside the user's file, or the first on ``sys.path``.
+
+    Outside it finds ours again.
 
     A course package of the user's has the same name as ours, with which this process has begun. If it is ours that
     comes first, it is the very modules that are in use, not a copy of them.
     """
     ours = _taken_out()
-    first = first_folder()
+    first = first_folder(user_folders)
     if first is not None and PACKAGE in _theirs and str(first) in _theirs[PACKAGE].__path__:
         sys.modules.update(_theirs)
     finder = _Finder(ours)
@@ -66,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
             return None
-        if name == PACKAGE and (first := first_folder()) is not None:
+        if name == PACKAGE and (first := first_folder(user_folders)) is not None:
             path = [str(first.parent)]
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None and name != PACKAGE:

@@ -17,11 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
-from cs336sys.experiments.user_models.course_package import their_course_package, their_course_package_apart
+from cs336sys.experiments.user_models.course_package import (
+    their_course_package,
+    their_course_package_apart,
+    user_folders,
+)
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_file, is_user_code, source_file, split_reference
 from cs336sys.workload import Workload
+
+# The folders of Python's own modules.
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+_PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")
 
 # What has been loaded, and the modules that were imported with it, except those of installed packages.
 _loaded: dict[str, Callable[..., Any]] = {}
@@ -85,10 +93,14 @@ def copied_code() -> Iterator[None]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """As Python runs a program: what lies beside it can be imported."""
+    """As Python runs a program: what lies beside it can be imported, before packages that are installed.
+
+    Once it is imported its folder comes last, so that a file there stands in for nothing that this program, or a rank
+    that it starts with the same path, imports later. It never comes before Python's own modules.
+    """
     folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if folder not in user_folders:
+        user_folders.insert(0, folder)
     # Under a name that no module of anybody's has; classes and pickles look their module up.
     name = f"user_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -96,7 +108,18 @@ def _import_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    own = [number for number, entry in enumerate(sys.path) if Path(entry) in _PYTHONS_OWN]
+    place = own[-1] + 1 if own else 0
+    comes_before = folder in sys.path[:place]
+    if not comes_before:
+        sys.path.insert(place, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if not comes_before and folder in sys.path:
+            sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module
 
 

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from cs336sys.measure.diagnosis.check import Check
 from cs336sys.measure.system import installed_version, run_tool
+from cs336sys.processes.parent import python_module
 
 # The interpreter answers in 1.6 s on two cores; on a GPU Triton first compiles its C launcher and the kernel.
 PROBE_TIMEOUT_S = 60.0
@@ -81,7 +82,7 @@ def check_triton_interpreter() -> Check:
 def probe_triton(device: str) -> str:
     """Run a kernel in a process of its own, on ``cuda`` or in the interpreter (``cpu``): "ok" or what went wrong."""
     output = run_tool(
-        [sys.executable, "-m", "cs336sys.measure.diagnosis.triton_probe", device],
+        python_module("cs336sys.measure.diagnosis.triton_probe", device),
         timeout_s=PROBE_TIMEOUT_S,
         variables={"TRITON_INTERPRET": "1" if device == "cpu" else "0"},
         starts_others=True,
@@ -133,7 +134,7 @@ def check_attention_calls() -> Check:
         return Check(name, "no CUDA GPU to launch kernels on")
     # By name and in a process of its own: nothing of measure/ imports kernels/.
     module = "cs336sys.kernels.attention.native_probe"
-    output = run_tool([sys.executable, "-m", module], timeout_s=PROBE_TIMEOUT_S, starts_others=True)
+    output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return Check(name, "no answer", "warn", f"See the whole error: `python -m {module}`.")
     answer = json.loads(output.splitlines()[-1])
