@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from cs336sys.commands.invocation.help_rows import in_fewer_rows, narrow_columns
 from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.commands.options.reading import with_read_options
-from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings
+from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings, tell_settings
 from cs336sys.commands.options.variables import check_variables, with_own_variables
 from cs336sys.errors import UsageError, choose_from
 
@@ -40,6 +40,7 @@ class _Command(TyperCommand):
             rest = super().parse_args(ctx, list(args))
         if not ctx.resilient_parsing:
             check_variables(ctx, self.get_params(ctx))
+            tell_settings(ctx)
         return rest
 
 

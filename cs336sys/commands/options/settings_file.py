@@ -2,21 +2,33 @@
 
 They are defaults: an option of the command line or its variable goes before. The tables of a file become click's
 ``default_map``, level by level; the keys of a command are read when that command runs.
+
+A file that nobody has named may come from a stranger: it is refused if another user owns it, and may name no code that
+the command would run.
 """
 
+import contextlib
 import difflib
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.processes import started_outside
+from cs336sys.user_code import is_user_code
 
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)
 
-# The key under which a context keeps how errors begin the name of a command's table in the file.
-_PLACE = "cs336sys.settings"
+# Options that may name code to run: functions of the user, and lines of a job's script.
+_NAMING_CODE = ("model", "loss", "batch", "optimizer", "setup")
+
+# The keys under which a context keeps how errors begin the name of a command's table in the file, the file, and whether
+# the user has named it.
+_PLACE, _FILE, _IS_NAMED = "cs336sys.settings", "cs336sys.settings_file", "cs336sys.settings_file_is_named"
 
 
 def with_config_first(arguments: Sequence[str]) -> list[str]:
@@ -35,16 +47,44 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
         UsageError: the file cannot be read, is no TOML, or has tables of no command.
     """
     if config is not None:
-        place, tables = f"{config}: ", _read(config)
+        file, tables = config, _read(config)
+        is_tool = config.name == "pyproject.toml"
     else:
         here = Path.cwd()
         found = (path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file())
         nearest = next(found, None)
-        tables = {} if nearest is None else _read(nearest).get("tool", {}).get("cs336sys", {})
-        place = f"{nearest}: tool.cs336sys."
+        file, tables, is_tool = nearest, {} if nearest is None else _read(nearest), True
+    if is_tool:
+        tables = tables.get("tool", {})
+        tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
+    if config is None and file is not None and tables:
+        _refuse_of_others(file)
+    place = f"{file}: tool.cs336sys." if is_tool else f"{file}: "
+    ctx.meta[_FILE], ctx.meta[_IS_NAMED] = file, config is not None
     ctx.meta[_PLACE] = place
     ctx.default_map = tables
     check_tables(ctx, commands)
+
+
+def _refuse_of_others(path: Path) -> None:
+    """Raise a UsageError if a file that was found belongs to a user who is neither this one nor root."""
+    if not hasattr(os, "geteuid"):
+        return
+    trusted = {0, os.geteuid()}
+    if os.geteuid() == 0 and os.environ.get("SUDO_UID", "").isdecimal():
+        trusted.add(int(os.environ["SUDO_UID"]))
+    # A link of a stranger's may lead to a file of this user's.
+    for owner in (path.lstat().st_uid, path.stat().st_uid):
+        if owner not in trusted:
+            name = str(owner)
+            with contextlib.suppress(ImportError, KeyError):
+                import pwd
+
+                name = pwd.getpwuid(owner).pw_name
+            raise UsageError(
+                f"{path}: belongs to another user, {name}, so its settings are not taken; --config {path} takes them, "
+                f"and --config {os.devnull} none"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,6 +144,11 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
             hint = f"did you mean {nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
             raise UsageError(f"{place}{key}: {ctx.info_name} has no such option; {hint}")
         option = options[name]
+        if option.name in _NAMING_CODE and not ctx.meta[_IS_NAMED] and _names_code(name, value):
+            raise UsageError(
+                f"{place}{key} = {value!r}: names code to run, which a file that was found may not; give --{name} on "
+                f"the command line, or name the file: --config {ctx.meta[_FILE]}"
+            )
         if getattr(option, "is_flag", False):
             if not isinstance(value, bool):
                 raise UsageError(f"{place}{key} = {value!r}: must be true or false")
@@ -114,6 +159,25 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
         else:
             defaults[option.name] = _text(f"{place}{key}", value)
     return defaults
+
+
+def _names_code(name: str, value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return name == "setup" or any(is_user_code(str(one)) for one in values)
+
+
+def tell_settings(ctx: Any) -> None:
+    """Say which options of the context's command a settings file has given, and which file."""
+    taken = [name for name in ctx.params if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
+    if not taken:
+        return
+    # Of several ranks the first one speaks; what is wrong with their variables the command says.
+    with contextlib.suppress(UsageError):
+        identity = started_outside()
+        if identity is not None and identity.rank > 0:
+            return
+    options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
+    say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in taken)}")
 
 
 def _text(key: str, value: Any) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 

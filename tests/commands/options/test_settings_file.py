@@ -1,6 +1,7 @@
 """Defaults from settings files, and options under their former names."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -105,8 +106,9 @@ def test_what_a_file_cannot_say_is_one_sentence_with_the_nearest_name(text, sent
     (folder / "s.toml").write_text(text)
     result = CliRunner().invoke(app, ["bench", "--dry-run", "--config", "s.toml"], prog_name="cs336sys")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {sentence}")
-    assert result.stderr.count("\n") == 1
+    *told, error = result.stderr.splitlines()
+    assert error.startswith(f"error: {sentence}")
+    assert all(line.startswith("settings from s.toml: --") for line in told)
 
 
 def test_mistakes_of_the_nearest_pyproject_and_of_groups_name_their_place(folder):
@@ -118,6 +120,67 @@ def test_mistakes_of_the_nearest_pyproject_and_of_groups_name_their_place(folder
     path.write_text("[tool.cs336sys.account]\nmemry = {}")
     assert run("account", "xxl").stderr.startswith(f"error: {path}: tool.cs336sys.account.memry: choose from memory, ")
     assert run("bench", "--config", "no.toml").stderr == "error: cannot read no.toml: No such file or directory\n"
+
+
+def test_a_line_says_which_file_gave_settings(folder):
+    path = folder / "pyproject.toml"
+    path.write_text(as_tool(SETTINGS))
+    line = f"settings from {path}: --size, --batch-size, --vocab-size, --bf16\n"
+    assert run("bench", "--dry-run", "--context", "32").stderr == line
+    told = run("slurm", "bench", "--context", "32")
+    assert (told.exit_code, told.stderr) == (0, line)
+    assert run("bench", "--dry-run", "--config", str(path), "--context", "32").stderr == line, (
+        "named, its table is read"
+    )
+    assert run("bench", "--help").stderr == run("account", "xxl").stderr == ""
+    assert run("bench", "--dry-run", "--context", "32", RANK="1", WORLD_SIZE="2").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("bench", "model = 'mine.py:build'"),
+        ("bench", "loss = 'package.module:loss'"),
+        ("bench", "batch = 'mine.py:batch'"),
+        ("bench", "optimizer = ['fused', 'mine.py:build']"),
+        ("bench", "optimizer = 'fused,mine.py:build'"),
+        ("slurm", "setup = 'rm -r x'"),
+    ],
+)
+def test_a_file_that_was_found_may_not_name_code_to_run(command, setting, folder):
+    path = folder / "pyproject.toml"
+    path.write_text(f"[tool.cs336sys.{command}]\n{setting}\n")
+    (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
+    key = setting.partition(" ")[0]
+    refused = run(command, "bench") if command == "slurm" else run(command, "--dry-run")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: {path}: tool.cs336sys.{command}.{key} = ")
+    assert refused.stderr.endswith(
+        f": names code to run, which a file that was found may not; give --{key} on the command line, or name the "
+        f"file: --config {path}\n"
+    )
+    path.write_text(f"[tool.cs336sys.{command}]\n{setting}\n".replace("['fused', 'mine.py:build']", "'fused'"))
+    named = run("--config", str(path), command, *(["bench"] if command == "slurm" else ["--dry-run"]))
+    assert "names code to run" not in named.stderr
+
+
+def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, monkeypatch):
+    path = folder / "pyproject.toml"
+    path.write_text(as_tool(SETTINGS))
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    if os.geteuid() == 0:
+        os.chown(path, 4711, 4711)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    refused = run("bench", "--dry-run")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: {path}: belongs to another user, ")
+    assert refused.stderr.endswith(f"; --config {path} takes them, and --config {os.devnull} none\n")
+    assert planned("--config", str(path)) == FROM_FILE
+    assert planned("--config", os.devnull) == [("tiny", 512, 4, 10000, "fp32")]
+    path.write_text("[project]\nname = 'another'")
+    assert run("bench", "--dry-run").exit_code == 0, "it has no settings"
 
 
 def test_help_shows_the_defaults_of_the_file(folder):
