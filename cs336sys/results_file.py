@@ -1,14 +1,16 @@
-"""Appending to a results file: on a full disk, after a killed run, beside another process."""
+"""Appending to a results file: on a full disk, after a killed run, beside another process, under an editor."""
 
 import contextlib
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cs336sys.errors import UsageError
 from cs336sys.gzip_members import as_member, is_compressed, read_members
-from cs336sys.results import SCHEMA_VERSION, Cell, Run, check_version, json_text, read_record
+from cs336sys.results import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
 
 class ResultsFile:
@@ -16,9 +18,12 @@ class ResultsFile:
 
     Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.gzip_members`).
 
+    A file that somebody removes, replaces or rewrites meanwhile gets what it lacks of the records, under its name.
+
     Attributes:
         fault: why the last records are not in the file (its disk is full). They are kept and tried again with the next;
             until then the file holds whole records alone.
+        notices: what others have done to the file, to be told.
 
     Raises:
         UsageError: the file cannot be opened for appending, holds something else than results, or another process is
@@ -27,44 +32,62 @@ class ResultsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.fault: OSError | None = None
+        self.fault: OSError | UsageError | None = None
+        self.notices: list[str] = []
+        self._records: list[tuple[str, bytes]] = []
         self._unwritten: list[bytes] = []
+        self._open()
+
+    def _open(self) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered, so that a failed write has written what the file's size says.
-            self._stream = path.open("a+b", buffering=0)
+            self._stream = self.path.open("a+b", buffering=0)
         except OSError as error:
-            raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+            raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
         try:
             self._lock()
-            self._stream.seek(0)
-            if is_compressed(path):
-                self._check_members()
-            else:
-                self._check_first_line(self._stream.readline(2**20))
-                self._end_truncated_line()
+            self._close_damaged_end()
         except BaseException as error:
             self._stream.close()
             if isinstance(error, OSError):
-                raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+                raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
             raise
+
+    def _close_damaged_end(self) -> None:
+        self._stream.seek(0)
+        if is_compressed(self.path):
+            self._check_members()
+        else:
+            self._check_first_line(self._stream.readline(2**20))
+            self._end_truncated_line()
+        self._size = os.fstat(self._stream.fileno()).st_size
 
     def append(self, record: Run | Cell) -> None:
         """Write a record, after those that could not be written before; see :attr:`fault`."""
         line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
         text = json_text(line).encode() + b"\n"
         self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
+        self._records.append((_key(line), self._unwritten[-1]))
+        self._write()
+
+    def catch_up(self) -> None:
+        """Write what could not be written before, and what others have taken away; see :attr:`fault`, `notices`."""
         self._write()
 
     def close(self) -> None:
+        self._write()
         try:
-            self._write()
             self._stream.close()
         except OSError as error:
             self.fault = error
 
     def _write(self) -> None:
         self.fault = None
+        try:
+            self._find_changes()
+        except (OSError, UsageError) as error:
+            self.fault = error
         while self._unwritten and self.fault is None:
             line = self._unwritten[0]
             size = self._stream.seek(0, 2)
@@ -76,6 +99,53 @@ class ResultsFile:
                 self.fault = error
                 with contextlib.suppress(OSError):
                     self._stream.truncate(size)
+        self._size = self._stream.seek(0, 2)
+
+    def _find_changes(self) -> None:
+        """Open what the file's name names now, and let what that lacks be written, where somebody has changed it."""
+        opened = os.fstat(self._stream.fileno())
+        if not stat.S_ISREG(opened.st_mode):
+            return
+        try:
+            named = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._stream.seek(0)
+            content = self._stream.read()
+            self._open_again()
+            self._unwritten.insert(0, content)
+            self.notices.append(f"{self.path} was removed while cells were appended to it: it is written again")
+            return
+        is_replaced = not os.path.samestat(named, opened)
+        if is_replaced:
+            self._open_again()
+        elif named.st_size != self._size:
+            self._close_damaged_end()
+        else:
+            return
+        present = self._keys()
+        waiting = len(self._unwritten)
+        self._unwritten = [line for key, line in self._records if key not in present]
+        if is_replaced or len(self._unwritten) > waiting:
+            done = "replaced" if is_replaced else "rewritten"
+            self.notices.append(
+                f"{self.path} was {done} while cells were appended to it: what it lacks of them is appended again"
+            )
+
+    def _keys(self) -> set[str]:
+        self._stream.seek(0)
+        content = self._stream.read()
+        if is_compressed(self.path):
+            content = read_members(content).whole
+        return {_key(record) for line in content.splitlines() if (record := read_record(line)) is not None}
+
+    def _open_again(self) -> None:
+        earlier = self._stream
+        try:
+            self._open()
+        except BaseException:
+            self._stream = earlier
+            raise
+        earlier.close()
 
     def _lock(self) -> None:
         """Keep other processes out until the file is closed, where the system and the file's can do that."""
@@ -128,6 +198,13 @@ class ResultsFile:
             self._stream.seek(-1, 2)
             if self._stream.read(1) != b"\n":
                 self._stream.write(b"\n")
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    """What tells a record from the others of its file, also after somebody has edited what was measured."""
+    configuration = record.get("configuration")
+    key = configuration_key(configuration) if isinstance(configuration, Mapping) else ""
+    return f"{record['kind']} {record.get('run_id')} {record.get('command')} {key}"
 
 
 def _lock_holder(file: os.stat_result) -> str:

@@ -357,6 +357,74 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path):
     ResultsFile(path).close()
 
 
+OTHER = replace(CELL, configuration={"size": "small"})
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+@pytest.mark.parametrize("change", ["remove", "move", "replace", "rewrite", "empty", "remove with folder"])
+def test_nothing_is_lost_of_a_file_that_others_change_meanwhile(tmp_path, name, change):
+    """An editor saves what it read before the second cell was appended."""
+    path = tmp_path / "folder" / name
+    earlier = replace(RUN, run_id="r0"), replace(OTHER, run_id="r0")
+    write(path, *earlier)
+    file = ResultsFile(path)
+    file.append(RUN)
+    file.append(CELL)
+    read = path.read_bytes()
+    file.append(FAILED)
+    match change:
+        case "remove" | "empty":
+            path.unlink() if change == "remove" else path.write_bytes(b"")
+        case "move":
+            path.rename(tmp_path / name)
+        case "replace":
+            (tmp_path / "new").write_bytes(read)
+            (tmp_path / "new").replace(path)
+        case "rewrite":
+            path.write_bytes(read)
+        case "remove with folder":
+            path.unlink()
+            path.parent.rmdir()
+    file.append(OTHER)
+    (notice,) = file.notices
+    done = {"empty": "rewritten", "rewrite": "rewritten", "replace": "replaced"}.get(change, "removed")
+    assert notice.startswith(f"{path} was {done} while cells were appended to it: ")
+    file.close()
+    assert file.fault is None
+    kept = read_results(path)
+    assert kept.cells == ((CELL, FAILED, OTHER) if change == "empty" else (earlier[1], CELL, FAILED, OTHER))
+    assert kept.runs["r1"] == RUN
+
+
+def test_a_file_that_was_replaced_by_something_else_is_a_fault_until_it_is_gone(tmp_path):
+    path = tmp_path / "r.jsonl"
+    file = ResultsFile(path)
+    file.append(RUN)
+    path.unlink()
+    path.write_text("notes of today\n")
+    file.append(CELL)
+    assert str(file.fault) == f"cannot write results to {path}: it holds something else; give another file"
+    assert path.read_text() == "notes of today\n"
+    path.unlink()
+    file.close()
+    assert file.fault is None
+    assert read_results(path).cells == (CELL,)
+
+
+def test_others_may_append_too(tmp_path):
+    """Where there are no locks."""
+    path = tmp_path / "r.jsonl"
+    file = ResultsFile(path)
+    file.append(RUN)
+    write(tmp_path / "other.jsonl", replace(RUN, run_id="r0"), OTHER)
+    with path.open("ab") as stream:
+        stream.write((tmp_path / "other.jsonl").read_bytes())
+    file.append(CELL)
+    file.close()
+    assert file.notices == []
+    assert read_results(path).cells == (OTHER, CELL)
+
+
 def test_configuration_key_does_not_depend_on_order():
     assert configuration_key({"a": 1, "b": 2}) == configuration_key({"b": 2, "a": 1})
     assert configuration_key({"a": 1, "steps": 2}, ignore=("steps",)) == configuration_key({"a": 1})

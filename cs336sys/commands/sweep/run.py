@@ -175,6 +175,9 @@ def run_sweep(
                         time.sleep(asked.cool_down)
                         started_s = time.monotonic()
                     measured_before = turn_key(configuration)
+                    if file is not None:
+                        file.catch_up()
+                        tell_notices(file)
                     outcome = failure or worker.measure(
                         configuration, timeout_s=cell_timeout, progress=progress.at_stage
                     )
@@ -189,6 +192,7 @@ def run_sweep(
                                 file.append(run)
                                 run_is_saved = True
                             file.append(cell)
+                    tell_notices(file)
                     if file is not None and file.fault is not None and not fault_is_told:
                         say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
                         fault_is_told = True
@@ -211,6 +215,7 @@ def run_sweep(
         tracking.close()
         if file is not None:
             file.close()
+            tell_notices(file)
     if results is not None and run is not None:
         run = shown_run(cells, results, run)
     return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
@@ -257,7 +262,15 @@ def unsaved(file: ResultsFile | None) -> list[OutputError]:
     """Why some of the cells are not in the ``--save`` file."""
     if file is None or file.fault is None:
         return []
+    if isinstance(file.fault, UsageError):
+        return [OutputError(str(file.fault))]
     return [OutputError(f"cannot write results to {file.path}: {file.fault.strerror or file.fault}")]
+
+
+def tell_notices(file: ResultsFile | None) -> None:
+    """Say what others have done to the ``--save`` file meanwhile."""
+    while file is not None and file.notices:
+        say(f"warning: {file.notices.pop(0)}")
 
 
 def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:

@@ -345,6 +345,24 @@ def test_a_full_disk_costs_only_what_it_had_no_room_for(fake_worker, tmp_path, m
     assert warning in capsys.readouterr().err
 
 
+def test_a_results_file_that_is_removed_between_cells_is_written_again(fake_worker, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "r.jsonl"
+    append = ResultsFile.append
+
+    def remove(file, record):
+        append(file, record)
+        if isinstance(record, Cell) and record.configuration["action"] != "measure":
+            path.unlink()
+
+    monkeypatch.setattr(ResultsFile, "append", remove)
+    actions = ("measure", "remove", "measure again")
+    ended = sweep(actions, save=path)
+    assert ended.faults == ()
+    assert [cell.configuration["action"] for cell in read_results(path).cells] == [*actions]
+    warning = f"warning: {path} was removed while cells were appended to it: it is written again\n"
+    assert capsys.readouterr().err.count(warning) == 2, "before the next cell, and at the end"
+
+
 def test_a_disk_that_stays_full_fails_the_sweep(fake_worker, tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path)
