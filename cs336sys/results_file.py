@@ -12,6 +12,45 @@ from cs336sys.errors import UsageError
 from cs336sys.gzip_members import as_member, is_compressed, read_members
 from cs336sys.results import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
+# Names that promise something else than JSON lines to whoever opens the file.
+_OTHER_ENDINGS = (".csv", ".tsv", ".json", ".md", ".markdown", ".txt", ".tex", ".typ", ".html", ".png", ".svg", ".pdf")
+
+
+def check_name(path: Path) -> None:
+    """Raise a UsageError if a file of this name should hold something else than JSON lines."""
+    if path.name.lower().removesuffix(".gz").endswith(_OTHER_ENDINGS):
+        raise UsageError(
+            f"--save {path}: holds JSON lines, whose names end in .jsonl or .jsonl.gz; give one of these (tables are "
+            "asked for by --output)"
+        )
+
+
+def check_appendable(path: Path) -> None:
+    """Find out whether :class:`ResultsFile` would open a file, without making or changing one.
+
+    Raises:
+        UsageError: as there.
+    """
+    check_name(path)
+    if not path.exists():
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise UsageError(f"cannot write results to {path}: {nearest} is no folder that can be written to")
+        return
+    try:
+        with path.open("r+b") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                return
+            if is_compressed(path):
+                members = read_members(stream.read())
+                if members.is_damaged:
+                    raise _of_something_else(path)
+                _check_first_line(path, (members.whole + members.cut).partition(b"\n")[0])
+            else:
+                _check_first_line(path, stream.readline(2**20))
+    except OSError as error:
+        raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+
 
 class ResultsFile:
     """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
@@ -36,6 +75,7 @@ class ResultsFile:
         self.notices: list[str] = []
         self._records: list[tuple[str, bytes]] = []
         self._unwritten: list[bytes] = []
+        check_name(path)
         self._open()
 
     def _open(self) -> None:
@@ -59,7 +99,7 @@ class ResultsFile:
         if is_compressed(self.path):
             self._check_members()
         else:
-            self._check_first_line(self._stream.readline(2**20))
+            _check_first_line(self.path, self._stream.readline(2**20))
             self._end_truncated_line()
         self._size = os.fstat(self._stream.fileno()).st_size
 
@@ -166,26 +206,13 @@ class ResultsFile:
             # Some network file systems know no locks.
             return
 
-    def _check_first_line(self, first_line: bytes) -> None:
-        if not first_line:
-            return
-        record = read_record(first_line)
-        if record is not None:
-            check_version(self.path, record["schema_version"])
-        # A killed run may have left half of its first line.
-        elif not first_line.startswith(b'{"schema_version"'):
-            raise self._of_something_else()
-
-    def _of_something_else(self) -> UsageError:
-        return UsageError(f"cannot write results to {self.path}: it holds something else; give another file")
-
     def _check_members(self) -> None:
         """Check the first line, and close a line and a member that an earlier, killed run left half written."""
         members = read_members(self._stream.read())
         if members.is_damaged:
-            raise self._of_something_else()
+            raise _of_something_else(self.path)
         content = members.whole + members.cut
-        self._check_first_line(content.partition(b"\n")[0])
+        _check_first_line(self.path, content.partition(b"\n")[0])
         # No program reads beyond a cut member: what it still holds is written again as a whole one.
         self._stream.truncate(members.end)
         lost = members.cut if content.endswith(b"\n") or not content else members.cut + b"\n"
@@ -198,6 +225,21 @@ class ResultsFile:
             self._stream.seek(-1, 2)
             if self._stream.read(1) != b"\n":
                 self._stream.write(b"\n")
+
+
+def _check_first_line(path: Path, first_line: bytes) -> None:
+    if not first_line:
+        return
+    record = read_record(first_line)
+    if record is not None:
+        check_version(path, record["schema_version"])
+    # A killed run may have left half of its first line.
+    elif not first_line.startswith(b'{"schema_version"'):
+        raise _of_something_else(path)
+
+
+def _of_something_else(path: Path) -> UsageError:
+    return UsageError(f"cannot write results to {path}: it holds something else; give another file")
 
 
 def _key(record: Mapping[str, Any]) -> str:

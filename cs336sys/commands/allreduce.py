@@ -14,7 +14,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import byte_count, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
@@ -81,6 +81,8 @@ def allreduce(
         for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
     ]
     if dry_run:
+        check_planned(sweeping, {"--plot": plot}, across_ranks=True)
+        planned_capacity(device)
         if is_first_rank():
             output.emit([allreduce_plan(workloads)])
         return

@@ -10,7 +10,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import MEASURING, OUTPUT, between, check_choice, split_list
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
@@ -50,7 +50,6 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    from cs336sys.measure.system import capacity
     from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
     from cs336sys.report.bench_plots import plot_bench
     from cs336sys.report.outputs import check_plot
@@ -68,7 +67,8 @@ def bench(
         configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        output.emit([bench_plan(workloads, notes=plan_notes, capacity=capacity(run.device))])
+        check_planned(sweeping, {"--plot": plot})
+        output.emit([bench_plan(workloads, notes=plan_notes, capacity=planned_capacity(run.device))])
         return
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.

@@ -24,7 +24,7 @@ from cs336sys.commands.sweep.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
@@ -130,6 +130,9 @@ def ddp(
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
+        written = {"--plot": plot, "--plot-buckets": plot_buckets, "--plot-scaling": plot_scaling, "--trace": trace}
+        check_planned(sweeping, written, across_ranks=True)
+        planned_capacity(run.device)
         if is_first_rank():
             output.emit([ddp_plan(chosen)])
         return

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.commands.options.board import goes_before
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
@@ -29,6 +30,7 @@ GRIDS = {
 
 
 def flash(
+    ctx: typer.Context,
     implementation: Annotated[
         list[str],
         typer.Option(
@@ -89,7 +91,12 @@ def flash(
         "dtype": dtype,
     }
     if grid is not None:
-        shapes = GRIDS[check_choice(grid, "--grid", tuple(GRIDS))]
+        chosen_grid = GRIDS[check_choice(grid, "--grid", tuple(GRIDS))]
+        for option in (*chosen_grid, "causal"):
+            if goes_before(ctx, option, "grid"):
+                name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
+                raise UsageError(f"--grid {grid}: has shapes of its own; leave it out, or {name}")
+        shapes = chosen_grid
         causal = True
     chosen = split_list(implementation, "--implementation", one_of(IMPLEMENTATIONS))
     over = check_baseline(baseline, chosen, "eager")

@@ -11,7 +11,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import between, one_of, read_value, split_list
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
@@ -84,6 +84,9 @@ def memprof(
     ]
     workloads = list(dict.fromkeys(workloads))
     output.check()
+    if dry_run:
+        check_planned(sweeping, {"--snapshot": snapshot})
+        planned_capacity(run.device)
     if dry_run and not predict:
         cells = [Cell("memprof", workload.configuration(), "ok") for workload in workloads]
         output.emit(plan_tables(cells, shown))

@@ -12,7 +12,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import one_of, split_list
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
@@ -71,7 +71,6 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.measure.profile.nsys import is_profiled
-    from cs336sys.measure.system import capacity
     from cs336sys.report.bench import bench_plan
     from cs336sys.report.outputs import check_plot
     from cs336sys.report.profile import plot_profiles, plot_report, profile_tables, report_tables
@@ -95,7 +94,8 @@ def nsys(
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
-        output.emit([bench_plan(workloads, "nsys", capacity=capacity(run.device))])
+        check_planned(sweeping, {"--plot": plot, "--keep": keep})
+        output.emit([bench_plan(workloads, "nsys", capacity=planned_capacity(run.device))])
         return
     if is_profiled():
         _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")

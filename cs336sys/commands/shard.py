@@ -22,7 +22,7 @@ from cs336sys.commands.sweep.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.results import Cell
 
 
@@ -87,6 +87,8 @@ def shard(
         if trace is not None:
             check_writable(trace / "trace.json.gz", "--trace")
     if dry_run:
+        check_planned(sweeping, {"--plot": plot, "--plot-scaling": plot_scaling, "--trace": trace}, across_ranks=True)
+        planned_capacity(run.device)
         if is_first_rank():
             output.emit([shard_plan(chosen)])
         return

@@ -15,9 +15,10 @@ from cs336sys.errors import UsageError, choose_from
 
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
-# Options that name files, and options that choose among the results' tables, which a plan does not have.
-_WRITTEN = frozenset(("output", "save", "plot", "plot_buckets", "plot_scaling", "trace", "keep", "track", "sort"))
-_SELECTED = ("table", "columns")
+# Options about files and trackers of the machine that the job runs on, and options that choose among the results'
+# tables, which a plan does not have.
+_OF_THE_JOB = frozenset(("output", "save", "plot", "plot_buckets", "plot_scaling", "trace", "keep", "sort"))
+_EMPTY = {"table": (), "columns": (), "track": [], "resume": False, "resume_any": False}
 
 # What stands behind the command's name is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -128,11 +129,18 @@ def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
     Args:
         ranks: how many torchrun will start; None where the command says so itself.
     """
+    asked = context.params
+    # The script adds --save where it is not given.
+    saved = {"save": asked.get("save") or Path(f"{name}.jsonl.gz")} if "save" in asked else {}
+    command.callback.read_options(asked | saved)
     if name in _PLANNED:
-        asked = context.params
         if ranks is not None:
             asked["world_size"] = [str(ranks)]
         # It writes nothing here.
-        context.params |= dict.fromkeys(_WRITTEN.intersection(asked)) | dict.fromkeys(_SELECTED, ()) | {"dry_run": True}
+        context.params |= dict.fromkeys(_OF_THE_JOB.intersection(asked)) | {"dry_run": True}
+        context.params |= {option: value for option, value in _EMPTY.items() if option in asked}
+        if asked.get("device") == "cuda":
+            # The job's machine has one.
+            context.params["device"] = "auto"
         with contextlib.redirect_stdout(io.StringIO()):
             command.invoke(context)

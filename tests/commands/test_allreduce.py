@@ -72,6 +72,10 @@ def test_every_cell_is_checked_and_timed(sweep):
     assert notes[3].startswith("unsupported: message of 4 bytes: too small for all_gather of fp32 over 2 ranks; choose")
     assert notes[4].startswith("oom: out of memory at checking and timing: rank ")
     assert "you tried to allocate 1000000000000000 bytes" in notes[4]
+    less = (
+        "less than asked for, to have whole elements that all ranks share equally: 20000 of 20002 bytes (fp32, 2 ranks)"
+    )
+    assert less in notes
     assert [row["timing"] for row in found["fit"]["rows"]] == ["back to back", "synchronized"]
     assert (folder / "r.png").read_bytes().startswith(b"\x89PNG")
 

@@ -282,6 +282,8 @@ def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatc
     asked = []
     found = None if memory_gib is None else Capacity("NVIDIA H200", memory_gib)
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: asked.append(device) or found)
+    # Without nvidia-smi it is torch that knows of a GPU.
+    monkeypatch.setattr("cs336sys.measure.device.choose_device", lambda name: None)
     arguments = ("--size", "small,10b", "--context", "128", "--device", "cuda", "--dry-run", "--format", "json")
     plan = tables(invoke(*arguments, tiny=False))["plan"]
     assert asked == ["cuda"]

@@ -99,6 +99,16 @@ def is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
+_SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
+
+
+def goes_before(context: typer.Context, option: str, other: str) -> bool:
+    """Whether an option is given where it goes before another, or beside that: the line, variables, the file."""
+    given, beside = (context.get_parameter_source(name) for name in (option, other))
+    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (given, beside)]
+    return ranks[0] > 0 and ranks[0] >= ranks[1]
+
+
 def room_for_tensors(device: str) -> float:
     """Bytes of the GPU of ``--device`` that tensors may be predicted to fill."""
     gpu = gpu_capacity(device)

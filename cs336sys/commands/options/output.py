@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from cs336sys.commands.options.completion import among
-from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, split_list
+from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, one_of, split_list
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
+from cs336sys.results_file import check_name
 
 if TYPE_CHECKING:
     from cs336sys.report.tables import Table
@@ -141,6 +142,24 @@ class SweepOptions:
             rich_help_panel=MEASURING,
         ),
     ] = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing, whether or not anything is measured.
+
+        Raises:
+            UsageError: the timeout is not positive, there is no such tracker, or the file is missing or misnamed.
+        """
+        if self.cell_timeout is not None and self.cell_timeout <= 0:
+            raise UsageError(f"--cell-timeout {self.cell_timeout:g}: must be more than 0 seconds")
+        if self.resumes and self.save is None:
+            raise UsageError("--resume needs --save: the file that holds the cells to skip")
+        if self.save is not None:
+            check_name(self.save)
+        self.trackers()
+
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that were asked for."""
+        return split_list(self.track, "--track", one_of(TRACKERS)) if self.track else ()
 
     @property
     def resumes(self) -> bool:

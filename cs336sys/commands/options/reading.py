@@ -46,6 +46,8 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Numbers are read here and not by typer, so that all are refused alike: inf, nan, and what lies outside the option's
     ``min`` and ``max`` (without these, outside what means anything).
+
+    The attribute ``read_options`` of what is returned reads values as the command does, and calls nothing.
     """
     groups: dict[str, Any] = {}
     options = []
@@ -60,8 +62,8 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
             options.append(_presented(parameter, None))
     converters = {option.name: converter for option in options if (converter := _number_converter(option)) is not None}
 
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        values = dict(values)
         for name, (option, convert) in converters.items():
             if values[name] is not None:
                 values[name] = read_value(values[name], option, convert)
@@ -70,8 +72,13 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        command(**values, **read)
+        return values | read
 
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(**read(values))
+
+    run.read_options = read  # type: ignore[attr-defined]  # for who has the command alone
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect.signature looks for
         [_as_text(option) if option.name in converters else option for option in options]
     )

@@ -3,26 +3,28 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cs336sys.commands.invocation.faults import interruption_code, interruptions_deferred, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import one_of, split_list
 from cs336sys.commands.sweep.progress import showing_progress
 from cs336sys.commands.sweep.ranks import JoinedWorker, join_timeout_s
 from cs336sys.commands.sweep.resuming import known_cells, shown_run, turn_key
-from cs336sys.commands.sweep.tracking import TRACKERS, start_tracking
+from cs336sys.commands.sweep.tracking import check_installed, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
-from cs336sys.processes import started_outside
+from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Cell, Results, Run, configuration_key, distinguishing_settings, read_results
-from cs336sys.results_file import ResultsFile
+from cs336sys.results_file import ResultsFile, check_appendable
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome
+    from cs336sys.measure.system import Capacity
     from cs336sys.report.tables import Table
 
 
@@ -119,20 +121,20 @@ def run_sweep(
             Slurm started these, ``fresh_worker`` has no effect.
 
     Raises:
-        UsageError: ``asked.save`` cannot be written or, on ``--resume``, read; the timeout is not positive.
+        UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.
         CapabilityError: the measuring process, or a tracker, does not start.
     """
     from cs336sys.measure.cells import Worker
 
     save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
-    trackers = split_list(asked.track, "--track", one_of(TRACKERS)) if asked.track else []
+    trackers = asked.trackers()
     identity = started_outside() if across_ranks else None
-    _check_asked(asked, was_started_outside=identity is not None)
+    _refuse_timeout(asked, identity)
     ranks = None
     if identity is not None:
         ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
     if ranks is not None and not ranks.is_first:
-        save, resumes, trackers = None, False, []
+        save, resumes, trackers = None, False, ()
     tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
     file = ResultsFile(save) if save else None
     results = read_results(save) if resumes and save and save.stat().st_size else None
@@ -221,12 +223,45 @@ def run_sweep(
     return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
 
 
-def _check_asked(asked: SweepOptions, *, was_started_outside: bool) -> None:
-    if asked.cell_timeout is not None and asked.cell_timeout <= 0:
-        raise UsageError(f"--cell-timeout {asked.cell_timeout:g}: must be more than 0 seconds")
-    if asked.resumes and asked.save is None:
-        raise UsageError("--resume needs --save: the file that holds the cells to skip")
-    if was_started_outside and asked.cell_timeout is not None:
+def check_planned(
+    asked: SweepOptions, written: Mapping[str, Path | None] = MappingProxyType({}), *, across_ranks: bool = False
+) -> None:
+    """Refuse for ``--dry-run`` what :func:`run_sweep` would refuse, and pictures and traces of what is not measured.
+
+    Args:
+        written: the files and folders of ``--plot``, ``--trace`` and the like, by option.
+
+    Raises:
+        UsageError, CapabilityError: as there.
+    """
+    for option, path in written.items():
+        if path is not None:
+            raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")
+    _refuse_timeout(asked, started_outside() if across_ranks else None)
+    check_installed(asked.trackers())
+    if asked.save is not None:
+        check_appendable(asked.save)
+
+
+def planned_capacity(device: str) -> "Capacity | None":
+    """The memory of the device that ``--dry-run`` plans for, None where it is not known.
+
+    Raises:
+        CapabilityError: there is no such device.
+    """
+    from cs336sys.measure.system import capacity
+
+    found = capacity(device)
+    if found is None and device == "cuda":
+        # nvidia-smi is not everywhere where torch finds a GPU.
+        from cs336sys.measure.device import choose_device
+
+        choose_device(device)
+    return found
+
+
+def _refuse_timeout(asked: SweepOptions, identity: RankIdentity | None) -> None:
+    if identity is not None and asked.cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
 
 

@@ -1,6 +1,7 @@
 """``--track``: every measured cell is a run of an experiment tracker, with its parameters, figures and files."""
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -162,6 +163,17 @@ class Tracking:
             _close(tracker)
 
 
+def check_installed(names: Sequence[str]) -> None:
+    """Raise a CapabilityError for a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise _not_installed(name, name)
+
+
+def _not_installed(tracker: str, package: str | None) -> CapabilityError:
+    return CapabilityError(f"--track {tracker}: {package} is not installed: python -m pip install 'cs336sys[track]'")
+
+
 def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) -> Tracking:
     """Start the trackers of these names (:data:`TRACKERS`).
 
@@ -177,9 +189,7 @@ def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) 
             import_module(name)
             started[name] = _TRACKERS[name](command)
         except ModuleNotFoundError as error:
-            raise CapabilityError(
-                f"--track {name}: {error.name} is not installed: python -m pip install 'cs336sys[track]'"
-            ) from error
+            raise _not_installed(name, error.name) from error
         except Exception as error:
             raise CapabilityError(f"--track {name}: {_one_line(error)}") from error
     return Tracking(command, settings, started)

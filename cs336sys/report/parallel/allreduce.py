@@ -1,7 +1,7 @@
 """The tables of ``allreduce``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cs336sys.accounting.collectives import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
@@ -56,7 +56,11 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             Column("status", "status"),
         ),
         [_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
-        notes=(*_notes(cells), *reasons(cells)),
+        notes=(
+            *_notes(cells),
+            *reasons(cells),
+            *_less_than_asked([cell.configuration | cell.derived for cell in cells if cell.status == "ok"]),
+        ),
     )
     measured = [cell for cell in cells if cell.status == "ok"]
     if not measured:
@@ -130,7 +134,20 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
         Column("all_ranks_bytes", "of all ranks", "bytes"),
         Column("reason", "reason"),
     )
-    return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows)
+    notes = tuple(_less_than_asked(rows))
+    return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows, notes)
+
+
+def _less_than_asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on messages that are no whole number of elements, or that ranks cannot share equally."""
+    less = {
+        f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)": None
+        for row in rows
+        if "elements" in row and row["size_bytes"] != row["message_bytes"]
+    }
+    if not less:
+        return []
+    return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(less)}"]
 
 
 def _of(cell: Cell, name: str) -> Any:

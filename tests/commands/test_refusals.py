@@ -1,0 +1,113 @@
+"""What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+PLANNED = ("bench", "nsys", "memprof", "allreduce", "ddp", "shard")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)], auto_envvar_prefix="CS336SYS")
+
+
+def refused(*arguments, code=2):
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+SWEEPING = [
+    (["--cell-timeout", "-1"], "--cell-timeout -1: must be more than 0 seconds"),
+    (["--track", "nope"], "--track 'nope': choose from mlflow, wandb"),
+    (["--save", "x.csv"], "--save x.csv: holds JSON lines, whose names end in .jsonl or .jsonl.gz"),
+]
+
+
+@pytest.mark.parametrize("command", PLANNED)
+def test_a_dry_run_refuses_what_the_run_refuses(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for options, sentence in [*SWEEPING, (["--resume"], "--resume needs --save")]:
+        assert refused(command, *options) == refused(command, *options, "--dry-run")
+        assert sentence in refused(command, *options, "--dry-run")
+    (tmp_path / "notes.jsonl").write_text("of today\n")
+    sentence = "cannot write results to notes.jsonl: it holds something else; give another file"
+    assert sentence in refused(command, "--save", "notes.jsonl", "--dry-run")
+    assert "no folder that can be written to" in refused(command, "--save", "notes.jsonl/r.jsonl", "--dry-run")
+    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device 'cuda': torch sees no CUDA GPU here" in refused(command, "--device", "cuda", "--dry-run", code=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    assert "--track wandb: wandb is not installed" in refused(command, "--track", "wandb", "--dry-run", code=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((command, "--plot x.png") for command in ("bench", "nsys", "allreduce", "ddp", "shard")),
+        *((command, "--plot-scaling x.png") for command in ("ddp", "shard")),
+        *((command, "--trace x") for command in ("ddp", "shard")),
+        ("ddp", "--plot-buckets x.png"),
+        ("nsys", "--keep x"),
+        ("memprof", "--snapshot x"),
+    ],
+)
+def test_a_dry_run_writes_nothing_that_is_measured(command, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks = ["--world-size", "1,2"] if option.startswith("--plot-scaling") else []
+    sentence = f"error: {option}: --dry-run measures nothing to write there; leave one of them out\n"
+    assert refused(command, *ranks, *option.split(), "--dry-run") == sentence
+
+
+@pytest.mark.parametrize("command", [*PLANNED, "attn", "flash", "kernels", "losses"])
+def test_slurm_reads_the_values_of_options(command):
+    for options, sentence in SWEEPING:
+        assert sentence in refused("slurm", command, *options)
+    assert invoke("slurm", command, "--resume", *(["--text", __file__] if command == "losses" else [])).exit_code == 0
+
+
+def test_slurm_plans_for_the_devices_and_trackers_of_the_job():
+    for command in PLANNED:
+        assert invoke("slurm", command, "--device", "cuda", "--track", "wandb").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["flash", "--grid", "course", "--context", "128"],
+            "--grid course: has shapes of its own; leave it out, or --context",
+        ),
+        (
+            ["flash", "--grid", "board", "--dtype", "fp32"],
+            "--grid board: has shapes of its own; leave it out, or --dtype",
+        ),
+        (
+            ["flash", "--grid", "board", "--full"],
+            "--grid board: has shapes of its own; leave it out, or --causal and --full",
+        ),
+        (["precision", "--save", "x.json.gz"], "--save x.json.gz: holds JSON lines"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    assert sentence in refused(*arguments)
+
+
+def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path, monkeypatch):
+    (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\n")
+    monkeypatch.setattr("cs336sys.commands.flash.run_sweep", lambda *arguments: (_ for _ in ()).throw(StopIteration))
+    assert isinstance(
+        invoke("--config", tmp_path / "s.toml", "flash", "--grid", "board").exception, RuntimeError | StopIteration
+    )
+    (tmp_path / "s.toml").write_text("[flash]\ncontext = 128\ngrid = 'board'\n")
+    assert "--grid board: has shapes of its own" in invoke("--config", tmp_path / "s.toml", "flash").stderr
+
+
+def test_a_message_that_is_no_whole_number_of_elements_is_said(tmp_path):
+    plan = invoke("allreduce", "--message", "3B,4B", "--dtype", "bf16", "--device", "cpu", "--dry-run").stdout
+    note = "less than asked for, to have whole elements that all ranks share equally: 2 of 3 bytes (bf16, 2 ranks)"
+    assert plan.count("less than asked for") == plan.count(note) == 1
