@@ -159,21 +159,36 @@ _IN_TRITON = {
 }
 
 
+# Those that on a CPU choose the tiles in PyTorch.
+_TILED_ON_CPU = {"implementation": ("auto", "deterministic"), "attention": ("flash",)}
+
+
 def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
-    """Which of the kernels that were timed ran in Triton's interpreter, as all do without a GPU."""
-    if run is None or run.environment.get("TRITON_INTERPRET") != "1":
+    """Which of the kernels that were timed ran in Triton's interpreter, or were tiles in PyTorch, without a GPU."""
+    if run is None:
         return ()
-    measured = [cell.configuration for cell in cells if cell.status == "ok"]
-    found = {
-        f"{name} {one[name]}"
-        for name, values in _IN_TRITON.items()
-        for one in measured
-        if one.get(name) in values and (name != "optimizer" or one.get("mode") == "train")
+    is_interpreted = run.environment.get("TRITON_INTERPRET") == "1"
+    interpreted, tiled = set(), set()
+    for one in (cell.configuration for cell in cells if cell.status == "ok"):
+        on_cpu = one.get("device") == "cpu" or run.machine.get("gpu", "") is None
+        for name, values in _IN_TRITON.items():
+            if one.get(name) not in values or (name == "optimizer" and one.get("mode") != "train"):
+                continue
+            if on_cpu and one[name] in _TILED_ON_CPU.get(name, ()):
+                tiled.add(f"{name} {one[name]}")
+            elif is_interpreted:
+                interpreted.add(f"{name} {one[name]}")
+        if is_interpreted and one.get("kernels", "reference") != "reference":
+            interpreted.add(f"kernels {one['kernels']}")
+    without_gpu = {
+        "in Triton's interpreter": interpreted,
+        "on a CPU FlashAttention-2 by tiles in PyTorch": tiled,
     }
-    found |= {f"kernels {one['kernels']}" for one in measured if one.get("kernels", "reference") != "reference"}
-    if not found:
-        return ()
-    return (f"{', '.join(sorted(found))}: in Triton's interpreter, whose times say nothing of the kernels'",)
+    return tuple(
+        f"{', '.join(sorted(found))}: {what}, whose times say nothing of the kernels'"
+        for what, found in without_gpu.items()
+        if found
+    )
 
 
 def steps_words(cells: Sequence[Cell]) -> str:

@@ -129,6 +129,18 @@ def test_times_of_the_interpreter_are_not_taken_for_those_of_kernels(setting, no
     assert interpreted_notes(cells, compiled) == interpreted_notes(cells, None) == ()
 
 
+def test_attention_that_a_cpu_computes_by_tiles_is_not_called_interpreted():
+    settings = {"optimizer": "adamw", "mode": "train"}, {"implementation": "auto"}, {"implementation": "triton"}
+    common = {"attention": "flash", "kernels": "fused"}
+    for device, gpu in (("auto", None), ("cpu", "NVIDIA H200")):
+        cells = [Cell("bench", common | setting | {"device": device}, "ok") for setting in settings]
+        run = Run("1", "", (), {"gpu": gpu}, {"TRITON_INTERPRET": "1"})
+        assert [note.partition(", whose")[0] for note in interpreted_notes(cells, run)] == [
+            "implementation triton, kernels fused, optimizer adamw: in Triton's interpreter",
+            "attention flash, implementation auto: on a CPU FlashAttention-2 by tiles in PyTorch",
+        ]
+
+
 @pytest.mark.parametrize(
     ("command", "workload", "tables_of"),
     [
