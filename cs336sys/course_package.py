@@ -1,11 +1,13 @@
 """Whose ``cs336_basics`` Python would import, and whether it has what this program calls; it is not imported."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +68,33 @@ class CoursePackage:
                 f"the cs336_basics in {self.folder.parent} is not of the shape that this program trains, it has no "
                 f"{', '.join(lacking)}: take it off PYTHONPATH and give its model by --model, see docs/your_model.md"
             )
+
+
+@contextlib.contextmanager
+def telling_import_errors() -> Iterator[None]:
+    """Within this, what a ``cs336_basics`` of the user's raises while it is imported is told in one sentence.
+
+    Raises:
+        UsageError: in place of that error; the sentence names its line.
+    """
+    try:
+        yield
+    except Exception as error:
+        folder = first_folder()
+        if folder is None or CoursePackage(folder, _MARK in (_defined(folder / "__init__.py") or ())).is_ours:
+            raise
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            frames.append((error.filename or "", error.lineno))
+        own = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
+        if not own:
+            raise
+        file, line = own[-1]
+        told = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"the cs336_basics in {folder.parent} cannot be imported: {file.relative_to(folder)}, line {line}: "
+            f"{type(error).__name__}: {told}; take it off PYTHONPATH, or correct it"
+        ) from error
 
 
 def first_folder(before: Sequence[str] = ()) -> Path | None:

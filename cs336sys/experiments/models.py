@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from cs336sys.course_package import course_package
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import require_kernels
 from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
+from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 
 # Causal attention of query, key and value, each (..., heads, S, D).
@@ -63,11 +65,40 @@ def use_attention(workload: Workload) -> None:
     """
     if workload.attention == "flash":
         wait_until_compiled()
+    if workload.is_ours and workload.attention != "reference":
+        _require_replaceable_attention()
     cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
     if workload.is_ours:
         user_models.as_written()
     else:
         user_models.replace_attention(workload.attention)
+
+
+@functools.cache
+def _require_replaceable_attention() -> None:
+    """Refuse another attention where the model of somebody's ``cs336_basics`` would not call it.
+
+    Raises:
+        CapabilityError: its attention calls something else; tried on four tokens, on the CPU.
+    """
+    package = course_package()
+    if package.is_ours:
+        return
+    calls = []
+
+    def attention(*arguments: Any, **named: Any) -> Tensor:
+        calls.append(arguments)
+        return _model_attention(*arguments, **named)
+
+    size = choose_size("tiny", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=16, context=4)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), attention_replaced(attention), torch.no_grad():
+        _plain_model(Workload(size))(torch.zeros(1, size.context, dtype=torch.int64))
+    if not calls:
+        raise CapabilityError(
+            f"the cs336_basics of {package.name} computes attention without its "
+            "cs336_basics.model.scaled_dot_product_attention, so that no other can take its place; choose --attention "
+            "reference, or call that by its name in the module model"
+        )
 
 
 @contextlib.contextmanager
@@ -190,10 +221,10 @@ def blocks_of(workload: Workload, model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserCodeError: ``--blocks`` names none.
     """
-    if workload.is_ours:
-        layers = model.layers
-        assert isinstance(layers, nn.ModuleList)
+    layers = getattr(model, "layers", None)
+    if workload.is_ours and isinstance(layers, nn.ModuleList):
         return {f"layers.{number}": block for number, block in enumerate(layers)}
+    # Of a cs336_basics of the user's, too.
     return user_models.find_blocks(model, workload.user.blocks)
 
 

@@ -20,6 +20,10 @@ OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
 }
 
 
+# torch's default.
+_LEARNING_RATE = 1e-3
+
+
 def require_kernels(what: str) -> None:
     """Refuse ``what`` where our kernels cannot be loaded.
 
@@ -58,8 +62,12 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
 
         return adamw.AdamW, {"state_dtype": workload.state_dtype}
     optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
-    if workload.cuda_graph == "on" and "capturable" in inspect.signature(optimizer_class).parameters:
+    known = inspect.signature(optimizer_class).parameters
+    if workload.cuda_graph == "on" and "capturable" in known:
         settings = {**settings, "capturable": True}
+    if "lr" in known and known["lr"].default is inspect.Parameter.empty:
+        # A cs336_basics of the user's need not have a default.
+        settings = {**settings, "lr": _LEARNING_RATE}
     return optimizer_class, settings
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cs336sys.course_package import telling_import_errors
 from cs336sys.errors import (
     DEBUG_VARIABLE,
     CapabilityError,
@@ -126,6 +127,7 @@ class Worker:
 
         Raises:
             CapabilityError: it died, and none has ever started.
+            UsageError: a package of the user's cannot be imported.
         """
         if self._child is not None and self._child.guarded.process.poll() is None:
             return None
@@ -142,6 +144,8 @@ class Worker:
         if message is None:
             return Outcome("timeout", reason=f"the measuring process did not start within {timeout_s:g} s")
         assert isinstance(message, Outcome)
+        if message.status == "unsupported":
+            raise UsageError(message.reason)
         reason = f"the measuring process did not start: {message.reason}"
         if self._run is None:
             raise CapabilityError(reason)
@@ -207,7 +211,12 @@ def _serve(connection: multiprocessing.connection.Connection, measure: str, argu
         except ConnectionError:
             raise _ParentGone from None
 
-    measure_cell = imported(measure)
+    try:
+        with telling_import_errors():
+            measure_cell = imported(measure)
+    except UsageError as error:
+        send(Outcome("unsupported", reason=str(error)))
+        return
     new_run = imported("cs336sys.measure.environment:new_run")
     # Where the parent ended with messages unread, the connection is reset and not closed.
     with contextlib.suppress(EOFError, ConnectionResetError, _ParentGone):

@@ -15,8 +15,8 @@ from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
-    interpreted_notes,
     method_notes,
+    notes_of_run,
     plan_settings,
     rate_columns,
     setting_of,
@@ -193,7 +193,7 @@ def _times(
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
-    notes = (*method_notes(cells), *interpreted_notes(cells, run), *_resident_notes(cells), *clock_notes(cells))
+    notes = (*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
     if any("replayed_difference_percent" in cell.derived for cell in cells):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from cs336sys.course_package import course_package
 from cs336sys.report.tables import Column
 from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples
 from cs336sys.workload import UserCode, Workload
@@ -85,8 +86,34 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
     is_unknown = any(one.is_ours and not one.memory_is_known for one in workloads)
     return (
+        *planned_package_notes(workloads),
         *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
         *(["memory is predicted for kernels fused, and for reference with update step"] if is_unknown else []),
+    )
+
+
+def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
+    """A note on a plan whose formulas are not those of the ``cs336_basics`` that would be trained."""
+    package = course_package() if any(one.is_ours for one in workloads) else None
+    return () if package is None or package.is_ours else _formula_notes(package.name)
+
+
+def package_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
+    """The same on cells that were measured."""
+    theirs = None if run is None else run.environment.get("cs336_basics")
+    is_trained = any("d_model" in cell.configuration and "model" not in cell.configuration for cell in cells)
+    return () if theirs is None or not is_trained else _formula_notes(theirs)
+
+
+def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
+    """What the machine and the packages of a run say of all its numbers."""
+    return (*interpreted_notes(cells, run), *package_notes(cells, run))
+
+
+def _formula_notes(package: str) -> tuple[str, ...]:
+    return (
+        f"parameters, FLOPs and predicted memory are formulas of this program's own cs336_basics; {package} may have "
+        "and need others",
     )
 
 

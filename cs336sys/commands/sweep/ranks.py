@@ -43,6 +43,7 @@ import typer
 
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.reading import LONGEST_S, at_least, split_list
+from cs336sys.course_package import telling_import_errors
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
@@ -129,7 +130,8 @@ class JoinedWorker:
         self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, join_timeout_s: float = _JOIN_S
     ):
         module, function = measure.split(":")
-        self._measure_cell = getattr(importlib.import_module(module), function)
+        with telling_import_errors():
+            self._measure_cell = getattr(importlib.import_module(module), function)
         self._arguments = arguments
         self.identity = identity
         self._join_timeout_s = join_timeout_s

@@ -36,14 +36,14 @@ class MemoryStep(TrainStep):
         self.names = unique_names(model)
         self.block_names, self.blocks = named_blocks(training, model)
         self.recorder: StepRecorder | None = None
-        if training.is_ours:
+        if training.is_ours and isinstance(getattr(model, "layers", None), nn.ModuleList):
             model.layers = checkpointed(self.blocks, workload.checkpointing, self.region)
         elif workload.checkpointing == "block":
             checkpoint_calls(self.blocks, self.region)
         elif workload.checkpointing != "none":
             raise CapabilityError(
-                f"--checkpoint {workload.checkpointing}: {training.user.model} calls its blocks itself, one by one; "
-                "choose none or block"
+                f"--checkpoint {workload.checkpointing}: {training.user.model or type(model).__name__} calls its "
+                "blocks itself, one by one; choose none or block"
             )
         # Recomputed blocks must compute what they computed before.
         self.chains_blocks = workload.checkpointing == "none"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
+from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
@@ -177,6 +178,12 @@ def _alone(
         attention="reference",
     )
     model: Any = build_model(plain, device)
+    lacking = [name for name in ("token_embeddings", "layers", "ln_final", "lm_head") if not hasattr(model, name)]
+    if lacking:
+        raise CapabilityError(
+            f"--board goes through the model of cs336_basics part by part, and it has no {', '.join(lacking)}: name "
+            "its parts so, or leave --board out"
+        )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

@@ -10,7 +10,15 @@ from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.memory.checkpointing import strategies_table, workload_peak
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.tables import Column, Table, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, graph_columns, method_notes, shown_settings, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    package_notes,
+    shown_settings,
+    title,
+)
 from cs336sys.results import Cell, Run, configuration_key
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload
@@ -74,7 +82,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]
             row["traced_gib"] = max(traced) / GIB if traced else None
         rows.append(row)
-    notes = [*method_notes(cells), *_warnings(cells)]
+    notes = [*method_notes(cells), *package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
         notes.append(
             "warm-up 0: measured is the first step, during which the optimizer makes its state; what is predicted and "

@@ -17,8 +17,8 @@ from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
-    interpreted_notes,
     method_notes,
+    notes_of_run,
     plan_settings,
     rate_columns,
     setting_of,
@@ -100,7 +100,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
                 Column("status", "status"),
             ),
             rows,
-            notes=(*_step_notes(cells), *method_notes(cells), *interpreted_notes(cells, run)),
+            notes=(*_step_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
             steadier=_STEADIER,
         )
     ]

@@ -28,8 +28,8 @@ from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
-    interpreted_notes,
     method_notes,
+    notes_of_run,
     plan_settings,
     rate_columns,
     shown_settings,
@@ -154,7 +154,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
                 Column("status", "status"),
             ),
             rows,
-            notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells), *interpreted_notes(cells, run)),
+            notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
             steadier=STEADIER,
         )
     ]
