@@ -58,6 +58,21 @@ SIZES = {
 }
 
 
+# What is shared is shared out rank by rank, tensor by tensor, which takes seconds for so many.
+MOST_RANKS = 20_000
+
+# No model comes near these. Beyond them numbers overflow, and blocks that are listed one by one fill the memory.
+_MOST = {
+    "d_model": 10**6,
+    "d_ff": 10**7,
+    "num_layers": 1000,
+    "num_heads": 10**6,
+    "vocab_size": 10**9,
+    "context": 10**9,
+    "batch_size": 10**9,
+}
+
+
 def choose_size(
     name: str,
     *,
@@ -74,8 +89,8 @@ def choose_size(
     A size whose shape was changed is called after its fields, so that no result is filed under a name it does not fit.
 
     Raises:
-        UsageError: the name is unknown, a count is not positive, the heads do not divide ``d_model`` or leave an odd
-            head dimension, which rotary embeddings cannot split into pairs.
+        UsageError: the name is unknown, a count is not positive or larger than any model's, the heads do not divide
+            ``d_model`` or leave an odd head dimension, which rotary embeddings cannot split into pairs.
     """
     if name not in SIZES:
         raise UsageError(f"unknown size '{name}': {choose_from(name, SIZES)}")
@@ -85,6 +100,8 @@ def choose_size(
     for field, value in given.items():
         if value < 1:
             raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")
+        if value > _MOST[field]:
+            raise UsageError(f"--{field.replace('_', '-')} {value}: must be at most {_MOST[field]:,}")
     size = replace(SIZES[name], **given)
     if size.d_model % size.num_heads:
         raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")

@@ -26,6 +26,10 @@ BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
 
 
+# Of a range. From 1 byte to 1e18 by a factor of 1.05 there are 850.
+_MOST_SIZES = 1000
+
+
 def allreduce(
     backend: Annotated[
         list[str],
@@ -73,8 +77,10 @@ def allreduce(
     if is_first_rank():
         output.check()
         check_plot(plot)
+    # Before torch is imported, which takes seconds.
+    messages = message_sizes(message, factor) if message else []
     backends = _backends(backend, device)
-    messages = message_sizes(message or [DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
+    messages = messages or message_sizes([DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
     # Backend and world size outermost: for each of them ranks are started.
     workloads = [
         CollectiveWorkload(name, kind, ranks, type_, size, warmup, steps, timeout)
@@ -117,7 +123,9 @@ def message_sizes(values: list[str], factor: float) -> list[int]:
         largest = byte_count(last)
         if smallest > largest:
             raise UsageError("a range begins with its smallest size")
-        count = int(math.log(largest / smallest, factor) + 1e-9) + 1
+        count = int(math.log(largest / smallest) / math.log(factor) + 1e-9) + 1
+        if count > _MOST_SIZES:
+            raise UsageError(f"has {count:,} sizes by --factor {factor!r}: must be at most {_MOST_SIZES}, choose 2")
         return tuple(round(smallest * factor**step) for step in range(count))
 
     ranges = split_list(values, "--message", convert)

@@ -12,6 +12,7 @@ from cs336sys.commands.invocation.faults import say
 from cs336sys.commands.invocation.lazy import LazyGroup
 from cs336sys.commands.options.reading import OUTPUT, at_least, split_list
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.sizes import MOST_RANKS
 
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
@@ -95,7 +96,7 @@ def slurm(
 def _world_sizes(asked: dict[str, Any]) -> list[int]:
     """Numbers of ranks that a command will have where nothing else starts them."""
     if asked["world_size"]:
-        return split_list(asked["world_size"], "--world-size", at_least(1))
+        return split_list(asked["world_size"], "--world-size", at_least(1, MOST_RANKS))
     return [mesh_ranks(read_mesh(asked["mesh"])) if asked.get("mesh") else 2]
 
 

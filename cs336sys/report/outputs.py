@@ -50,6 +50,12 @@ def check_writable(path: Path, option: str) -> None:
         raise UsageError(_unwritable(f"{option} {path}", error)) from error
 
 
+def require_folder(path: Path, option: str) -> None:
+    """Raise a UsageError if a file's folder does not exist: most often its name is misspelt."""
+    if not path.parent.exists():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or give another file")
+
+
 def check_plot(path: Path | None, option: str = "--plot") -> None:
     """Find out before anything is measured whether a picture can be written.
 
@@ -62,6 +68,7 @@ def check_plot(path: Path | None, option: str = "--plot") -> None:
     if path.suffix not in _PICTURES:
         raise UsageError(f"{option} {path}: the file must end in {', '.join(_PICTURES)}")
     check_drawing(f"{option} {path}")
+    require_folder(path, option)
     check_writable(path, option)
 
 

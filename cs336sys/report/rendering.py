@@ -13,7 +13,14 @@ from cs336sys.errors import OutputError, UsageError, choose_from
 from cs336sys.printable import printable
 from cs336sys.report.noise import Interval
 from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, check_writable, write_file, writing_stdout
+from cs336sys.report.outputs import (
+    FORMAT_OF_ENDING,
+    FORMATS,
+    check_writable,
+    require_folder,
+    write_file,
+    writing_stdout,
+)
 from cs336sys.report.tables import Grid, Table, grid_of, one_line
 from cs336sys.results import Samples
 
@@ -97,6 +104,7 @@ def check_output(output: Path | None, format: str | None = None) -> None:
             "--format (pictures are asked for by --plot)"
         )
     if output is not None and output != STDOUT:
+        require_folder(output, "--output")
         check_writable(output, "--output")
 
 

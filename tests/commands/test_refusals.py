@@ -1,5 +1,9 @@
 """What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -91,10 +95,40 @@ def test_slurm_plans_for_the_devices_and_trackers_of_the_job():
             "--grid board: has shapes of its own; leave it out, or --causal and --full",
         ),
         (["precision", "--save", "x.json.gz"], "--save x.json.gz: holds JSON lines"),
+        (["account", "memory", "--d-model", "1e11"], "--d-model 100000000000: must be at most 1,000,000"),
+        (["account", "memory", "--num-layers", "1e8"], "--num-layers 100000000: must be at most 1,000"),
+        (["account", "checkpointing", "--num-layers", "100000"], "--num-layers 100000: must be at most 1,000"),
+        (["account", "keep", "--num-layers", "1000000"], "--num-layers 1000000: must be at most 1,000"),
+        (["bench", "--context", "1e12", "--dry-run"], "--context 1000000000000: must be at most 1,000,000,000"),
+        (["account", "memory", "--world-size", "1e9"], "--world-size '1e9': must be between 1 and "),
+        (["account", "parallel", "--devices", "1e12"], "--devices 1000000000000: must be at most 1000000"),
+        (
+            ["allreduce", "--message", "8B:1GB", "--factor", "1.0000001", "--dry-run"],
+            "--message '8B:1GB': has 186,438,253 sizes by --factor 1.0000001: must be at most 1000, choose 2",
+        ),
+        (["losses", "--text", "/dev/zero"], "--text /dev/zero: is no file of text; give a file or a folder"),
+        (["account", "memory", "--output", "/none/x.csv"], "--output /none/x.csv: there is no folder /none; make it"),
+        (["account", "memory", "--plot", "/none/x.png"], "--plot /none/x.png: there is no folder /none; make it"),
+        (["account", "memory", "--bf16", "--fp16"], "--precision, --bf16 and --fp16: give one of them"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence):
     assert sentence in refused(*arguments)
+
+
+def test_help_is_whole_without_docstrings_and_may_lose_its_reader():
+    for arguments, sentence in {
+        "bench": "Time the phases",
+        "": "Benchmark, profile",
+        "account": "Memory, FLOPs",
+    }.items():
+        program = [sys.executable, "-OO", "-m", "cs336sys", *arguments.split(), "--help"]
+        assert sentence in subprocess.run(program, capture_output=True, text=True).stdout
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "cs336sys", "--help"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_grid_on_the_line_goes_before_shapes_of_a_settings_file(tmp_path, monkeypatch):

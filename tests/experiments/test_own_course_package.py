@@ -47,13 +47,21 @@ def test_what_cannot_be_imported_is_one_sentence(text, sentence, tmp_path, monke
         _ = 1 / 0
 
 
+class Blocks(nn.Module):
+    """One of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(16, 16)
+
+
 class Silent(nn.Module):
     """Computes attention, if any, by itself."""
 
     def __init__(self):
         super().__init__()
         self.head = nn.Embedding(16, 16)
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+        self.parts = nn.ModuleList([Blocks(), Blocks()])
 
     def forward(self, x):
         return self.head(x)

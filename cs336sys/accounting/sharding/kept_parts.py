@@ -9,8 +9,10 @@ again in the others by two products, ``4 T d f`` FLOPs of ``24 T d f`` or more t
 Letters as in ``accounting.activations``; ``e`` is 2 in half precision.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.flops import linear_flops
@@ -108,15 +110,18 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
     always = _always_held(step)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
-    kept = [kept_block_bytes(step, gate_and_up=block >= layers - step.blocks) for block in range(layers)]
+    of_block = [kept_block_bytes(step, gate_and_up=both) for both in (False, True)]
+    # Of the blocks, and of the units, before each.
+    kept = [0, *accumulate(of_block[block >= layers - step.blocks] for block in range(layers))]
     units = list(gathered_bytes(size, e, step.world_size).values())
+    of_units = [0, *accumulate(units)]
     head = units[-1]
     # An element of a gathered unit, in the gradient of a rank's slice.
     to_slice = STATE_BYTES[step.state_dtype][1] / e / step.world_size
 
     chunk = min(LOGITS_CHUNK_BYTES, e * tokens * size.vocab_size)
     first_staying = 1 + layers - step.keep_gathered
-    at_loss = sum(kept) + 3 * stream + 2 * head + chunk + sum(units[first_staying : 1 + layers])
+    at_loss = kept[-1] + 3 * stream + 2 * head + chunk + of_units[1 + layers] - of_units[first_staying]
     moments = [PeakMemory("loss", parameters, 0, optimizer_state, always + at_loss)]
     done = 0.0
     for block in reversed(range(layers)):
@@ -124,8 +129,8 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if to_slice * step.world_size != 1 else 0
         again = 2 * inner if block < layers - step.blocks else 0
-        gathered = sum(units[max(0, min(block + 1 - step.prefetch, first_staying)) : block + 2])
-        held = sum(kept[: block + 1]) + 2 * stream + 4 * inner + again + gathered + averaged + arriving
+        gathered = of_units[block + 2] - of_units[max(0, min(block + 1 - step.prefetch, first_staying))]
+        held = kept[block + 1] + 2 * stream + 4 * inner + again + gathered + averaged + arriving
         done += to_slice * averaged
         name = f"feed-forward backward, block {block + 1} of {layers}"
         moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + held))
@@ -159,8 +164,17 @@ def _always_held(step: KeptStep) -> int:
 
 
 def _with_weights_staying(step: KeptStep, limit_bytes: float) -> KeptStep:
-    steps = [replace(step, keep_gathered=blocks) for blocks in range(step.size.num_layers + 1)]
-    return max((one for one in steps if kept_peak(one).total <= limit_bytes), key=lambda one: one.keep_gathered)
+    def peak(blocks: int) -> int:
+        return kept_peak(replace(step, keep_gathered=blocks)).total
+
+    staying = _most_within(peak, step.size.num_layers, limit_bytes)
+    assert staying is not None, "none need stay"
+    return replace(step, keep_gathered=staying)
+
+
+def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -> int | None:
+    """The highest number of blocks, from 0, whose peak is within the limit; peaks rise with it. None if none is."""
+    return bisect_right(range(highest + 1), limit_bytes, key=peak) - 1 if peak(0) <= limit_bytes else None
 
 
 def flops_again(step: KeptStep) -> int:
@@ -179,7 +193,7 @@ def kept_choices(step: KeptStep, numbers: Sequence[int] | None = None) -> list[t
 
 def fitting_blocks(step: KeptStep, limit_bytes: float) -> int | None:
     """The most blocks that can keep gate and up while the predicted peak is within the limit; None if none can."""
-    return max((one.blocks for one, peak, _ in kept_choices(step) if peak.total <= limit_bytes), default=None)
+    return _most_within(lambda blocks: kept_peak(replace(step, blocks=blocks)).total, step.size.num_layers, limit_bytes)
 
 
 def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bool) -> KeptStep:

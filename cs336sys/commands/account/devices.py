@@ -89,11 +89,22 @@ def parallel(
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     if count < 1:
         raise UsageError(f"--devices {count}: must be at least 1")
+    require_triable(count)
     output.check()
     check_plot(plot)
     output.emit([*parallel_tables(chosen, layer, count, asked_mesh), *compared])
     if plot is not None:
         plot_parallel(chosen, layer, plot)
+
+
+# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
+_MOST_DEVICES = 1_000_000
+
+
+def require_triable(devices: int) -> None:
+    """Raise a UsageError for more devices than whose meshes can be tried in seconds."""
+    if devices > _MOST_DEVICES:
+        raise UsageError(f"--devices {devices}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
 
 
 def _read_mesh(text: str, devices: int | None) -> Mesh:

@@ -10,6 +10,7 @@ from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, one_of, split_list
+from cs336sys.sizes import MOST_RANKS
 from cs336sys.workload import STATE_DTYPES
 
 
@@ -41,7 +42,7 @@ def keep(
         KeptStep(size, ranks, size.precision, dtype)
         for size, ranks, dtype in product(
             model.sizes(),
-            split_list(world_size, "--world-size", at_least(1)),
+            split_list(world_size, "--world-size", at_least(1, MOST_RANKS)),
             split_list(state_dtype, "--state-dtype", one_of(STATE_DTYPES)),
         )
     ]

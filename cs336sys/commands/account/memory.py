@@ -11,7 +11,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
-from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
+from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
 
@@ -23,7 +23,7 @@ def memory(
         typer.Option(help=f"{', '.join(OWN_SHARDING_STRATEGIES)}.", autocompletion=among(OWN_SHARDING_STRATEGIES)),
     ] = [",".join(OWN_SHARDING_STRATEGIES)],
     mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.", autocompletion=among(MODES))] = ["train"],
-    precision: options.PrecisionOption = [],
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
     parameter_dtype: Annotated[
         str,
         typer.Option(
@@ -49,7 +49,7 @@ def memory(
     from cs336sys.report.account.plots import plot_rank_memory
     from cs336sys.report.outputs import check_plot
 
-    precisions = split_list(precision, "--precision", one_of(PRECISIONS)) if precision else [None]
+    precisions = precision.precisions()
     parameter_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
     check_choice(attention, "--attention", ATTENTION)
     output.check()
@@ -68,7 +68,7 @@ def memory(
             model.sizes(),
             precisions,
             split_list(mode, "--mode", one_of(MODES)),
-            split_list(world_size, "--world-size", at_least(1)),
+            split_list(world_size, "--world-size", at_least(1, MOST_RANKS)),
             split_list(strategy, "--strategy", one_of(OWN_SHARDING_STRATEGIES)),
         )
     ]

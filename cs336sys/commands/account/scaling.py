@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cs336sys.commands.account.devices import require_triable
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _SCALINGS = ("strong", "weak")
 _MESHES = ("any", "ddp", "fsdp", "tp")
 
-# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
-_MOST_DEVICES = 1_000_000
 
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 _FLOPS = 4e14
@@ -96,8 +95,7 @@ def scaling(
     check_choice(state_dtype, "--state-dtype", STATE_DTYPES)
     check_choice(checkpoint, "--checkpoint", CHECKPOINTING)
     counts = split_list(devices, "--devices", at_least(1))
-    if max(counts) > _MOST_DEVICES:
-        raise UsageError(f"--devices {max(counts)}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
+    require_triable(max(counts))
     batches = {"strong": batch_size, "weak": device_batch_size}
     _check_positive(
         {"--batch-size": batch_size, "--device-batch-size": device_batch_size, "--node-size": node_size},

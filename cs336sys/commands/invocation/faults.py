@@ -13,6 +13,7 @@ import typer
 
 from cs336sys.errors import (
     INTERRUPTED,
+    READER_LEFT,
     TERMINATED,
     CapabilityError,
     OutputError,
@@ -45,6 +46,11 @@ def exit_code_of(run: Callable[[], Any]) -> int:
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         return interruption_code(interrupt)
+    except SystemExit as ended:
+        # So rich ends where nobody reads the help that it prints.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return READER_LEFT
+        raise
     except Exception as error:
         # What typer finds wrong is raised as click's errors, which are its own copies of click's or click itself.
         if not hasattr(error, "format_message"):

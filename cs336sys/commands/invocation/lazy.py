@@ -22,6 +22,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 class _Command(TyperCommand):
     def format_help(self, ctx, formatter):
         shown = copy.copy(self)
+        shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
         vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
         with narrow_columns():
             super(_Command, shown).format_help(ctx, formatter)
@@ -83,6 +84,7 @@ class LazyGroup(TyperGroup):
     def format_help(self, ctx, formatter):
         # A list of commands needs what each says of itself, and that can be read without its imports and its options.
         listed = copy.copy(self)
+        listed.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
         vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
         vars(listed)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
         with narrow_columns():
@@ -90,15 +92,21 @@ class LazyGroup(TyperGroup):
 
     def _described(self, name):
         """A command that does nothing, with the docstring of the one in its module; None if that is a group."""
-        module = importlib.util.find_spec(self.modules[name])
-        assert module is not None
-        assert module.origin is not None
-        for statement in ast.parse(Path(module.origin).read_text(encoding="utf-8")).body:
-            if isinstance(statement, ast.FunctionDef) and statement.name == name:
-                return TyperCommand(name, help=ast.get_docstring(statement))
-        return None
+        described = _docstring(self.modules[name], name)
+        return None if described is None else TyperCommand(name, help=described)
 
     def resolve_command(self, ctx, args):
         if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"unknown command '{args[0]}': {choose_from(args[0], self.modules)}")
         return super().resolve_command(ctx, args)
+
+
+def _docstring(module, function):
+    """The docstring of a function, from its source: not imported, and without docstrings under ``python -OO``, too."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == function:
+            return ast.get_docstring(statement)
+    return None

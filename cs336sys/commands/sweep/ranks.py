@@ -47,6 +47,7 @@ from cs336sys.course_package import telling_import_errors
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Run
+from cs336sys.sizes import MOST_RANKS
 from cs336sys.workload import BACKENDS
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def choose_world_sizes(values: list[str]) -> list[int]:
     """
     identity = started_outside()
     if values:
-        return split_list(values, "--world-size", at_least(1))
+        return split_list(values, "--world-size", at_least(1, MOST_RANKS))
     return [identity.world_size if identity else 2]
 
 
