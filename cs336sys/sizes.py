@@ -59,7 +59,7 @@ SIZES = {
 
 
 # What is shared is shared out rank by rank, tensor by tensor, which takes seconds for so many.
-MOST_RANKS = 20_000
+MOST_RANKS = 16_384
 
 # No model comes near these. Beyond them numbers overflow, and blocks that are listed one by one fill the memory.
 _MOST = {

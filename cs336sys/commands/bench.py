@@ -10,7 +10,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import MEASURING, OUTPUT, between, check_choice, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
@@ -70,6 +70,7 @@ def bench(
         check_planned(sweeping, {"--plot": plot})
         output.emit([bench_plan(workloads, notes=plan_notes, capacity=planned_capacity(run.device))])
         return
+    tell_what_does_not_fit(workloads, run.device)
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
         configurations = [

@@ -7,7 +7,7 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.training_text import digest
 from cs336sys.workload import LossWorkload
@@ -48,6 +48,7 @@ def losses(
         model, "train", precision, implementation, options.StepsOptions(warmup=["0"], steps=steps), run
     )
     paths = ",".join(map(str, text))
+    tell_what_does_not_fit(workloads, run.device)
     text_digest = digest(paths)
     configurations = [LossWorkload(workload, paths, learning_rate, weight_decay, text_digest) for workload in workloads]
     sweep = run_sweep(

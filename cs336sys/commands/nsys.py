@@ -12,7 +12,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import one_of, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
@@ -103,6 +103,7 @@ def nsys(
         return
     if keep is not None:
         _check_folder(keep)
+    tell_what_does_not_fit(workloads, run.device)
     cells = [
         ProfileWorkload(workload, name, str(keep) if keep else None) for workload in workloads for name in profilers
     ]

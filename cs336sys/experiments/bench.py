@@ -1,5 +1,6 @@
 """Measures one cell of ``bench``: steps in CUDA graphs or of our kernels are checked first, then phases are timed."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -104,4 +105,8 @@ def training_outcome(
         derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
     if checked is not None:
         derived |= checked.columns()
+    if step.loss is not None and not math.isfinite(loss := step.loss.item()):
+        count = len(wall.warmup) + len(wall.measured)
+        note = f"the loss is {loss} after {count} steps ({workload.name}): what was timed trains nothing"
+        derived["notes"] = [*derived.get("notes", ()), note]
     return Outcome("ok", dict(samples), derived)

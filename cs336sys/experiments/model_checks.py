@@ -1,6 +1,7 @@
 """Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
 
 import contextlib
+import math
 import re
 import warnings
 from pathlib import Path
@@ -70,7 +71,14 @@ def _trains(workload: Workload) -> list[Check]:
         step.optimizer_step()
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
     without = [name for name, parameter in _without_gradients(workload)]
-    checks.append(Check("trains", f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"))
+    found = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+    if all(map(math.isfinite, losses)):
+        checks.append(Check("trains", found))
+    else:
+        fix = (
+            "a loss that is no finite number trains nothing: look at the model's initial values, its masks and the loss"
+        )
+        checks.append(Check("trains", found, "warn", fix))
     if without:
         checks.append(
             Check(

@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import pickle
 import re
+import signal
 import sys
 import time
 import traceback
@@ -80,7 +81,12 @@ class _Child:
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
             # In the middle of a message, too.
-            return Outcome("error", reason=f"the measuring process {self._cause_of_death()}")
+            kills = self.out_of_memory_kills
+            cause = self._cause_of_death()
+            is_killed = self.guarded.process.returncode == -signal.SIGKILL
+            ran_out = is_killed and kills is not None and (out_of_memory_kills() or 0) > kills
+            status: Status = "oom" if ran_out else "error"
+            return Outcome(status, reason=f"the measuring process {cause}")
         try:
             return pickle.loads(message)
         except Exception as error:
@@ -276,8 +282,10 @@ def _first_sentences(error: BaseException) -> str:
     """An error's message, short enough for a table: its first line, at most two sentences."""
     # The CPU allocator puts the place of its check before what happened.
     text = re.sub(r"\[enforce fail at .*?\] .*?\. ", "", str(error).strip())
-    lines = text.splitlines() or [type(error).__name__]
-    return ". ".join(lines[0].split(". ")[:2]).rstrip(".")
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    # Compilers begin with what raised, and a colon.
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return ". ".join(first.split(". ")[:2]).rstrip(".")
 
 
 def release_memory() -> None:

@@ -1,13 +1,17 @@
 """What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
 
+import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.errors import UsageError
+from cs336sys.measure.system import Capacity
 
 PLANNED = ("bench", "nsys", "memprof", "allreduce", "ddp", "shard")
 
@@ -114,6 +118,41 @@ def test_slurm_plans_for_the_devices_and_trackers_of_the_job():
 )
 def test_bad_input_is_one_sentence(arguments, sentence):
     assert sentence in refused(*arguments)
+
+
+def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("a CPU", 23.5))
+    for command in ("bench", "nsys"):
+        monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
+        told = invoke(command, "--size", "tiny,10b", "--device", "cpu").stderr.splitlines()
+        assert len(told) == 2
+        assert told[0].startswith("warning: 10b-s512-b4-v10000-train-fp32-")
+        assert "is predicted to need " in told[0]
+        assert told[0].endswith(
+            " GiB, and a CPU has 23.5: it will run out of memory, or be killed; --dry-run shows what fits"
+        )
+        assert invoke(command, "--size", "tiny", "--device", "cpu").stderr == "error: measured\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("leaves", ("trains", "missing", "mine.py, line 7: SystemExit: 7")),
+        ("diverges", ("trains", "warn", "losses nan, nan, nan")),
+    ],
+)
+def test_doctor_finds_a_model_that_ends_the_process_or_trains_nothing(name, row, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom torch import nn\n\nclass Scaled(nn.Sequential):\n"
+        "    def forward(self, x):\n        return super().forward(x) * float('nan')\n"
+        "def leaves(size): sys.exit(7)\n"
+        "def diverges(size):\n    return Scaled(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
+    )
+    result = invoke("doctor", "--model", f"{tmp_path}/mine.py:{name}", "--format", "json")
+    assert result.exit_code == (3 if row[1] == "missing" else 0)
+    found = {one["name"]: one for one in json.loads(result.stdout)["tables"][0]["rows"]}["trains"]
+    assert (found["name"], found["verdict"]) == row[:2]
+    assert row[2] in found["found"]
 
 
 def test_help_is_whole_without_docstrings_and_may_lose_its_reader():

@@ -14,7 +14,9 @@ import torch
 from running import is_held, is_running, wait_for_ids, wait_until
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
+from cs336sys.measure import cells
 from cs336sys.measure.cells import Outcome, Worker, _Child, guarded
+from cs336sys.processes import parent
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,29 @@ def test_a_lost_process_is_one_sentence_unless_more_is_asked_for(debug, monkeypa
     assert (outcome.status, outcome.reason) == ("error", "rank 1 of 2: was killed by SIGKILL, at timing naive")
     assert not outcome.leaves_worker_sound
     assert ("rank 0 was here" in capfd.readouterr().err) == debug
+
+
+def test_a_reason_does_not_end_at_a_colon():
+    def measure(configuration, progress):
+        raise RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet more")
+
+    reason = guarded(measure, {}, lambda stage: None).reason
+    assert reason == (
+        "RuntimeError at start: backend='inductor' raised: InvalidCxxCompiler: No working C++ compiler found"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "status"),
+    [(-signal.SIGKILL, 4, "oom"), (-signal.SIGKILL, 3, "error"), (-signal.SIGSEGV, 4, "error")],
+)
+def test_a_process_that_the_kernel_killed_for_lack_of_memory_ran_out_of_it(code, kills, status, monkeypatch):
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    for module in (cells, parent):
+        monkeypatch.setattr(module, "out_of_memory_kills", lambda: kills)
+    ended = SimpleNamespace(has_ended=lambda timeout_s: True, process=SimpleNamespace(returncode=code))
+    assert _Child(ended, ours, 3).receive(10).status == status
 
 
 def test_run_describes_the_machine_and_the_arguments():

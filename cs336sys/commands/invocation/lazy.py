@@ -22,7 +22,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 class _Command(TyperCommand):
     def format_help(self, ctx, formatter):
         shown = copy.copy(self)
-        shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
+        shown.help = self.help or _docstring_of(self.callback)
         vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
         with narrow_columns():
             super(_Command, shown).format_help(ctx, formatter)
@@ -84,7 +84,7 @@ class LazyGroup(TyperGroup):
     def format_help(self, ctx, formatter):
         # A list of commands needs what each says of itself, and that can be read without its imports and its options.
         listed = copy.copy(self)
-        listed.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
+        listed.help = self.help or _docstring_of(self.callback)
         vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
         vars(listed)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
         with narrow_columns():
@@ -99,6 +99,10 @@ class LazyGroup(TyperGroup):
         if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"unknown command '{args[0]}': {choose_from(args[0], self.modules)}")
         return super().resolve_command(ctx, args)
+
+
+def _docstring_of(callback):
+    return _docstring(callback.__module__, callback.__name__)
 
 
 def _docstring(module, function):

@@ -159,7 +159,7 @@ class SweepOptions:
 
     def trackers(self) -> tuple[str, ...]:
         """Names of the trackers that were asked for."""
-        return split_list(self.track, "--track", one_of(TRACKERS)) if self.track else ()
+        return tuple(split_list(self.track, "--track", one_of(TRACKERS))) if self.track else ()
 
     @property
     def resumes(self) -> bool:

@@ -46,6 +46,7 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     Raises:
         UsageError: the file cannot be read, is no TOML, or has tables of no command.
     """
+    file: Path | None
     if config is not None:
         file, tables = config, _read(config)
         is_tool = config.name == "pyproject.toml"

@@ -21,6 +21,7 @@ from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Cell, Results, Run, configuration_key, distinguishing_settings, read_results
 from cs336sys.results_file import ResultsFile, check_appendable
+from cs336sys.workload import Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome
@@ -258,6 +259,27 @@ def planned_capacity(device: str) -> "Capacity | None":
 
         choose_device(device)
     return found
+
+
+# Less than this any machine has, and nvidia-smi is not asked.
+_SMALL_GIB = 4.0
+
+
+def tell_what_does_not_fit(workloads: Sequence[Workload], device: str) -> None:
+    """Say before anything is built which models are predicted to need more memory than the device has."""
+    known = [workload for workload in workloads if workload.is_ours and workload.memory_is_known]
+    needed = {workload.name: workload.predicted_peak().total_gib for workload in known}
+    if max(needed.values(), default=0.0) < _SMALL_GIB:
+        return
+    from cs336sys.measure.system import capacity
+
+    found = capacity(device)
+    for name, gib in needed.items():
+        if found is not None and gib > found.memory_gib:
+            say(
+                f"warning: {name} is predicted to need {gib:.1f} GiB, and {found.device} has {found.memory_gib:.1f}: it "
+                "will run out of memory, or be killed; --dry-run shows what fits"
+            )
 
 
 def _refuse_timeout(asked: SweepOptions, identity: RankIdentity | None) -> None:

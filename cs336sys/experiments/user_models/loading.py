@@ -241,7 +241,8 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
         yield
     except (UsageError, CapabilityError, UserCodeError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # Code that ends its process would end the sweep with it.
         if is_out_of_memory(error):
             raise
         line = line_of(error, [source_file(reference) for reference in references])
