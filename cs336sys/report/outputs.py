@@ -53,7 +53,7 @@ def check_writable(path: Path, option: str) -> None:
 def require_folder(path: Path, option: str) -> None:
     """Raise a UsageError if a file's folder does not exist: most often its name is misspelt."""
     if not path.parent.exists():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or give another file")
+        raise UsageError(f"cannot write {option} {path}: there is no folder {path.parent}; make it, or give another")
 
 
 def check_plot(path: Path | None, option: str = "--plot") -> None:

@@ -111,8 +111,14 @@ def test_slurm_plans_for_the_devices_and_trackers_of_the_job():
             "--message '8B:1GB': has 186,438,253 sizes by --factor 1.0000001: must be at most 1000, choose 2",
         ),
         (["losses", "--text", "/dev/zero"], "--text /dev/zero: is no file of text; give a file or a folder"),
-        (["account", "memory", "--output", "/none/x.csv"], "--output /none/x.csv: there is no folder /none; make it"),
-        (["account", "memory", "--plot", "/none/x.png"], "--plot /none/x.png: there is no folder /none; make it"),
+        (
+            ["account", "memory", "--output", "/none/x.csv"],
+            "cannot write --output /none/x.csv: there is no folder /none; make it",
+        ),
+        (
+            ["account", "memory", "--plot", "/none/x.png"],
+            "cannot write --plot /none/x.png: there is no folder /none; make it",
+        ),
         (["account", "memory", "--bf16", "--fp16"], "--precision, --bf16 and --fp16: give one of them"),
     ],
 )
