@@ -277,8 +277,8 @@ def tell_what_does_not_fit(workloads: Sequence[Workload], device: str) -> None:
     for name, gib in needed.items():
         if found is not None and gib > found.memory_gib:
             say(
-                f"warning: {name} is predicted to need {gib:.1f} GiB, and {found.device} has {found.memory_gib:.1f}: it "
-                "will run out of memory, or be killed; --dry-run shows what fits"
+                f"warning: {name} is predicted to need {gib:.1f} GiB, and {found.device} has {found.memory_gib:.1f}: "
+                "it will run out of memory, or be killed; --dry-run shows what fits"
             )
 
 
