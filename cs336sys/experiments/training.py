@@ -330,10 +330,20 @@ def time_steps(
     )
 
 
-def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:
+def train_for_check(
+    step: TrainStep,
+    warmup: int,
+    *,
+    begin: Callable[[int], None] = lambda number: None,
+    before_update: Callable[[], None] | None = None,
+) -> list[Tensor]:
     """Run some steps, each on a batch of its own, after ``warmup`` on the first batch; the losses, () each.
 
     A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
+
+    Args:
+        begin: called before each step, with its number from 1.
+        before_update: called in the first step before its last phase, which updates parameters.
     """
     if step.workload.cuda_graph == "on":
         assert step.warmup_of_capture == warmup, "the weights could not be compared"
@@ -344,7 +354,15 @@ def train_for_check(step: TrainStep, warmup: int) -> list[Tensor]:
     losses = []
     for number in range(1, STEPS + 1):
         step.use_batch(number)
-        step()
+        begin(number)
+        if number == 1 and before_update is not None:
+            *others, update = step.phases.values()
+            for phase in others:
+                phase()
+            before_update()
+            update()
+        else:
+            step()
         assert step.loss is not None
         # Replays overwrite it.
         losses.append(step.loss.detach().clone())

@@ -1,5 +1,6 @@
 """Whether two ways of training the same model end at the same weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,19 +25,28 @@ TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far weights are from those expected after some steps.
+    """How far weights are from those expected after some steps, or gradients before the first.
 
     Attributes:
-        largest: of all weights, the largest absolute difference.
-        relative: of all parameters, the largest ratio of the difference's norm to the norm of how far it was moved.
+        largest: of all values, the largest absolute difference.
+        relative: of all parameters, the largest ratio of the difference's norm to the norm of how far it was moved, or
+            of its gradient; those aside whose difference the rounding of one process explains.
         parameter: which one that is.
         num_layers: of the model that was compared; fewer than the workload's where that does not fit into memory.
+        allowed: how large :attr:`relative` may be, of this parameter.
+        of_gradients: whether gradients are meant.
+        notes: sentences on what was compared otherwise than usually.
+        reason: why nothing could be compared; empty otherwise.
     """
 
     largest: float
     relative: float
     parameter: str
     num_layers: int
+    allowed: float = 0.0
+    of_gradients: bool = False
+    notes: tuple[str, ...] = ()
+    reason: str = ""
 
 
 def tolerance(workload: Workload) -> float:
@@ -59,25 +69,62 @@ def plainly_trained(workload: Workload) -> Workload:
     return plain
 
 
-def difference(
-    start: Mapping[str, Tensor], expected: Mapping[str, Tensor], found: Mapping[str, Tensor], num_layers: int
-) -> Difference:
-    """Compare all weights; each parameter on the device where ``found`` has it.
+@dataclass(frozen=True)
+class Distance:
+    """How far one parameter, or its gradient, is from what is expected.
+
+    Attributes:
+        largest: of its elements, the largest absolute difference; NaN where one is no number.
+        off: norm of the difference.
+        moved: norm of how far it should be moved, or of its gradient.
+    """
+
+    largest: float
+    off: float
+    moved: float
+
+    @property
+    def relative(self) -> float:
+        # A parameter that no step moves must not be moved by the other way either; NaN is farther off than any number.
+        if self.off == 0:
+            return 0.0
+        relative = self.off / self.moved if self.moved else math.inf
+        return math.inf if math.isnan(relative) else relative
+
+
+def distances(
+    start: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> dict[str, Distance]:
+    """Compare all tensors; each on the device where ``found`` has it.
 
     Args:
-        start: before the first step.
+        start: before the first step; None is zero.
     """
-    largest, relative = [], []
+    measured = []
     with torch.no_grad():
         for name, anywhere in expected.items():
             own = found[name]
-            weight = anywhere.to(own.device)
-            off, moved = own - weight, weight - start[name].to(own.device)
-            largest.append(off.abs().max())
-            distance = torch.linalg.vector_norm(off)
-            # A parameter that no step moves must not be moved by the other way either.
-            relative.append(torch.where(distance == 0, 0.0, distance / torch.linalg.vector_norm(moved)))
+            weight, before = anywhere.to(own.device), start[name]
+            off, moved = own - weight, weight if before is None else weight - before.to(own.device)
+            # The squares of a gradient of 1e-25 are zero in float32.
+            norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for values in (off, moved))
+            largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
+            measured.append(torch.stack([largest, *norms]))
+    # One transfer for all.
+    rows = torch.stack(measured).tolist() if measured else []
+    return {name: Distance(*row) for name, row in zip(expected, rows, strict=True)}
+
+
+def difference(
+    start: Mapping[str, Tensor], expected: Mapping[str, Tensor], found: Mapping[str, Tensor], num_layers: int
+) -> Difference:
+    """The parameter that is farthest off, see :func:`distances`."""
+    return farthest(distances(start, expected, found), num_layers)
+
+
+def farthest(found: Mapping[str, Distance], num_layers: int) -> Difference:
+    """The difference of the parameter that is farthest off."""
+    worst = max(found, key=lambda name: found[name].relative)
     # A weight that is NaN is farther off than any other.
-    relatives = torch.stack(relative).nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
-    worst = max(range(len(relatives)), key=relatives.__getitem__)
-    return Difference(torch.stack(largest).max().item(), relatives[worst], list(expected)[worst], num_layers)
+    largest = max((distance.largest for distance in found.values()), key=lambda off: (math.isnan(off), off))
+    return Difference(largest, found[worst].relative, worst, num_layers)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
+from cs336sys.experiments.parallel.gradients import mean_gradients
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.measure.cells import Outcome
@@ -112,31 +113,13 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
             run()
     assert step.loss is not None
     loss = gather_numbers(step.loss.detach().float()).mean().item()
-    weights, found = dict(step.replica.whole_parameters()), _gradients(step.model)
+    weights, found = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
     del step
     gc.collect()
     expected_loss, expected = _alone(workload, weights, device)
     relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in found.items()}
     worst = max(relative, key=relative.__getitem__)
     return GradientDifference(loss, expected_loss, worst, relative[worst], workload.training.size.num_layers)
-
-
-def _gradients(model: nn.Module) -> dict[str, tuple[Tensor | None, range]]:
-    """Each parameter's mean gradient on this rank, and the rows of the parameter that it is of."""
-    # Both bring torch's compiler, which only ranks need.
-    from torch.distributed.tensor import DTensor
-
-    from cs336sys.parallel.fsdp import FSDP
-
-    if not isinstance(model, FSDP):
-        gradients = {name: (parameter.grad, range(len(parameter))) for name, parameter in model.named_parameters()}
-        return {
-            name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, rows)
-            for name, (gradient, rows) in gradients.items()
-        }
-    found = {name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()}
-    of_replicated = model.replicated_parameters.items()
-    return found | {name: (parameter.grad, range(len(parameter))) for name, parameter in of_replicated}
 
 
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
@@ -156,9 +139,9 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
     )
 
 
-def _relative(gradient: Tensor | None, expected: Tensor, rows: range) -> float:
+def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> float:
     """Norm of the difference over the norm of what is expected, of the rows of all ranks; infinite if one is NaN."""
-    own = expected[rows.start : rows.stop]
+    own = expected if rows is None else expected[rows.start : rows.stop]
     off = own if gradient is None else gradient.float() - own
     squares = sum_over_ranks(torch.stack((off.square().sum(), own.square().sum())))
     relative = (squares[0] / squares[1]).sqrt().item()

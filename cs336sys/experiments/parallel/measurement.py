@@ -1,6 +1,7 @@
 """Measures one cell of ``ddp`` or ``shard``: checked first, then timed beside the same step without communication."""
 
 import hashlib
+import math
 import os
 import re
 import statistics
@@ -21,7 +22,6 @@ from cs336sys.experiments.parallel.rank import (
     time_all_reduces,
     verify_on_rank,
 )
-from cs336sys.experiments.parallel.verification import tolerance
 from cs336sys.experiments.step_counts import count_step
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
@@ -84,21 +84,29 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     """What is found when weights are compared after some steps, and a ``wrong`` outcome where rounding is no reason."""
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
-    derived: dict[str, Any] = {
-        **_of_the_model(workload),
+    derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
+    notes = [*derived.get("notes", ()), *dict.fromkeys(note for one in differences for note in one.notes)]
+    if math.isnan(worst.relative):
+        return derived | {"notes": [*notes, worst.reason]}, None
+    derived |= {
         "largest_difference": max(difference.largest for difference in differences),
         "relative_difference_percent": 100 * worst.relative,
-        "checked_layers": worst.num_layers,
     }
-    if not worst.relative <= tolerance(workload):
-        return derived, Outcome(
-            "wrong",
-            derived=derived,
-            reason=f"{workload.strategy}: after {STEPS} steps {worst.parameter} is off by {100 * worst.relative:.3g} % "
-            f"of how far one process moves it, more than rounding explains ({100 * tolerance(workload):g} %)"
-            + ("" if workload.training.is_ours else "; the loss of a batch must be the mean of its parts' losses"),
-        )
-    return derived, None
+    if notes:
+        derived["notes"] = notes
+    if worst.relative <= worst.allowed:
+        return derived, None
+    moved = "its gradient in one process" if worst.of_gradients else "how far one process moves it"
+    what = f"in the first step the gradient of {worst.parameter}"
+    if not worst.of_gradients:
+        what = f"after {STEPS} steps {worst.parameter}"
+    reason = (
+        f"{workload.strategy}: {what} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
+        f"({100 * worst.allowed:g} %)"
+    )
+    if worst.reason:
+        reason += f"; {worst.reason}"
+    return derived, Outcome("wrong", derived=derived, reason=reason)
 
 
 def _link(ranks: launch.Ranks, workload: ParallelWorkload) -> AlphaBeta:

@@ -1,29 +1,76 @@
 """Whether a strategy trains the weights that one process trains on the whole batch."""
 
-import functools
 import gc
-import operator
-from collections.abc import Collection
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from cs336sys.experiments import user_models, weight_check
-from cs336sys.experiments.models import blocks_of, build_by_layers, build_compared_model
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
+from cs336sys.experiments.parallel.gradients import mean_gradients
+from cs336sys.experiments.parallel.reference import (
+    Order,
+    Trained,
+    draw_alike,
+    other_orders,
+    shares_of_ranks,
+    starting_model,
+    train_alone,
+    whole_batch,
+)
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul_precision, train_for_check
-from cs336sys.experiments.weight_check import OPTIMIZER_SETTINGS, TOLERANCES, Difference, difference, plainly_trained
+from cs336sys.experiments.training import train_for_check
+from cs336sys.experiments.weight_check import (
+    OPTIMIZER_SETTINGS,
+    TOLERANCES,
+    Difference,
+    Distance,
+    distances,
+    farthest,
+    plainly_trained,
+)
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
-from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.workload import FULLY_SHARDED, ParallelWorkload, Workload
+
+# A parameter may be this many times as far from what one process trains as that is from itself in another order.
+_REPEATED = 4.0
+
+# Losses of one batch as a whole and as the mean of its shares differ by rounding alone, relatively, by the loss's
+# dtype; what is computed in half precision before it differs by more.
+_MEAN_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+# Learning rates of the check for models of users: the first with which losses do not run away.
+_LEARNING_RATES = (OPTIMIZER_SETTINGS["lr"], 1e-1, 1e-2, 1e-3, 1e-4)
+_AWAY = 1.5
+
+# Whose ranks hold mean gradients, of all or of their own rows, between backward pass and optimizer step.
+_HOLD_GRADIENTS = frozenset(
+    ("naive", "flat", "overlap", "bucketed", "torch", "none", "optimizer", "torch-zero", *FULLY_SHARDED)
+)
+
+# Parameters that a note names.
+_NAMED = 3
+
+
+@dataclass
+class _Reference:
+    """What one process trains.
+
+    Attributes:
+        trained: in the order that all are compared with.
+        learning_rate: of the check's optimizer.
+        others: in other orders, once they are asked for; without those of a loss that is no mean over the batch.
+        of_parts: the loss of the first batch as the mean of its shares', where that is another one.
+    """
+
+    trained: Trained
+    order: Order
+    learning_rate: float
+    others: list[Trained] | None = None
+    of_parts: float | None = None
 
 
 def tolerance(workload: ParallelWorkload) -> float:
@@ -32,22 +79,28 @@ def tolerance(workload: ParallelWorkload) -> float:
 
 
 def verify(workload: ParallelWorkload) -> Difference:
-    """Train alike with the strategy and alone, on every rank, and compare all weights. All ranks call it together."""
+    """Train alike with the strategy and alone, on every rank, and compare all weights. All ranks call it together.
+
+    Where ranks hold gradients, those of the first step are compared, too: weights do not show those that are smaller
+    than their last bit.
+
+    What is farther off than the precision explains is held against what one process makes of the same batch in other
+    orders: a gradient that is zero but for rounding differs from order to order.
+    """
     device = rank_device(workload)
     if not workload.training.is_ours:
         user_models.without_dropout()
     workload = replace(workload, training=_fitting(_with_layers(workload.training, workload.check_layers), device))
     # Before a step is captured it is trained a little.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
-    expected = _expected(workload, device, warmup)
+    reference = _reference(workload, device, warmup)
     gc.collect()
-    step = ParallelStep(workload, device, **OPTIMIZER_SETTINGS)
-    train_for_check(step, warmup)
-    found, stale = step.weights(step.replica.whole_parameters())
-    start: dict[str, Tensor] = dict(_start(workload, device).named_parameters())
-    nothing = {name: torch.zeros_like(value) for name, value in stale.items()}
-    start, expected, found = start | nothing, expected | nothing, found | stale
-    return difference(start, expected, found, workload.training.size.num_layers)
+    reason = _why_not(workload, reference)
+    if reason:
+        return Difference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
+    comparison = _Comparison(workload, device, warmup, reference)
+    comparison.train()
+    return comparison.judge()
 
 
 def _with_layers(workload: Workload, layers: int | None) -> Workload:
@@ -79,99 +132,192 @@ def _fitting(workload: Workload, device: torch.device) -> Workload:
     return replace(workload, size=size)
 
 
-# The weights that one process trained for the last check, with what it trained.
-_kept: dict[tuple[Workload, bool, bool, int], dict[str, Tensor]] = {}
+# What one process trained for the last check, with what it trained.
+_kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 
-def _expected(parallel: ParallelWorkload, device: torch.device, warmup: int) -> dict[str, Tensor]:
-    """The weights of one process; on a CPU kept for the next strategy, but a GPU's memory is what is to be measured."""
+def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
+    """What one process trains; on a CPU kept for the next strategy, but a GPU's memory is what is to be measured."""
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
     by_layers = not workload.is_ours and parallel.strategy in FULLY_SHARDED
-    key = (workload, parallel.uses_autocast or workload.precision == "fp32", by_layers, warmup)
+    key = (workload, parallel.uses_autocast or workload.precision == "fp32", by_layers, warmup, parallel.share)
     if key not in _kept:
         _kept.clear()
-        expected = _trained_alone(parallel, device, warmup)
+        reference = _trained_reference(parallel, device, warmup)
         if device.type != "cpu":
-            return expected
-        _kept[key] = expected
+            return reference
+        _kept[key] = reference
     return _kept[key]
 
 
-def _start(workload: ParallelWorkload, device: torch.device) -> nn.Module:
-    """The model with the values that ranks start with."""
-    if workload.strategy in FULLY_SHARDED:
-        return build_by_layers(plainly_trained(workload.training), device)
-    return build_compared_model(workload.training, device)
+def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
+    order = whole_batch(parallel)
+    if parallel.training.is_ours:
+        rate = _LEARNING_RATES[0]
+        return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in starting_model(parallel, device).modules()):
+        order = shares_of_ranks(parallel)
+    for rate in _LEARNING_RATES:
+        trained = train_alone(parallel, device, warmup, order, rate)
+        if trained.draws and not order.shares:
+            # Each rank draws for its share.
+            order = shares_of_ranks(parallel)
+            trained = train_alone(parallel, device, warmup, order, rate)
+        first, *others = trained.losses
+        stays = not math.isfinite(first) or all(loss <= first + _AWAY * abs(first) for loss in others)
+        # Alike on all ranks, whatever the last bits of theirs are.
+        if all(gather_objects(stays)):
+            break
+    return _Reference(trained, order, rate)
 
 
-def _trained_alone(parallel: ParallelWorkload, device: torch.device, warmup: int) -> dict[str, Tensor]:
-    workload = parallel.training
-    set_matmul_precision(workload)
-    plain = _start(parallel, device)
-    workload = plainly_trained(workload)
-    model: nn.Module = plain
-    if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
-        blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
-        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
-    scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
-    if model is not plain:
-        workload = replace(workload, precision="fp32")
-    optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS)
-    normalizes_batches = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
-    build_step = functools.partial(_ShareByShare, parallel.share) if normalizes_batches else TrainStep
-    train_for_check(build_step(workload, device, model=model, optimizer=optimizer, scaler=scaler), warmup)
-    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+@dataclass
+class _Comparison:
+    """What the strategy trains beside what one process trains; gradients by the names of their parameters."""
 
+    workload: ParallelWorkload
+    device: torch.device
+    warmup: int
+    reference: _Reference
+    weights: dict[str, Distance] = field(default_factory=dict)
+    gradients: dict[str, Distance] = field(default_factory=dict)
+    # In the host's memory, what is farther off than the precision explains, and which rows of a gradient it is.
+    _far_weights: dict[str, Tensor] = field(default_factory=dict)
+    _far_gradients: dict[str, tuple[Tensor, slice]] = field(default_factory=dict)
 
-class _InHalfPrecision(nn.Module):
-    """Computes with copies of what a fully sharded model shards, in ``dtype``, as that does, and keeps them in fp32.
+    def train(self) -> None:
+        workload, trained = self.workload, self.reference.trained
+        settings = OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate}
+        step = ParallelStep(workload, self.device, **settings)
+        training = workload.training
+        # Replays cannot be looked into, and scaled gradients may overflow in the first step.
+        holds = workload.strategy in _HOLD_GRADIENTS and training.cuda_graph == "off" and training.precision != "fp16"
+        rank = torch.distributed.get_rank()
+        train_for_check(
+            step,
+            self.warmup,
+            begin=lambda number: None if training.is_ours else draw_alike(number, rank),
+            before_update=(lambda: self._compare_gradients(step.model)) if holds else None,
+        )
+        found, stale = step.weights(step.replica.whole_parameters())
+        start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
+        expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
+        self.weights = distances(start | dict.fromkeys(stale), expected, found | stale)
+        self._far_weights = {
+            name: found[name].detach().to("cpu", copy=True) for name in self._far(self.weights) if name in found
+        }
 
-    Args:
-        blocks: whose inputs are converted, as those of its units.
-    """
+    def _compare_gradients(self, model: nn.Module) -> None:
+        held = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)
+        expected, found, rows_of = {}, {}, {}
+        for name, (gradient, rows) in held.items():
+            wanted = self.reference.trained.gradients.get(name)
+            if gradient is None and wanted is None:
+                continue
+            rows_of[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
+            if wanted is not None:
+                expected[name] = wanted[rows_of[name]]
+                found[name] = torch.zeros_like(expected[name]) if gradient is None else gradient.to_dense()
+            else:
+                assert gradient is not None
+                found[name] = gradient.to_dense()
+                expected[name] = torch.zeros_like(found[name])
+        self.gradients = distances(dict.fromkeys(expected), expected, found)
+        self._far_gradients = {
+            name: (found[name].detach().to("cpu", copy=True), rows_of[name]) for name in self._far(self.gradients)
+        }
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, blocks: Collection[nn.Module] | None):
-        super().__init__()
-        self.module = module
-        self._dtype = dtype
-        plan = plan_sharding(module, blocks)
-        self._sharded = [entry.names[0] for entry in plan.all_sharded]
-        for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
-            compute_in_own_dtype(owner, dtype)
-        if blocks is not None:
-            return_dtype_of_sharded(module, blocks, dtype)
-        for block in blocks or ():
-            block.register_forward_pre_hook(
-                lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True
+    def _far(self, found: Mapping[str, Distance]) -> list[str]:
+        allowed = tolerance(self.workload)
+        return [name for name, distance in found.items() if not distance.relative <= allowed]
+
+    def judge(self) -> Difference:
+        """The parameter that is farthest off, those aside that the rounding of one process explains."""
+        allowed = tolerance(self.workload)
+        num_layers = self.workload.training.size.num_layers
+        explained_weights = [name for name in self._far_weights if self._explains(name, self.weights[name], None)]
+        explained_gradients = [
+            name for name, (_, rows) in self._far_gradients.items() if self._explains(name, self.gradients[name], rows)
+        ]
+        found = _without(self.weights, explained_weights, num_layers)
+        of_gradients = _without(self.gradients, explained_gradients, num_layers)
+        if of_gradients.relative > allowed >= found.relative:
+            found = replace(of_gradients, of_gradients=True)
+        names = list(dict.fromkeys([*explained_weights, *explained_gradients]))
+        notes = () if not names else (self._note(names),)
+        reason = ""
+        of_parts = self.reference.of_parts
+        if of_parts is not None and found.relative > allowed:
+            whole = self.reference.trained.losses[0]
+            reason = (
+                f"the loss of a batch must be the mean of its parts' losses: that is {of_parts:.6g}, and the loss of "
+                f"the whole batch {whole:.6g}"
             )
+        return replace(found, allowed=allowed, notes=notes, reason=reason)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        copies = {name: self.module.get_parameter(name).to(self._dtype) for name in self._sharded}
-        args, kwargs = cast_floating((args, kwargs), self._dtype)
-        return functional_call(self.module, copies, args, kwargs)
+    def _explains(self, name: str, distance: Distance, rows: slice | None) -> bool:
+        """Whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
+        if not math.isfinite(distance.off):
+            return False
+        if rows is None:
+            found, expected = self._far_weights[name], self.reference.trained.weights[name].cpu()
+        else:
+            found = self._far_gradients[name][0]
+            expected = _gradient(self.reference.trained, name, found, rows)
+        repeated, nearest = 0.0, distance.off
+        for other in self._others():
+            own = other.weights[name].cpu() if rows is None else _gradient(other, name, found, rows)
+            repeated = max(repeated, _norm(own - expected))
+            nearest = min(nearest, _norm(own - found))
+        return nearest <= tolerance(self.workload) * distance.moved + _REPEATED * repeated
+
+    def _others(self) -> list[Trained]:
+        reference = self.reference
+        if reference.others is None:
+            reference.others = []
+            for order in other_orders(self.workload, reference.order):
+                trained = train_alone(self.workload, self.device, self.warmup, order, reference.learning_rate)
+                whole, of_parts = reference.trained.losses[0], trained.losses[0]
+                bound = max(_MEAN_LOSS[reference.trained.loss_dtype], tolerance(self.workload) / 10)
+                if not abs(of_parts - whole) <= bound * abs(whole):
+                    # Another sum, not the same one rounded otherwise.
+                    reference.of_parts = of_parts
+                    continue
+                reference.others.append(trained)
+        return reference.others
+
+    def _note(self, names: list[str]) -> str:
+        named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+        return (
+            f"{self.workload.strategy}: {len(names)} of {len(self.weights)} parameters ({named}) are off by more than "
+            f"{100 * tolerance(self.workload):g} %, as those of one process are that sums the batch in another order"
+        )
 
 
-class _ShareByShare(TrainStep):
-    """The step of one process that normalizes over each rank's share of the batch alone, as ranks do.
+def _norm(values: Tensor) -> float:
+    return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
-    Args:
-        share: sequences of a rank.
-    """
 
-    def __init__(self, share: int, *args: Any, **settings: Any):
-        super().__init__(*args, **settings)
-        self._sequences = share
+def _gradient(trained: Trained, name: str, found: Tensor, rows: slice) -> Tensor:
+    gradient = trained.gradients.get(name)
+    return torch.zeros_like(found) if gradient is None else gradient[rows]
 
-    def __call__(self) -> None:
-        batch_size = self.workload.size.batch_size
-        whole = self.inputs, self.targets
-        for first in range(0, batch_size, self._sequences):
-            part = slice(first, first + self._sequences)
-            self.inputs, self.targets = tree_map_only(Tensor, operator.itemgetter(part), whole)
-            self.forward()
-            assert self.loss is not None
-            self.loss = self.loss * (self._sequences / batch_size)
-            self.backward()
-        self.inputs, self.targets = whole
-        self.optimizer_step()
+
+def _without(found: Mapping[str, Distance], explained: list[str], num_layers: int) -> Difference:
+    judged = {name: distance for name, distance in found.items() if name not in explained}
+    return farthest(judged, num_layers) if judged else Difference(0.0, 0.0, "", num_layers)
+
+
+def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:
+    """Why weights cannot be compared, or nothing."""
+    training, trained = workload.training, reference.trained
+    name = training.user.model
+    if not training.is_ours and not math.isfinite(trained.losses[0]):
+        return f"{name}: its loss is {trained.losses[0]} in one process too, so no weights are compared"
+    if trained.draws and (training.compile != "off" or training.cuda_graph == "on"):
+        return (
+            f"{name}: a step draws random numbers, and compiled or captured draws others than one process does, so no "
+            "weights are compared; choose --compile off and --cuda-graph off to have them compared"
+        )
+    return ""
