@@ -52,6 +52,7 @@ class Trained:
         losses: of all.
         loss_dtype: theirs.
         draws: whether a step drew random numbers.
+        start: a sum of each tensor of the model at first.
     """
 
     weights: dict[str, Tensor]
@@ -59,6 +60,7 @@ class Trained:
     losses: list[float]
     loss_dtype: torch.dtype
     draws: bool
+    start: str
 
 
 def whole_batch(parallel: ParallelWorkload) -> Order:
@@ -122,6 +124,7 @@ def train_alone(
     workload = parallel.training
     set_matmul_precision(workload)
     plain = starting_model(parallel, device)
+    start = str([tensor.sum(dtype=torch.float64).item() for tensor in (*plain.parameters(), *plain.buffers())])
     workload = plainly_trained(workload)
     model: nn.Module = plain
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
@@ -144,6 +147,7 @@ def train_alone(
         torch.stack(losses).float().tolist(),
         losses[0].dtype,
         step.draws,
+        start,
     )
 
 
