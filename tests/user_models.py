@@ -121,6 +121,108 @@ def with_groups(parameters):
     return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
 
 
+class Attentive(nn.Module):
+    """Gradients that are zero but for rounding (a key's bias, one in front of batch norm), and one that is tiny."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.query, self.key = (nn.Linear(size.d_model, size.d_model) for _ in range(2))
+        self.tiny = nn.Parameter(torch.randn(size.d_model))
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), x, is_causal=True)
+        return self.head(x + 1e-9 * self.tiny)
+
+
+def attentive_in_bf16(size):
+    return Attentive(size).bfloat16()
+
+
+class Recurrent(nn.Module):
+    """Random in ways that no layer of dropout shows: between torch's own layers, and in a function."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.layers = nn.LSTM(size.d_model, size.d_model, 2, batch_first=True, dropout=0.3)
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        kept = (torch.rand(len(x), 1, 1, device=x.device) < 0.5).to(x.dtype)
+        return self.head(x + kept * self.layers(x)[0])
+
+
+class Unlike(Recurrent):
+    """Another one each time, whatever torch's seed is."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        with torch.no_grad():
+            self.head.weight += torch.rand(1, generator=torch.Generator().manual_seed(torch.seed()))
+
+
+def of_tokens_in_all(output, targets):
+    """A mean over some tokens, of which ranks have different numbers."""
+    return F.cross_entropy(output.flatten(0, 1), targets.masked_fill(targets < 30, -100).flatten())
+
+
+class Masked(nn.Module):
+    """Whose constructor makes what its layers do not: a mask, positions."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+        mask = torch.ones(size.context, size.context, dtype=torch.bool).tril()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def reset_parameters(self):
+        pass
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(F.scaled_dot_product_attention(x, x, x, attn_mask=self.mask))
+
+
+class Positioned(Masked):
+    def __init__(self, size):
+        super().__init__(size)
+        self.mask = None
+        self.register_buffer("positions", torch.arange(size.context))
+
+
+def _plain(size):
+    return nn.Sequential(nn.Embedding(size.vocab_size, size.d_model), nn.Linear(size.d_model, size.vocab_size))
+
+
+def scaled_afterwards(size):
+    model = _plain(size)
+    nn.init.normal_(model[1].weight, std=0.5)
+    return model
+
+
+def orthogonal(size):
+    model = _plain(size)
+    nn.init.orthogonal_(model[1].weight, gain=(size.d_model * 3) ** -0.5)
+    return model
+
+
+def weight_normed(size):
+    model = _plain(size)
+    nn.utils.parametrizations.weight_norm(model[1])
+    return model
+
+
+def with_hooks(size):
+    model = _plain(size)
+    model[1].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
 # What can be wrong with them.
 
 NOT_CALLABLE = 3

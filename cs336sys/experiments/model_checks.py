@@ -188,9 +188,10 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
         checks.append(
             Check(
                 "initial values",
-                "of the whole model at once",
+                f"of the whole model at once: {user_models.why_built_whole(str(workload.user.model), workload.size)}",
                 "warn",
-                "give each class with parameters a reset_parameters(): each rank of fsdp holds the model at first",
+                "give each class with parameters a reset_parameters() that does all that its constructor does: each "
+                "rank of fsdp holds the model at first",
             )
         )
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):

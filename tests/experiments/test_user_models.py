@@ -270,3 +270,24 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     training_check.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
     assert kept == [True]
     assert not torch.equal(F.dropout(x, 0.5), x)
+
+
+@pytest.mark.parametrize(
+    ("model", "different"),
+    [
+        ("Classifier", ""),
+        ("without_blocks", ""),
+        ("Masked", "mask would start otherwise"),
+        ("Positioned", "positions would start otherwise"),
+        ("scaled_afterwards", "1.weight would start otherwise"),
+        ("orthogonal", "1.weight would start otherwise"),
+        ("weight_normed", "would start otherwise"),
+        ("with_hooks", "1.weight has hooks"),
+        # Whose layers are copies of one.
+        ("Encoder", "encoder.layers.0.self_attn.in_proj_weight would start otherwise"),
+    ],
+)
+def test_models_are_filled_layer_by_layer_only_where_that_changes_nothing(model, different):
+    found = user_models.why_built_whole(f"{FILE}:{model}", SIZE)
+    assert found == different if not different else different in found
+    assert (user_models.layer_initializer(f"{FILE}:{model}", SIZE) is None) == bool(different)

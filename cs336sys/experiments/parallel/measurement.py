@@ -23,6 +23,7 @@ from cs336sys.experiments.parallel.rank import (
     verify_on_rank,
 )
 from cs336sys.experiments.step_counts import count_step
+from cs336sys.experiments.user_models import why_built_whole
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -155,8 +156,9 @@ def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
         notes.append(f"{training.user.model}: trained without dropout, so that weights can be checked")
     if workload.strategy in FULLY_SHARDED and initializer_of(training) is None:
         notes.append(
-            f"{training.user.model}: its layers cannot be initialized one by one, so each rank holds the whole "
-            "model in the host's memory at first"
+            f"{training.user.model}: its layers cannot be initialized one by one "
+            f"({why_built_whole(str(training.user.model), training.size)}), so each rank holds the whole model in the "
+            "host's memory at first"
         )
     return {"parameters": count.parameters, "notes": notes}
 

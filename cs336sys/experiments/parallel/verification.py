@@ -46,8 +46,8 @@ _MEAN_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-3, tor
 _LEARNING_RATES = (OPTIMIZER_SETTINGS["lr"], 1e-1, 1e-2, 1e-3, 1e-4)
 _AWAY = 1.5
 
-# What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen. More is
-# another computation.
+# What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen.
+# More is another computation.
 _LARGEST_ROUNDING = 0.2
 
 # Whose ranks hold mean gradients, of all or of their own rows, between backward pass and optimizer step.

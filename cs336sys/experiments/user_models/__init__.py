@@ -18,7 +18,7 @@ from cs336sys.experiments.user_models.attention import (
 )
 from cs336sys.experiments.user_models.blocks import find_blocks
 from cs336sys.experiments.user_models.counting import AttentionCalls, StepCount, count_step
-from cs336sys.experiments.user_models.initialization import fill, layer_initializer
+from cs336sys.experiments.user_models.initialization import fill, layer_initializer, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,
     call_model,
@@ -57,5 +57,6 @@ __all__ = [
     "telling_user_errors",
     "token_logits",
     "torch_attention",
+    "why_built_whole",
     "without_dropout",
 ]

@@ -1,32 +1,99 @@
 """Models that are built without memory, and get their first values one layer at a time."""
 
-import copy
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cs336sys.experiments.user_models.loading import build, copied_code
 from cs336sys.sizes import ModelSize
 
 Initialize = Callable[[nn.Module], None]
 
+# The size at which a model is built whole, too: as many elements at most, or so many layers, heads, words, positions.
+_MOST_ELEMENTS = 50_000_000
+_LAYERS, _HEADS, _WORDS, _POSITIONS = 2, 4, 512, 64
+
+_SEEDS = (0, 1)
+
+# What memory holds before it is filled, by seed: what nothing fills is neither the same twice nor what it should be.
+_POISON: tuple[dict[str, float | int | bool], ...] = (
+    {"floating": math.nan, "integer": 113, "bool": False},
+    {"floating": 3e4, "integer": 57, "bool": True},
+)
+
+# Two samples differ if chance would make them differ so much once in a million times: for the largest distance of
+# their distributions (Kolmogorov and Smirnov), and in standard deviations of mean and log variance.
+_DISTRIBUTION = 2.7
+_MOMENTS = 5.0
+
 
 def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
     """What fills the parameters and buffers of one layer of a user's model, its children aside; None if nothing does.
 
-    Layers fill themselves by ``reset_parameters``, those of Hugging Face by the model's ``_init_weights``. Each class
-    is tried: a layer of it, filled with NaN, must have none afterwards.
+    Layers fill themselves by ``reset_parameters``, those of Hugging Face by the model's ``_init_weights``. What a
+    constructor does besides would be lost, so a copy at a tiny size is built both ways: all buffers, all that is the
+    same from seed to seed, and the distributions of all else must be the same.
     """
+    return _by_layers(reference, size)[0]
+
+
+def why_built_whole(reference: str, size: ModelSize) -> str:
+    """Why nothing fills a model layer by layer; empty where something does."""
+    return _by_layers(reference, size)[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]:
     try:
         with torch.device("meta"), copied_code():
             model = build(reference, size)
     except Exception:
         # Whatever the reason is, it will be told when the model is built with memory, if it is one there.
-        return None
-    if any(isinstance(value, Tensor) and value.is_meta for part in model.modules() for value in vars(part).values()):
-        # Tensors that are neither parameters nor buffers stay where they are.
-        return None
+        return None, "it cannot be built on the meta device"
+    for name, part in model.named_modules():
+        own = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
+        if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(own)):
+            return None, f"{name or 'it'} has tensors that are neither parameters nor buffers"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return None, f"{name} has hooks, which new memory would lose"
+    error: Exception | None = None
+    for tiny in _tiny_sizes(size):
+        try:
+            with copied_code(), torch.random.fork_rng(devices=[]):
+                different = _differs(reference, tiny)
+        except Exception as raised:
+            error = raised
+            continue
+        if different:
+            return None, f"{different} would start otherwise"
+        return _initializer(model), ""
+    return None, f"no copy of a tiny size can be built to compare ({type(error).__name__})"
+
+
+def _tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
+    head = size.d_model // size.num_heads
+    heads = min(_HEADS, size.num_heads)
+    tiny = replace(
+        size,
+        num_layers=min(_LAYERS, size.num_layers),
+        num_heads=heads,
+        d_model=heads * head,
+        d_ff=min(size.d_ff, 4 * heads * head),
+        context=min(size.context, _POSITIONS),
+    )
+    yield replace(tiny, vocab_size=min(size.vocab_size, _WORDS))
+    # Some have special tokens among the last of their vocabulary, or a fixed number of heads.
+    yield tiny
+    yield replace(size, num_layers=min(_LAYERS, size.num_layers))
+
+
+def _initializer(model: nn.Module) -> Initialize:
     init_weights = getattr(model, "_init_weights", None)
 
     @torch.no_grad()
@@ -37,12 +104,7 @@ def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
         elif callable(reset):
             reset()
 
-    smallest: dict[type[nn.Module], nn.Module] = {}
-    for layer in layers_without_memory(model):
-        known = smallest.get(type(layer))
-        if known is None or _elements(layer) < _elements(known):
-            smallest[type(layer)] = layer
-    return initialize if all(_is_filled(layer, initialize) for layer in smallest.values()) else None
+    return initialize
 
 
 def layers_without_memory(model: nn.Module) -> Iterator[nn.Module]:
@@ -52,42 +114,135 @@ def layers_without_memory(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def fill(model: nn.Module, initialize: Initialize, device: torch.device) -> nn.Module:
-    """Give a model on the meta device memory and values, layer by layer; weights that are tied stay so."""
+def fill(
+    model: nn.Module,
+    initialize: Initialize,
+    device: torch.device,
+    poison: Mapping[str, float | int | bool] | None = None,
+) -> nn.Module:
+    """Give a model on the meta device memory and values, layer by layer; weights that are tied stay so.
+
+    Args:
+        poison: what memory holds before a layer is filled, by kind of dtype.
+    """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in list(layers_without_memory(model)):
         before = dict(layer._parameters)
         layer.to_empty(device=device, recurse=False)
+        if poison is not None:
+            for tensor in _own_tensors(layer):
+                tensor.detach().fill_(poison[_kind(tensor)])
         initialize(layer)
         for name, parameter in before.items():
             if parameter is not None:
                 own = layer._parameters[name]
                 assert own is not None
+                own.__dict__.update(vars(parameter))
                 layer._parameters[name] = filled.setdefault(parameter, own)
     return model
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.dtype is torch.bool:
+        return "bool"
+    return "floating" if tensor.is_floating_point() or tensor.is_complex() else "integer"
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
-def _elements(layer: nn.Module) -> int:
-    return sum(tensor.numel() for tensor in _own_tensors(layer))
+def _differs(reference: str, size: ModelSize) -> str:
+    """The name of a tensor that starts otherwise where the model is filled layer by layer; nothing if none does."""
+    whole, filled = [], []
+    with torch.device("meta"):
+        if sum(parameter.numel() for parameter in build(reference, size).parameters()) > _MOST_ELEMENTS:
+            raise MemoryError("a model that is large at every size")
+    for seed, poison in zip(_SEEDS, _POISON, strict=True):
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            whole.append(build(reference, size))
+        with torch.device("meta"):
+            model = build(reference, size)
+        torch.manual_seed(seed)
+        filled.append(fill(model, _initializer(model), torch.device("cpu"), poison))
+    tensors = [_named_tensors(model) for model in (*whole, *filled)]
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.keys() != first.keys():
+            return next(iter(other.keys() ^ first.keys()))
+    for name in first:
+        if not _start_alike(*(one[name] for one in tensors)):
+            return name
+    # Blocks that are copies of one are the same at first.
+    of_layers = _copies(tensors[2])
+    for name, copies in _copies(first).items():
+        if copies != of_layers.get(name, copies):
+            return name
+    return ""
 
 
-def _is_filled(layer: nn.Module, initialize: Initialize) -> bool:
-    # Without the children: the copy is of this layer alone.
-    own = copy.copy(layer)
-    own._modules = {}
-    own._parameters, own._buffers = dict(layer._parameters), dict(layer._buffers)
-    own.to_empty(device="cpu", recurse=False)
-    tensors = [tensor for tensor in _own_tensors(own) if tensor.is_floating_point()]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.fill_(torch.nan)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            initialize(own)
-        except Exception:
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_again: Tensor) -> bool:
+    """Whether a tensor of two seeds is from the same distribution as it is where layers are filled."""
+    both = first, second, of_layers, of_layers_again
+    if len({(tensor.shape, tensor.dtype) for tensor in both}) > 1:
+        return False
+    first, second, of_layers, of_layers_again = (tensor.resolve_conj() for tensor in both)
+    is_fixed = _equal(first, second)
+    if not (_equal(first, of_layers) & _equal(first, of_layers_again))[is_fixed].all():
+        return False
+    if is_fixed.all():
+        return True
+    drawn = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in both]
+    if first.is_complex():
+        is_fixed = is_fixed[..., None].expand_as(drawn[0])
+    samples = [tensor.double()[~is_fixed] for tensor in drawn]
+    if not _same_distribution(torch.cat(samples[:2]), torch.cat(samples[2:])):
+        return False
+    for dim in range(min(2, first.dim()) if first.dim() > 1 else 0):
+        # Orthogonal rows, or a scale of their own for some, do not show in single elements.
+        norms = [tensor.double().transpose(0, dim).flatten(1).norm(dim=1) for tensor in drawn]
+        if not _same_distribution(torch.cat(norms[:2]), torch.cat(norms[2:])):
             return False
-    return not any(tensor.isnan().any() for tensor in tensors)
+    return True
+
+
+def _equal(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | ((one != one) & (other != other))
+
+
+def _same_distribution(one: Tensor, other: Tensor) -> bool:
+    if not (one.isfinite().all() and other.isfinite().all()):
+        return False
+    size = len(one)
+    values = torch.cat([one, other]).sort().values
+    shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (one, other)]
+    if (shares[0] - shares[1]).abs().max() > _DISTRIBUTION * math.sqrt(2 / size):
+        return False
+    if size < 8:
+        return True
+    spread = torch.cat([one - one.mean(), other - other.mean()])
+    variance = spread.square().mean().item()
+    if variance == 0 or one.var() == 0 or other.var() == 0:
+        return bool(torch.equal(one, other))
+    kurtosis = spread.pow(4).mean().item() / variance**2
+    mean_off = abs((one.mean() - other.mean()).item())
+    variance_off = abs(math.log((one.var() / other.var()).item()))
+    return mean_off <= _MOMENTS * math.sqrt(2 * variance / size) and variance_off <= _MOMENTS * math.sqrt(
+        2 * max(0.5, kurtosis - 1) / size
+    )
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """For each tensor with more than one value, the names of those that are bit by bit the same."""
+    names: dict[tuple, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() > 1 and (tensor != tensor.flatten()[0]).any():
+            values = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            names.setdefault((tensor.shape, tensor.dtype, values), []).append(name)
+    return {name: group for group in names.values() for name in group}

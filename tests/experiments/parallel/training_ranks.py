@@ -187,6 +187,8 @@ _BREAKS = {
     "sum": _sum_in_place_of_mean,
     "norm left out": _own_gradient_of("layers.0.ln1.weight"),
     "head left out": _own_gradient_of("lm_head.weight"),
+    "tiny left out": _own_gradient_of("tiny"),
+    "query left out": _own_gradient_of("query.bias"),
     "stale": _gradients_of_the_step_before,
     "nan": _not_a_number_on_rank_1,
 }

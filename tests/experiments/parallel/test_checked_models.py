@@ -1,0 +1,80 @@
+"""What the check of ``ddp`` and ``shard`` says of models that are not ours: no false alarms, and faults are found."""
+
+from pathlib import Path
+
+import pytest
+import training_ranks
+
+from cs336sys.experiments.parallel.measurement import measure_parallel_training
+from cs336sys.experiments.weight_check import TOLERANCES
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, UserCode, Workload
+
+FILE = Path(__file__).parents[2] / "user_models.py"
+SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
+
+
+def cell(model, strategy, *, compile="off", loss=None):
+    user = UserCode(f"{FILE}:{model}", loss=loss and f"{FILE}:{loss}")
+    training = Workload(SIZE, device="cpu", warmup=1, steps=1, compile=compile, user=user)
+    return ParallelWorkload(training, strategy, prefetch=1 if strategy == "fsdp" else None)
+
+
+def outcome_of(one):
+    return measure_parallel_training(one.configuration(), lambda stage: None)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "torch", "optimizer-flat", "fsdp"])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault(ranks, strategy):
+    ranks()
+    outcome = outcome_of(cell("Attentive", strategy))
+    assert outcome.status == "ok", outcome.reason
+    # What is judged by its rounding is not what is reported.
+    assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["fp32"]
+    (note,) = [note for note in outcome.derived["notes"] if "another order" in note]
+    assert "key.bias" in note
+
+
+def test_weights_in_bf16_are_judged_by_their_rounding(ranks):
+    ranks()
+    for strategy in ("naive", "fsdp"):
+        assert outcome_of(cell("attentive_in_bf16", strategy)).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "parameter"),
+    [
+        ("Attentive", "tiny left out", "tiny"),
+        ("Attentive", "query left out", "query.bias"),
+        ("Attentive", "sum", None),
+        ("Attentive", "stale", None),
+        ("attentive_in_bf16", "query left out", "query.bias"),
+        ("attentive_in_bf16", "sum", None),
+        ("Recurrent", "sum", None),
+    ],
+)
+def test_faults_are_found_in_models_with_such_gradients(ranks, model, how, parameter):
+    """A gradient of 1e-11 moves no weight; it is found before the optimizer."""
+    differences = ranks().run(training_ranks.verify_broken, cell(model, "overlap"), how)
+    worst = max(differences, key=lambda difference: difference.relative)
+    assert worst.relative > 0.3 > worst.allowed
+    assert parameter in (None, worst.parameter)
+    assert worst.of_gradients == (how == "tiny left out")
+
+
+@pytest.mark.parametrize("strategy", ["naive", "torch-fsdp", "fsdp"])
+def test_random_layers_are_compared_with_the_same_random_numbers(ranks, strategy):
+    ranks()
+    outcome = outcome_of(cell("Recurrent", strategy))
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["fp32"]
+
+
+def test_what_cannot_be_compared_is_said(ranks):
+    ranks()
+    outcome = outcome_of(cell("Unlike", "naive"))
+    assert outcome.status == "ok"
+    assert "built twice from one seed it is not the same model" in str(outcome.derived["notes"])
+    outcome = outcome_of(cell("Attentive", "naive", loss="of_tokens_in_all"))
+    assert outcome.status == "wrong"
+    assert "the loss of a batch must be the mean of its parts' losses: that is " in outcome.reason
