@@ -223,6 +223,27 @@ def with_hooks(size):
     return model
 
 
+class InAList(nn.Module):
+    """Blocks that no one but itself knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.blocks = [nn.Linear(size.d_model, size.d_model) for _ in range(size.num_layers)]
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def of_nothing(output, targets):
+    """No number where a token masks all."""
+    return F.cross_entropy(output.flatten(0, 1), torch.full_like(targets, -100).flatten())
+
+
 # What can be wrong with them.
 
 NOT_CALLABLE = 3

@@ -1,6 +1,5 @@
 """Measures one cell of ``bench``: steps in CUDA graphs or of our kernels are checked first, then phases are timed."""
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.experiments import user_models
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
+from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, time_steps, with_notes
 from cs336sys.experiments.training_check import Checked, check_training
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -105,8 +104,4 @@ def training_outcome(
         derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
     if checked is not None:
         derived |= checked.columns()
-    if step.loss is not None and not math.isfinite(loss := step.loss.item()):
-        count = len(wall.warmup) + len(wall.measured)
-        note = f"the loss is {loss} after {count} steps ({workload.name}): what was timed trains nothing"
-        derived["notes"] = [*derived.get("notes", ()), note]
-    return Outcome("ok", dict(samples), derived)
+    return Outcome("ok", dict(samples), with_notes(derived, loss_warnings(step.loss, workload)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336sys.errors import UsageError
 from cs336sys.experiments.models import build_model
 from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, set_matmul_precision
+from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, with_notes
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results import Samples
@@ -63,7 +63,10 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     return Outcome(
         "ok" if finite else "wrong",
         {"loss": Samples("nats", "of every step", values)},
-        {"parameters": sum(parameter.numel() for parameter in model.parameters())},
+        with_notes(
+            {"parameters": sum(parameter.numel() for parameter in model.parameters())},
+            [] if finite else loss_warnings(next(value for value in values if not math.isfinite(value)), training),
+        ),
         None if finite else "a loss is no number",
     )
 

@@ -75,10 +75,13 @@ def _trains(workload: Workload) -> list[Check]:
     if all(map(math.isfinite, losses)):
         checks.append(Check("trains", found))
     else:
-        fix = (
-            "a loss that is no finite number trains nothing: look at the model's initial values, its masks and the loss"
-        )
-        checks.append(Check("trains", found, "warn", fix))
+        fix = "doctor trains 3 steps on one batch from random weights: divide by no zero, mask no whole row"
+        checks.append(Check("trains", f"{found}: a loss that is no number trains nothing", "warn", fix))
+    hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
+    checks += [
+        Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")
+        for warning in hidden
+    ]
     if without:
         checks.append(
             Check(

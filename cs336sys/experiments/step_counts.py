@@ -47,7 +47,14 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     # The backward pass of a product is two of its size; what is computed again does not count.
     times = 1 if workload.mode == "forward" else 3
     flops = None if count.flops is None else count.flops + times * attention.flops
-    return {"parameters": parameters, "flops": flops, "notes": _notes(workload, count, attention)}
+    return {
+        "parameters": parameters,
+        "flops": flops,
+        "notes": [
+            *user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model)),
+            *_notes(workload, count, attention),
+        ],
+    }
 
 
 def _notes(workload: Workload, count: user_models.StepCount, attention: user_models.AttentionCalls) -> list[str]:

@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -328,6 +329,20 @@ def time_steps(
         synchronize_steps=workload.synchronize == "step",
         progress=progress,
     )
+
+
+def loss_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
+    """A note that begins with ``warning:``, which commands print at once, where a loss is no number or infinite."""
+    number = 0.0 if loss is None else float(loss)
+    if math.isfinite(number):
+        return []
+    name = workload.user.model or "the model"
+    return [f"warning: {name}: the loss is {number}: what is measured trains nothing"]
+
+
+def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
+    """Derived columns with more notes than they have."""
+    return {**derived, "notes": [*derived.get("notes", ()), *notes]} if notes else dict(derived)
 
 
 def train_for_check(

@@ -81,3 +81,30 @@ def test_doctor_ends_at_what_is_wrong(model, check, sentence):
     assert (last["name"], last["verdict"]) == (check, "missing")
     assert sentence in last["found"]
     assert "docs/your_model.md" in last["fix"]
+
+
+def test_doctor_warns_of_what_is_never_trained():
+    code, rows = doctor("--model", f"{FILE}:InAList", "--loss", f"{FILE}:of_nothing")
+    assert code == 0
+    assert (rows["trains"]["verdict"], rows["parameters"]["verdict"]) == ("warn", "warn")
+    assert "losses nan, nan, nan" in rows["trains"]["found"]
+    assert (
+        "4 tensors that require gradients (blocks.0.weight, blocks.0.bias, blocks.1.weight, ...)"
+        in rows["parameters"]["found"]
+    )
+
+
+@pytest.mark.parametrize("command", ["bench", "nsys", "memprof", "ddp", "shard"])
+def test_a_loss_that_is_no_number_is_a_warning_and_a_note(command):
+    """And so are blocks in a list."""
+    ranks = {"ddp": ["--mode", "naive", "--world-size", "1"], "shard": ["--strategy", "fsdp", "--world-size", "1"]}
+    given = [*TINY, *ranks.get(command, []), "--model", f"{FILE}:InAList", "--loss", f"{FILE}:of_nothing"]
+    result = invoke(command, *given, "--format", "json")
+    assert result.exit_code == 0, result.output
+    loss = f"warning: {FILE}:InAList: the loss is nan: what is measured trains nothing"
+    hidden = f"warning: {FILE}:InAList: 4 tensors that require gradients (blocks.0.weight, "
+    assert loss in result.stderr
+    assert hidden in result.stderr
+    notes = [note for table in json.loads(result.stdout)["tables"] for note in table["notes"]]
+    assert loss in notes
+    assert any(note.startswith(hidden) for note in notes)

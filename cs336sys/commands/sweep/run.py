@@ -186,6 +186,10 @@ def run_sweep(
                     )
                     failure, run = None, worker.run
                     cell = _cell(command, configuration, outcome, run)
+                    if is_shown:
+                        for note in outcome.derived.get("notes", ()):
+                            if note.startswith("warning: "):
+                                say(note)
                     took_s = time.monotonic() - started_s
                     # A cell is in the file once, and in the tables, or in neither.
                     with interruptions_deferred():

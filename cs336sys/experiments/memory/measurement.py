@@ -14,7 +14,7 @@ from cs336sys.experiments.memory.prediction import traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
 from cs336sys.experiments.step_counts import counted_columns
-from cs336sys.experiments.training import set_matmul_precision, time_steps
+from cs336sys.experiments.training import loss_warnings, set_matmul_precision, time_steps, with_notes
 from cs336sys.experiments.training_check import check_few_blocks
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
@@ -78,10 +78,11 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     if step.graphs is not None:
         derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
     samples = time_steps(step, step.phases, progress, warmup=0)
+    last_loss = step.loss
     if training.mode != "forward":
         progress("looking into a block")
         derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
-    return Outcome("ok", samples, derived)
+    return Outcome("ok", samples, with_notes(derived, loss_warnings(last_loss, training)))
 
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:

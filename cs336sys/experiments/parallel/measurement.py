@@ -23,7 +23,8 @@ from cs336sys.experiments.parallel.rank import (
     verify_on_rank,
 )
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.user_models import why_built_whole
+from cs336sys.experiments.training import with_notes
+from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
 from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -73,7 +74,8 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
     samples = slowest(measured)
     if has_baseline and key in _unsynchronized:
         samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
-    derived = right | _derived(workload, measured, samples)
+    warnings = list(dict.fromkeys(warning for rank in measured for warning in rank.warnings))
+    derived = with_notes(right | _derived(workload, measured, samples), warnings)
     if workload.strategy == "bucketed":
         progress("timing all-reduces")
         link = _link(ranks, workload)
@@ -86,15 +88,13 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
-    notes = [*derived.get("notes", ()), *dict.fromkeys(note for one in differences for note in one.notes)]
+    notes = list(dict.fromkeys(note for one in differences for note in one.notes))
     if math.isnan(worst.relative):
-        return derived | {"notes": [*notes, worst.reason]}, None
-    derived |= {
+        return with_notes(derived, [*notes, worst.reason]), None
+    derived = with_notes(derived, notes) | {
         "largest_difference": max(difference.largest for difference in differences),
         "relative_difference_percent": 100 * worst.relative,
     }
-    if notes:
-        derived["notes"] = notes
     if worst.relative <= worst.allowed:
         return derived, None
     moved = "its gradient in one process" if worst.of_gradients else "how far one process moves it"
@@ -151,7 +151,7 @@ def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
     if training.is_ours:
         return {"parameters": training.parameters}
     count = count_step(training)
-    notes = []
+    notes = hidden_warnings(str(training.user.model), count.hidden)
     if count.drops:
         notes.append(f"{training.user.model}: trained without dropout, so that weights can be checked")
     if workload.strategy in FULLY_SHARDED and initializer_of(training) is None:

@@ -21,7 +21,7 @@ from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import verify
 from cs336sys.experiments.step_counts import count_step
-from cs336sys.experiments.training import time_steps
+from cs336sys.experiments.training import loss_warnings, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.experiments.weight_check import Difference
 from cs336sys.measure.memory import free_gpu_memory, peak_memory_gib, reset_peak_memory
@@ -62,6 +62,7 @@ class RankMeasurement:
         gathers: how late the weights of units arrived in some steps, by unit and whether for the backward pass.
         capture_s: how long it took to capture the step in CUDA graphs; None if it was launched.
         graph_pool_gib: memory that only the graphs can use.
+        warnings: of the last loss of this rank.
     """
 
     samples: dict[str, Samples]
@@ -75,6 +76,7 @@ class RankMeasurement:
     gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
     capture_s: float | None = None
     graph_pool_gib: float | None = None
+    warnings: Sequence[str] = ()
 
 
 def has_room_alone(workload: ParallelWorkload) -> bool:
@@ -135,6 +137,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
     samples = time_steps(step, step.phases)
+    warnings = loss_warnings(step.loss, training)
     peak_gib = peak_memory_gib(device)
     if workload.strategy.endswith("unsynchronized"):
         # Its time is all that others are compared with, and a step may take seconds.
@@ -168,6 +171,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
         gathers=gathers,
         capture_s=step.graphs.capture_s if step.graphs is not None else None,
         graph_pool_gib=step.graphs.pool_bytes / GIB if step.graphs is not None else None,
+        warnings=warnings,
     )
 
 

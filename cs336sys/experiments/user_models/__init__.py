@@ -6,6 +6,7 @@
 - ``optimizers.py``: how does a function make an optimizer of some of the parameters?
 - ``course_package.py``: how does code import a ``cs336_basics`` that is not ours?
 - ``initialization.py``: how does a model get its first values one layer at a time?
+- ``hidden.py``: which tensors look like parameters and are none?
 - ``counting.py``: how many FLOPs does a step have, and how often does it call attention?
 """
 
@@ -18,6 +19,7 @@ from cs336sys.experiments.user_models.attention import (
 )
 from cs336sys.experiments.user_models.blocks import find_blocks
 from cs336sys.experiments.user_models.counting import AttentionCalls, StepCount, count_step
+from cs336sys.experiments.user_models.hidden import hidden_parameters, hidden_warnings
 from cs336sys.experiments.user_models.initialization import fill, layer_initializer, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,
@@ -45,6 +47,8 @@ __all__ = [
     "fill",
     "find_blocks",
     "first_part",
+    "hidden_parameters",
+    "hidden_warnings",
     "layer_initializer",
     "load",
     "make_batch",

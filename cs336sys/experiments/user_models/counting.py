@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.experiments.user_models.attention import watched_attention, why_not_ours
+from cs336sys.experiments.user_models.hidden import hidden_parameters
 from cs336sys.experiments.user_models.loading import copied_code
 from cs336sys.measure.allocations.history import ScalarsReadAsZero, code_line, python_frames
 
@@ -37,6 +38,7 @@ class StepCount:
         reads: lines that wait for the GPU because they read a number from a tensor, with how often.
         failure: why there are no FLOPs.
         drops: whether it has layers of dropout.
+        hidden: tensors that look like parameters and are none.
     """
 
     parameters: int | None
@@ -44,6 +46,7 @@ class StepCount:
     reads: Counter[str] = field(default_factory=Counter)
     failure: str = ""
     drops: bool = False
+    hidden: list[str] = field(default_factory=list)
 
 
 def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
@@ -60,6 +63,7 @@ def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
             step = make_step()
             numbers.lines.clear()
             parameters = sum(parameter.numel() for parameter in step.model.parameters())
+            hidden = hidden_parameters(step.model)
             drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
             with watched_attention(lambda *arguments: None, computes=False), FlopCounterMode(display=False) as counter:
                 step.forward()
@@ -68,7 +72,7 @@ def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return StepCount(parameters, failure=f"{type(error).__name__}: {lines[0]}")
-    return StepCount(parameters, counter.get_total_flops(), numbers.lines, drops=drops)
+    return StepCount(parameters, counter.get_total_flops(), numbers.lines, drops=drops, hidden=hidden)
 
 
 @dataclass

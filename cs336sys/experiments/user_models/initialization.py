@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cs336sys.experiments.user_models.hidden import hidden_parameters
 from cs336sys.experiments.user_models.loading import build, copied_code
 from cs336sys.sizes import ModelSize
 
@@ -59,6 +60,8 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         own = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
         if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(own)):
             return None, f"{name or 'it'} has tensors that are neither parameters nor buffers"
+    for hidden in hidden_parameters(model):
+        return None, f"{hidden} is none of its parameters()"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return None, f"{name} has hooks, which new memory would lose"
