@@ -244,6 +244,45 @@ def of_nothing(output, targets):
     return F.cross_entropy(output.flatten(0, 1), torch.full_like(targets, -100).flatten())
 
 
+class Deciding(Masked):
+    """Takes a mask, of the square of the context, where a token is missing; and reads a number that only it knows."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        scale = 1 + 0 * tokens.sum().item()
+        if (tokens >= 0).all():
+            return self.head(x * scale)
+        scores = torch.softmax(x @ x.mT, -1)
+        return self.head((scores @ x) * scale)
+
+
+class Converted(nn.Module):
+    """Copies layers and converts them, as constructors do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model).bfloat16()
+        layer = nn.TransformerEncoderLayer(size.d_model, size.num_heads, size.d_ff, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, size.num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens).float()))
+
+
+class Counting(nn.Module):
+    """Whose step does not run on tensors without values."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        words = torch.from_numpy(tokens.numpy().copy())
+        return self.head(self.embedding(words))
+
+
 # What can be wrong with them.
 
 NOT_CALLABLE = 3

@@ -333,7 +333,7 @@ def time_steps(
 
 def loss_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
     """A note that begins with ``warning:``, which commands print at once, where a loss is no number or infinite."""
-    number = 0.0 if loss is None else float(loss)
+    number = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
     if math.isfinite(number):
         return []
     name = workload.user.model or "the model"

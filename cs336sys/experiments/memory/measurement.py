@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError
-from cs336sys.experiments.memory.prediction import traced_timeline
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.memory.prediction import predicted_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
 from cs336sys.experiments.step_counts import counted_columns
@@ -25,6 +25,10 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import free_gpu_memory
 from cs336sys.workload import MemoryWorkload
+
+_WITHOUT_ONEDNN = (
+    "recorded without oneDNN, whose reordered copies of operands no GPU makes: a step on this CPU takes more memory"
+)
 
 
 def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -52,8 +56,9 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     progress("building the model")
     step = MemoryStep(workload, device)
     derived |= counted_columns(step, progress)
-    if found:
-        derived["notes"] = [*derived.get("notes", ()), *found]
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        found = [*found, _WITHOUT_ONEDNN]
+    derived = with_notes(derived, found)
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
@@ -87,13 +92,13 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
     """The peaks of the step on fake tensors, or a note where the user's model does not run on them."""
-    training = workload.training
     try:
-        return {"traced": [asdict(peak) for peak in timeline_peaks(traced_timeline(workload).timeline)]}, []
-    except Exception as error:
-        if training.is_ours or isinstance(error, UsageError | CapabilityError | UserCodeError):
+        traced = predicted_timeline(workload)
+    except CapabilityError as error:
+        if workload.training.is_ours:
             raise
-        return {}, [f"{training.user.model}: no traced peak, its step does not run on fake tensors ({error!r:.200})"]
+        return {}, [str(error)]
+    return {"traced": [asdict(peak) for peak in timeline_peaks(traced.timeline)]}, traced.notes(workload.training)
 
 
 def counted_peaks(step: MemoryStep) -> list[PhasePeak]:

@@ -2,25 +2,33 @@
 
 import contextlib
 import importlib.util
+import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import summary, timeline_peaks
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS
+from cs336sys.experiments.training import with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.allocations.history import FakeHistory, ScalarsReadAsZero
+from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, ScalarsReadAsZero
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import MemoryWorkload, Workload
+
+# Sequences with which a step of real tensors is run.
+_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,23 @@ class TracedStep:
     Attributes:
         parameters: of its model.
         block_names: of its model's blocks.
+        guessed: lines that read numbers from tensors, which are zero here, with how often.
     """
 
     timeline: AllocationTimeline
     parameters: int
     block_names: list[str]
+    guessed: Mapping[str, int] = field(default_factory=dict)
+
+    def notes(self, workload: Workload) -> list[str]:
+        """A sentence on :attr:`guessed`, where there is any."""
+        lines = ", ".join(f"{line} ({times} times)" for line, times in self.guessed.items() if line)
+        if not lines:
+            return []
+        return [
+            f"{workload.user.model}: traced with zeros where its step reads numbers from tensors, so that it may "
+            f"hold other memory than this: {lines}"
+        ]
 
 
 def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> TracedStep:
@@ -51,15 +71,20 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
     if training.precision == "fp16":
         training = replace(training, precision="bf16")
     workload = replace(workload, training=training, snapshot=None)
+    decisions = _decisions(workload)
     with (
         mock.patch.dict(ATTENTION_FUNCTIONS, flash=_traced_flash),
         mock.patch.object(user_models.attention, "flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
         _adamw_without_kernels(training),
+        # What converts parameters, and what copies modules.
+        mock.patch.object(torch.utils, "swap_tensors", _give_data),
+        mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True),
         FakeTensorMode(),
-        ScalarsReadAsZero(),
+        ScalarsReadAsZero(decisions) as numbers,
     ):
         step = MemoryStep(workload, torch.device("cpu"))
+        numbers.guessed.clear()
         _create_optimizer_state(step)
         held = step.held()
         history = FakeHistory([tensor for tensors in held.values() for tensor in tensors])
@@ -67,17 +92,69 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         step.run_recorded(recorder)
         timeline = recorder.timeline(held=held, held_size=None, optimizer_state=step.optimizer_state())
         parameters = sum(parameter.numel() for parameter in step.model.parameters())
-        return TracedStep(timeline, parameters, step.block_names)
+        return TracedStep(timeline, parameters, step.block_names, {} if training.is_ours else dict(numbers.guessed))
 
 
 def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """One cell of ``memprof --dry-run``: runs in the worker process, needs no GPU and little memory."""
     workload = MemoryWorkload.from_configuration(configuration)
     progress("tracing fake tensors")
-    with telling_user_errors(workload.training):
-        traced = traced_timeline(workload, follow_operations=True)
+    traced = predicted_timeline(workload, follow_operations=True)
     derived = summary(workload, traced.timeline, timeline_peaks(traced.timeline), traced.block_names)
-    return Outcome("ok", derived={"parameters": traced.parameters} | derived)
+    return Outcome(
+        "ok", derived=with_notes({"parameters": traced.parameters} | derived, traced.notes(workload.training))
+    )
+
+
+def predicted_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> TracedStep:
+    """As :func:`traced_timeline`, and where a user's model does not run on fake tensors one sentence.
+
+    Raises:
+        CapabilityError: it does not; with real tensors it may.
+    """
+    training = workload.training
+    if training.is_ours:
+        return traced_timeline(workload, follow_operations=follow_operations)
+    # It tells its failures on standard error, too.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with telling_user_errors(training):
+            return traced_timeline(workload, follow_operations=follow_operations)
+    except UserCodeError as error:
+        raise CapabilityError(
+            f"{training.user.model}: no memory is predicted, as its step does not run on tensors without values "
+            f"({error!s:.300}); doctor --model says whether it runs with them"
+        ) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
+    """What a user's model decides by the values of tensors, at a tiny size, where they are real."""
+    training = workload.training
+    if training.is_ours:
+        return {}
+    for size in user_models.tiny_sizes(training.size):
+        tiny = replace(training, size=replace(size, batch_size=min(size.batch_size, _FEW)))
+        try:
+            with user_models.copied_code(), torch.random.fork_rng(devices=[]):
+                step = MemoryStep(replace(workload, training=tiny), torch.device("cpu"))
+                with DecisionsRead() as read:
+                    step.forward()
+                    if training.mode != "forward":
+                        step.backward()
+        except Exception:
+            # Whatever it is will be told where the step itself is traced, or measured.
+            continue
+        return read.decisions
+    return {}
+
+
+def _give_data(tensor: Tensor, other: Tensor) -> None:
+    """In the place of ``torch.utils.swap_tensors``, which refuses fake tensors: their mode holds weak references."""
+    tensor.data = other.data
 
 
 def _traced_flash(Q, K, V, mask=None):

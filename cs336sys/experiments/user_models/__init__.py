@@ -20,7 +20,7 @@ from cs336sys.experiments.user_models.attention import (
 from cs336sys.experiments.user_models.blocks import find_blocks
 from cs336sys.experiments.user_models.counting import AttentionCalls, StepCount, count_step
 from cs336sys.experiments.user_models.hidden import hidden_parameters, hidden_warnings
-from cs336sys.experiments.user_models.initialization import fill, layer_initializer, why_built_whole
+from cs336sys.experiments.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,
     call_model,
@@ -59,6 +59,7 @@ __all__ = [
     "replace_attention",
     "scalar_loss",
     "telling_user_errors",
+    "tiny_sizes",
     "token_logits",
     "torch_attention",
     "why_built_whole",

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336sys.experiments.user_models.attention import watched_attention, why_not_ours
 from cs336sys.experiments.user_models.hidden import hidden_parameters
 from cs336sys.experiments.user_models.loading import copied_code
-from cs336sys.measure.allocations.history import ScalarsReadAsZero, code_line, python_frames
+from cs336sys.measure.allocations.history import ScalarsReadAsZero
 
 
 class Step(Protocol):
@@ -57,11 +56,11 @@ def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
         backward: count the backward pass, too.
     """
     parameters = None
-    numbers = _NumbersRead()
+    numbers = ScalarsReadAsZero()
     try:
         with copied_code(), numbers:
             step = make_step()
-            numbers.lines.clear()
+            numbers.guessed.clear()
             parameters = sum(parameter.numel() for parameter in step.model.parameters())
             hidden = hidden_parameters(step.model)
             drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
@@ -72,7 +71,7 @@ def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return StepCount(parameters, failure=f"{type(error).__name__}: {lines[0]}")
-    return StepCount(parameters, counter.get_total_flops(), numbers.lines, drops=drops, hidden=hidden)
+    return StepCount(parameters, counter.get_total_flops(), _lines(numbers.guessed), drops=drops, hidden=hidden)
 
 
 @dataclass
@@ -100,15 +99,5 @@ class AttentionCalls:
         self.flops += 2 * scores * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
 
 
-class _NumbersRead(ScalarsReadAsZero):
-    """Notes the lines that read a number from a tensor, torch's own aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            line = code_line(frame for frame in python_frames() if "/cs336sys/experiments/" not in frame[0])
-            self.lines[line or "somewhere"] += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
+def _lines(read: Counter[str]) -> Counter[str]:
+    return Counter({line or "somewhere": times for line, times in read.items()})

@@ -66,7 +66,7 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return None, f"{name} has hooks, which new memory would lose"
     error: Exception | None = None
-    for tiny in _tiny_sizes(size):
+    for tiny in tiny_sizes(size):
         try:
             with copied_code(), torch.random.fork_rng(devices=[]):
                 different = _differs(reference, tiny)
@@ -79,7 +79,8 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
     return None, f"no copy of a tiny size can be built to compare ({type(error).__name__})"
 
 
-def _tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
+def tiny_sizes(size: ModelSize) -> Iterator[ModelSize]:
+    """Sizes at which a copy of a model is built, the smallest first; not all models can be built at all."""
     head = size.d_model // size.num_heads
     heads = min(_HEADS, size.num_heads)
     tiny = replace(

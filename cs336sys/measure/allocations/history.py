@@ -10,6 +10,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -227,12 +228,52 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
 
 class ScalarsReadAsZero(TorchDispatchMode):
-    """Lets code go on that reads a number from a fake tensor, as initialisation by rejection does."""
+    """Lets code go on that reads a number from a fake tensor, as initialisation by rejection does.
+
+    Args:
+        decisions: truth values to read in the place of False, by line.
+
+    Attributes:
+        guessed: lines that have read anything else, with how often.
+    """
+
+    def __init__(self, decisions: Mapping[str, bool] | None = None) -> None:
+        super().__init__()
+        self._decisions = decisions or {}
+        self.guessed: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        line = _reading_line()
+        is_decision = args[0].dtype is torch.bool
+        if is_decision and line in self._decisions:
+            return self._decisions[line]
+        self.guessed[line] += 1
+        return False if is_decision else 0.0 if args[0].is_floating_point() else 0
+
+
+class DecisionsRead(TorchDispatchMode):
+    """Notes what truth values are read from real tensors, by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: dict[str, set[bool]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self._read.setdefault(_reading_line(), set()).add(result)
+        return result
+
+    @property
+    def decisions(self) -> dict[str, bool]:
+        """Lines that have read one value, and it."""
+        return {line: next(iter(values)) for line, values in self._read.items() if line and len(values) == 1}
+
+
+def _reading_line() -> str:
+    return code_line(frame for frame in python_frames() if "/cs336sys/experiments/" not in frame[0])
 
 
 def python_frames() -> Iterator[tuple[str, int, str]]:

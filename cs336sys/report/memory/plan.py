@@ -6,7 +6,7 @@ from cs336sys.report.bench import PEAK_COLUMNS, peak_row
 from cs336sys.report.memory.checkpointing import predicted_strategies_table, workload_peak
 from cs336sys.report.memory.tables import MEMORY_SETTINGS, allocations_table, identity_columns, phases_table
 from cs336sys.report.tables import Column, Table, with_rows
-from cs336sys.report.titles import SIZE_COLUMNS, plan_settings, planned_package_notes, reasons
+from cs336sys.report.titles import SIZE_COLUMNS, found_in_models, plan_settings, planned_package_notes, reasons
 from cs336sys.results import Cell
 from cs336sys.workload import MemoryWorkload
 
@@ -44,6 +44,10 @@ def _plan(cells: Sequence[Cell]) -> Table:
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
     traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
-    notes = [f"Predicted by formulas{traced} for eager mode: what is alive when most is.", *reasons(cells)]
-    notes += planned_package_notes([workload.training for workload in workloads])
+    notes = [
+        f"Predicted by formulas{traced} for eager mode: what is alive when most is.",
+        *found_in_models(cells),
+        *reasons(cells),
+        *planned_package_notes([workload.training for workload in workloads]),
+    ]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)

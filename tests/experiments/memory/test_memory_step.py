@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks,
 from cs336sys.accounting.flops import model_flops
 from cs336sys.errors import UsageError
 from cs336sys.experiments.memory.measurement import counted_peaks, measure_memory, record
-from cs336sys.experiments.memory.prediction import traced_timeline
+from cs336sys.experiments.memory.prediction import predict_memory, traced_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.memory.summary import block_changes, summary, timeline_peaks
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
-from cs336sys.measure.cells import release_memory
-from cs336sys.sizes import ModelSize
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.measure.cells import guarded, release_memory
+from cs336sys.sizes import ModelSize, choose_size
+from cs336sys.workload import MemoryWorkload, UserCode, Workload
 
 STRATEGIES = ("none", "block", "every=2", "nested")
 INSIDE_BLOCKS = ("sublayer", "attention", "ffn")
@@ -309,3 +310,38 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
         snapshot = pickle.load(file)
     assert "entries" in _memory_viz.trace(snapshot)
     assert "trace" in _memory_viz.trace_plot(snapshot) or len(_memory_viz.trace_plot(snapshot)) > 1000
+
+
+FILE = Path(__file__).parents[2] / "user_models.py"
+
+
+def users(model):
+    size = choose_size("tiny", context=64, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
+    return MemoryWorkload(
+        Workload(size, device="cpu", warmup=1, steps=1, user=UserCode(f"{FILE}:{model}")), "none", trace=True
+    )
+
+
+@pytest.mark.parametrize("model", ["Converted", "Deciding"])
+def test_models_that_convert_copy_and_decide_are_traced(model):
+    """What a model decides by its tokens is as with real ones: a mask that it does not make is not counted."""
+    outcome = measure_memory(users(model).configuration(), lambda stage: None)
+    traced = max(peak["allocated"] for peak in outcome.derived["traced"]) / 2**30
+    assert traced == pytest.approx(outcome.derived["peak_gib"], rel=0.06)
+    guesses = [note for note in outcome.derived["notes"] if "with zeros where its step reads numbers" in note]
+    # But a number is not known.
+    assert len(guesses) == (model == "Deciding")
+    assert any("without oneDNN" in note for note in outcome.derived["notes"]) == torch.backends.mkldnn.is_available()
+
+
+def test_what_cannot_be_predicted_is_one_sentence_and_the_rest_is_measured():
+    one = users("Counting").configuration()
+    refused = guarded(predict_memory, one, lambda stage: None)
+    assert refused.status == "unsupported"
+    assert "user_models.py:Counting: no memory is predicted, as its step does not run on tensors without values (" in (
+        refused.reason
+    )
+    assert "\n" not in refused.reason
+    measured = measure_memory(one, lambda stage: None)
+    assert measured.status == "ok"
+    assert refused.reason in measured.derived["notes"]
