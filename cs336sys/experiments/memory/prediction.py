@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,7 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         # What converts parameters, and what copies modules.
         mock.patch.object(torch.utils, "swap_tensors", _give_data),
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True),
+        _decided_as_with_values(),
         FakeTensorMode(),
         ScalarsReadAsZero(decisions) as numbers,
     ):
@@ -150,6 +152,14 @@ def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
             continue
         return read.decisions
     return {}
+
+
+def _decided_as_with_values() -> AbstractContextManager[Any]:
+    """Let models of Hugging Face decide by values, as in a real step: of fake tensors they make every mask."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        return contextlib.nullcontext()
+    return mock.patch.object(module, "is_fake_tensor", return_value=False)
 
 
 def _give_data(tensor: Tensor, other: Tensor) -> None:
