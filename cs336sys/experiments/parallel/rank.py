@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import RankMemory
+from cs336sys.errors import DEBUG_VARIABLE, UserCodeError
 from cs336sys.experiments.parallel.communication import Communication, recorded_communication, run_alone
 from cs336sys.experiments.parallel.memory import build_recorded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
@@ -97,7 +100,7 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 def verify_on_rank(workload: ParallelWorkload) -> Difference:
     """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
     release_memory(workload)
-    with telling_user_errors(workload.training):
+    with telling_errors_of_rank(workload):
         difference = verify(workload)
     release_memory(workload)
     return difference
@@ -110,7 +113,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
         trace: where rank 0 writes a Chrome trace.
     """
     release_memory(workload)
-    with telling_user_errors(workload.training):
+    with telling_errors_of_rank(workload):
         measurement = _measure(workload, trace)
     release_memory(workload)
     return measurement
@@ -234,6 +237,18 @@ def _time_alone(
     launchers = [communication.launcher(tensors) for communication in communications]
     alone = {"communication": functools.partial(run_alone, launchers)}
     return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
+
+
+@contextlib.contextmanager
+def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
+    """As :func:`telling_user_errors`; its traceback, which stays on the rank, goes with it if it is asked for."""
+    try:
+        with telling_user_errors(workload.training):
+            yield
+    except UserCodeError as error:
+        if DEBUG_VARIABLE in os.environ:
+            error.add_note("".join(traceback.format_exception(error.__cause__ or error)))
+        raise
 
 
 _compiled_for: str | None = None

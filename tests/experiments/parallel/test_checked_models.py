@@ -1,11 +1,17 @@
 """What the check of ``ddp`` and ``shard`` says of models that are not ours: no false alarms, and faults are found."""
 
+import pickle
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 import training_ranks
 
+from cs336sys.errors import UserCodeError
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
+from cs336sys.experiments.parallel.rank import telling_errors_of_rank
+from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, UserCode, Workload
@@ -78,3 +84,12 @@ def test_what_cannot_be_compared_is_said(ranks):
     outcome = outcome_of(cell("Attentive", "naive", loss="of_tokens_in_all"))
     assert outcome.status == "wrong"
     assert "the loss of a batch must be the mean of its parts' losses: that is " in outcome.reason
+
+
+def test_a_traceback_of_a_rank_shows_the_users_line(monkeypatch):
+    monkeypatch.setenv("CS336SYS_DEBUG", "1")
+    with pytest.raises(UserCodeError) as raised, telling_errors_of_rank(cell("raises", "naive")):
+        TrainStep(cell("raises", "naive").training, torch.device("cpu"))
+    # As it comes from a rank: without its cause.
+    arrived = pickle.loads(pickle.dumps(raised.value))
+    assert 'raise KeyError("no such size")' in "".join(traceback.format_exception(arrived))
