@@ -1,6 +1,6 @@
 """Tensors that a model computes with and that require gradients, but are no parameters of it: nothing trains them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +49,6 @@ def _tensors(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, Te
         for own, parameter in value.named_parameters():
             yield f"{name}.{own}", parameter
         return
-    members = value.items() if isinstance(value, dict) else enumerate(value)
-    for own, member in members:
-        yield from _tensors(member, f"{name}.{own}", visited)
+    members: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, member in members:
+        yield from _tensors(member, f"{name}.{key}", visited)

@@ -32,8 +32,10 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
 
 def changeable(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the settings that take the place of an optimizer's own: all that it has, if it is like AdamW."""
-    # Without eps, lr scales something else than a bounded step.
-    return {name: value for name, value in settings.items() if name in own} if "eps" in own else {}
+    # Without eps, lr scales something else than a bounded step; Adafactor has two, of other meanings.
+    if not isinstance(own.get("eps"), int | float):
+        return {}
+    return {name: value for name, value in settings.items() if name in own}
 
 
 def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
