@@ -195,6 +195,12 @@ def _torch_fsdp_of_users(
     """As :func:`_torch_fsdp`, of a user's model, which is whole at first."""
     training = workload.training
     model = build_by_layers(training, device)
+    normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+    if normalizes and device.type == "cpu" and training.precision in AUTOCAST_DTYPES:
+        raise CapabilityError(
+            f"strategy 'torch-fsdp' with {training.precision}: torch's fully_shard gives batch norm weights in half "
+            "precision beside statistics in fp32, which no kernel of the CPU takes; choose fp32, or fsdp"
+        )
     for block in blocks_of(training, model).values():
         if training.compile == "block":
             block.forward = torch.compile(block.forward, dynamic=False)

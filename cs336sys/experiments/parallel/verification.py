@@ -52,7 +52,7 @@ _LARGEST_ROUNDING = 0.2
 
 # Whose ranks hold mean gradients, of all or of their own rows, between backward pass and optimizer step.
 _HOLD_GRADIENTS = frozenset(
-    ("naive", "flat", "overlap", "bucketed", "torch", "none", "optimizer", "torch-zero", *FULLY_SHARDED)
+    ("naive", "flat", "overlap", "bucketed", "torch", "none", "optimizer", "torch-zero", "fsdp", "torch-fsdp")
 )
 
 # Parameters that a note names.

@@ -8,9 +8,10 @@ import pytest
 import torch
 import training_ranks
 
-from cs336sys.errors import UserCodeError
+from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import telling_errors_of_rank
+from cs336sys.experiments.parallel.sharded_strategies import _torch_fsdp_of_users
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.sizes import choose_size
@@ -93,3 +94,10 @@ def test_a_traceback_of_a_rank_shows_the_users_line(monkeypatch):
     # As it comes from a rank: without its cause.
     arrived = pickle.loads(pickle.dumps(raised.value))
     assert 'raise KeyError("no such size")' in "".join(traceback.format_exception(arrived))
+
+
+def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence():
+    user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
+    training = Workload(SIZE, device="cpu", precision="bf16", user=user)
+    with pytest.raises(CapabilityError, match="gives batch norm weights in half precision beside statistics in fp32"):
+        _torch_fsdp_of_users(ParallelWorkload(training, "torch-fsdp"), torch.device("cpu"), None, None)
