@@ -5,6 +5,7 @@ zero but for rounding, as softmax does not see it, and a router may choose anoth
 same batch in other orders, and each parameter is judged by how far those are apart.
 """
 
+import operator
 import random
 import sys
 from collections.abc import Collection
@@ -186,7 +187,7 @@ class _PartAfterPart(TrainStep):
         for rank, part in enumerate(parts):
             if len(parts) > 1:
                 index = slice(part[0], part[-1] + 1)
-                self.inputs, self.targets = tree_map_only(Tensor, lambda tensor, index=index: tensor[index], whole)
+                self.inputs, self.targets = tree_map_only(Tensor, operator.itemgetter(index), whole)
             elif part != tuple(sorted(part)):
                 self.inputs, self.targets = tree_map_only(Tensor, lambda tensor: tensor.flip(0), whole)
             before = None
