@@ -23,6 +23,7 @@ OWN_ATTENTION = cs336_basics.model.scaled_dot_product_attention
 
 # The slowest tests start ranks two or three times, at 2 to 5 s each on two busy cores.
 TEST_LIMIT_S = 90
+NIGHTLY_LIMIT_S = 4 * 3600
 
 # Run first: each compiles for a minute or two in one process, for which the other worker would wait in the end.
 LONGEST = {"test_attention_compile_gate.py", "test_attention_other_gpus.py"}
@@ -36,9 +37,9 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     group = parser.getgroup("random training")
-    group.addoption("--random-models", type=int, default=120, help="How many random models to train on ranks.")
-    group.addoption("--random-seed", type=int, default=0, help="The seed of the first.")
-    group.addoption("--every-wrapper", action="store_true", help="Train each by every wrapper, not by two.")
+    group.addoption("--random-programs", type=int, default=50, help="How many random programs to run on ranks.")
+    group.addoption("--nightly-programs", type=int, default=3000, help="How many with -m nightly.")
+    group.addoption("--random-seed", type=int, help="The seed of the first: by default 0, or with -m nightly the date.")
     group = parser.getgroup("random attention")
     group.addoption(
         "--attention-stress-seconds", type=float, default=20.0, help="How long to compute random attention on a GPU."
@@ -78,14 +79,15 @@ def own_attention(monkeypatch):
 
 
 @pytest.fixture
-def time_limit():
+def time_limit(request):
     """Fail a test that hangs, from wherever it is: the error leaves through the code that ends the ranks."""
+    limit_s = TEST_LIMIT_S if request.node.get_closest_marker("nightly") is None else NIGHTLY_LIMIT_S
 
     def give_up(*_):
-        raise TimeoutError(f"the test is not done after {TEST_LIMIT_S} s")
+        raise TimeoutError(f"the test is not done after {limit_s} s")
 
     handler = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TEST_LIMIT_S)
+    signal.alarm(limit_s)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, handler)

@@ -1,12 +1,10 @@
-"""Random models, and random histories of training them: the same on every rank from a seed.
+"""Models that add up small parts, each with a habit that has broken, or could break, a wrapper.
 
-A model adds up small parts, each with a habit that has broken, or could break, a wrapper: gradients that share memory,
-tied, reused, frozen and strided parameters, and parameters that some steps or some ranks do not use.
+Such habits are gradients that share memory, tied, reused, frozen and strided parameters, parameters that some steps or
+some ranks do not use, weights that change or are used where no layer is called, and blocks that change their inputs.
 """
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +17,11 @@ def _weights(*shape: int) -> nn.Parameter:
 
 
 class Dense(nn.Module):
-    """A linear layer, frozen at first if asked for."""
+    """A linear layer."""
 
-    def __init__(self, frozen: bool = False):
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
-        self.requires_grad_(not frozen)
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         return self.linear(x)
@@ -155,20 +152,134 @@ class Tokens(nn.Module):
         return self.embedding(tokens)
 
 
-PARTS = (
-    Dense,
-    SumOfViews,
-    Concatenated,
-    Positions,
-    Packed,
-    Transposed,
-    Strided,
-    Alternatives,
-    Unused,
-    Twice,
-    Vectors,
-    Tokens,
-)
+class Skipped(nn.Module):
+    """A block of stochastic depth: where the choice is 0 it returns its input itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        return x if choice == 0 else self.linear(x)
+
+
+class InPlace(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        # Of what is saved for the backward pass nothing is changed.
+        x += torch.sigmoid(self.linear.weight).sum(0) + self.linear.bias
+        return x
+
+
+class Counted(nn.Module):
+    """A buffer counts the passes in training mode, and changes what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        if self.training:
+            self.passes += 1
+        return self.linear(x) / (1 + 0.1 * self.passes)
+
+
+class Limited(nn.Module):
+    """The weight is brought within bounds by the forward pass, as ``max_norm`` of an embedding does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = _weights(DIM, DIM)
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        with torch.no_grad():
+            # Where there is nothing to do the version must stay: other passes may have saved it.
+            if (self.weight.abs() > 0.4).any():
+                self.weight.clamp_(-0.4, 0.4)
+        return x @ self.weight
+
+
+class View(nn.Module):
+    """Returns a view of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = _weights(DIM, DIM)
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        return self.weight.view(DIM, DIM)[0]
+
+
+class AuxiliaryLoss(nn.Module):
+    """Keeps a loss as an attribute, which the caller adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        x = self.linear(x)
+        self.loss = x.double().square().mean()
+        return x
+
+
+class Adapted(nn.Module):
+    """A part that was trained before, frozen, and an adapter of rank 1 beside it."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = _weights(DIM, 1), _weights(1, DIM)
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        adapter = x @ self.down @ self.up
+        return self.base(x, tokens, choice) + adapter
+
+
+class Raised(RuntimeError):
+    """What a pass raises that was asked to."""
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        raise Raised("in the backward pass")
+
+
+PARTS = {
+    kind.__name__: kind
+    for kind in (
+        Dense,
+        SumOfViews,
+        Concatenated,
+        Positions,
+        Packed,
+        Transposed,
+        Strided,
+        Alternatives,
+        Unused,
+        Twice,
+        Vectors,
+        Tokens,
+        Skipped,
+        InPlace,
+        Counted,
+        Limited,
+        View,
+        AuxiliaryLoss,
+    )
+}
 
 
 class RandomModel(nn.Module):
@@ -176,149 +287,78 @@ class RandomModel(nn.Module):
 
     ``forward(x, tokens, choices, reverse)``: x (batch, LENGTH, DIM), tokens (batch, LENGTH); a choice for each part;
     whether parts side by side run, and so come in the backward pass, in reverse.
+
+    Attributes:
+        parts: may be changed between passes.
+        head: the part whose matrix is used once more, by the model itself, as a tied head is written; None: of none.
+        raises: before which part the next pass raises: ``("forward", index)`` or ``("backward", index)``.
     """
 
     def __init__(
         self,
-        kinds: Sequence[type[nn.Module]],
-        side_by_side: Sequence[bool],
-        tied: tuple[int, int] | None,
-        frozen: int | None,
-        half: Sequence[bool],
+        kinds: Sequence[str],
+        side_by_side: Sequence[bool] = (),
+        tied: tuple[int, int] | None = None,
+        frozen: int | None = None,
+        float32: Sequence[int] = (),
+        head: int | None = None,
+        has_matrix: bool = False,
     ):
         super().__init__()
-        self.parts = nn.ModuleList(kind(frozen=True) if index == frozen else kind() for index, kind in enumerate(kinds))
+        self.matrix = _weights(DIM, DIM) if has_matrix else None
+        self.parts = nn.ModuleList(PARTS[kind]() for kind in kinds)
         self._side_by_side = side_by_side
+        if frozen is not None:
+            self.parts[frozen].requires_grad_(False)
         if tied is not None:
             first, second = (self.parts[index].linear for index in tied)
             second.weight = first.weight
-        for part, is_float32 in zip(self.parts, half, strict=True):
-            part.float() if is_float32 else part.double()
+        for index in float32:
+            self.parts[index].float()
+        self.head = head
+        self.raises: tuple[str, int] | None = None
 
     def forward(self, x: Tensor, tokens: Tensor, choices: Sequence[int], reverse: bool = False) -> Tensor:
         pending: list[int] = []
+        if self.matrix is not None:
+            x = x + x @ self.matrix
         for index in range(len(self.parts)):
+            if self.raises == ("forward", index):
+                raise Raised("in the forward pass")
+            if self.raises == ("backward", index):
+                x = _RaisesInBackward.apply(x)
             pending.append(index)
-            if index + 1 < len(self.parts) and self._side_by_side[index]:
+            is_last = index + 1 == len(self.parts)
+            if not is_last and index < len(self._side_by_side) and self._side_by_side[index]:
                 continue
             order = pending[::-1] if reverse else pending
-            results = {one: self._run(one, x, tokens, choices[one]) for one in order}
+            results = {one: self._run(one, x, tokens, choices[one % len(choices)]) for one in order}
             # Added up in one order everywhere, to round alike.
             for one in pending:
                 x = x + results[one]
             pending = []
+        if self.head is not None and self.head < len(self.parts):
+            matrix = matrix_of(self.parts[self.head])
+            if matrix is not None:
+                x = x + (x.to(matrix.dtype) @ matrix.T).double()
         return x
 
     def _run(self, index: int, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         part = self.parts[index]
         dtype = next(part.parameters()).dtype
+        x = x.clone() if isinstance(part, InPlace) else x
         return torch.tanh(part(x.to(dtype), tokens, choice)).double()
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward and backward pass: ``choices[rank][part]``."""
-
-    choices: tuple[tuple[int, ...], ...]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """Passes that add up, then an optimizer step.
-
-    Attributes:
-        toggled: before it, the part whose parameters are frozen or unfrozen.
-        set_to_none: how gradients are dropped before it.
-        evaluated: run a forward pass without gradients before it.
-    """
-
-    passes: tuple[Pass, ...]
-    toggled: int | None
-    set_to_none: bool
-    evaluated: bool
+    def auxiliary_loss(self) -> Tensor | float:
+        """What the parts have kept of the last pass; they keep it no longer."""
+        loss: Tensor | float = 0.0
+        for part in self.modules():
+            if isinstance(part, AuxiliaryLoss) and part.loss is not None:
+                loss, part.loss = loss + part.loss, None
+        return loss
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, its data and its history, all from the seed."""
-
-    seed: int
-    world_size: int
-    batch: int
-    kinds: tuple[type[nn.Module], ...]
-    side_by_side: tuple[bool, ...]
-    tied: tuple[int, int] | None
-    frozen: int | None
-    float32: tuple[bool, ...]
-    inputs_need_gradients: bool
-    optimizer: str
-    cap_mb: float | None
-    prefetch: int
-    steps: tuple[Step, ...]
-
-    def __str__(self) -> str:
-        parts = ", ".join(kind.__name__ for kind in self.kinds)
-        return (
-            f"seed {self.seed}: {parts}; tied {self.tied}, frozen {self.frozen}, {self.optimizer}, batch {self.batch}"
-        )
-
-    def model(self) -> RandomModel:
-        torch.manual_seed(self.seed)
-        return RandomModel(self.kinds, self.side_by_side, self.tied, self.frozen, self.float32)
-
-    def data(self, one: Pass) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, tokens and targets of all ranks, rank after rank."""
-        generator = torch.Generator().manual_seed(one.seed)
-        shape = (self.world_size * self.batch, LENGTH, DIM)
-        tokens = torch.randint(VOCABULARY, shape[:2], generator=generator)
-        x, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-        return x.requires_grad_(self.inputs_need_gradients), tokens, targets
-
-    @property
-    def tolerance(self) -> float:
-        """Of parameters of size 1: what rounding in the narrowest dtype leaves after the steps."""
-        return 2e-4 if any(self.float32) else 1e-9
-
-
-def random_case(seed: int, world_size: int) -> Case:
-    rng = random.Random(seed)
-    kinds = tuple(rng.choice(PARTS) for _ in range(rng.randint(1, 5)))
-    dense = [index for index, kind in enumerate(kinds) if kind is Dense]
-    twins = [index for index, kind in enumerate(kinds) if kind in (Dense, Twice)]
-    frozen = rng.choice(dense) if dense and rng.random() < 0.4 else None
-    may_tie = [index for index in twins if index != frozen]
-    tied = tuple(sorted(rng.sample(may_tie, 2))) if len(may_tie) > 1 and rng.random() < 0.6 else None
-    mixed = rng.random() < 0.3 and tied is None
-    toggleable = [index for index in range(len(kinds)) if tied is None or index not in tied]
-
-    def one_pass() -> Pass:
-        return Pass(
-            tuple(tuple(rng.randint(0, 2) for _ in kinds) for _ in range(world_size)), seed=rng.randrange(2**31)
-        )
-
-    steps = tuple(
-        Step(
-            passes=tuple(one_pass() for _ in range(rng.choice((1, 1, 2, 3)))),
-            toggled=rng.choice(toggleable) if toggleable and number > 0 and rng.random() < 0.25 else None,
-            set_to_none=rng.random() < 0.6,
-            evaluated=rng.random() < 0.2,
-        )
-        for number in range(rng.randint(2, 4))
-    )
-    return Case(
-        seed=seed,
-        world_size=world_size,
-        batch=rng.choice((1, 1, 2)),
-        kinds=kinds,
-        side_by_side=tuple(rng.random() < 0.4 for _ in kinds),
-        tied=tied,
-        frozen=frozen,
-        float32=tuple(mixed and rng.random() < 0.5 for _ in kinds),
-        # Fully sharded, every rank's backward pass must come through the same parts.
-        inputs_need_gradients=Alternatives in kinds or rng.random() < 0.5,
-        optimizer=rng.choice(("sgd", "adamw")),
-        cap_mb=rng.choice((None, 1e-9, 1e-4, 3e-4)),
-        prefetch=rng.choice((0, 1, 2)),
-        steps=steps,
-    )
+def matrix_of(part: nn.Module) -> nn.Parameter | None:
+    """The weight of its linear layer; None if it has no such layer."""
+    linear = getattr(part, "linear", None)
+    return None if linear is None else linear.weight

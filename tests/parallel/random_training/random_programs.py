@@ -1,0 +1,321 @@
+"""Random programs: models, and lists of what users do with them, as data.
+
+A program is drawn in the test process from a seed and sent to every rank. Its ``repr`` is a literal, to be pasted into
+``REGRESSIONS`` of ``test_random_training.py``. Any list of actions is a program: what makes no sense at its place is
+skipped by all ranks and by the process that they are compared with, so that a list may be cut to what fails.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from random_models import DIM, LENGTH, PARTS, VOCABULARY, RandomModel
+from torch import Tensor
+
+Action = tuple
+
+DDP = ("naive", "flat", "overlap", "bucketed")
+WRAPPERS = (*DDP, "naive+optimizer", "bucketed+optimizer", "optimizer-flat", "optimizer-flat", "fsdp", "fsdp", "fsdp")
+
+# Parts for which every rank's backward pass must come through the same units: the inputs need gradients.
+_NEEDS_GRADIENTS = ("Alternatives", "Skipped", "View")
+
+
+_CHANGES = ("add", "replace", "adapt", "remove", "swap", "tie", "untie", "freeze", "unfreeze")
+
+
+@dataclass
+class Leg:
+    """The numbers of actions that one set of ranks does."""
+
+    world_size: int
+    actions: list[int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, how it is wrapped, and what is done with it.
+
+    Attributes:
+        actions: each a name, which is a method of ``OneProcess``, and its arguments.
+        towers: into how many modules the parts are divided, each wrapped and with an optimizer of its own.
+        bucket_mb: of BucketedDDP and ShardedOptimizer.
+    """
+
+    wrapper: str
+    actions: tuple[Action, ...] = ()
+    world_size: int = 2
+    seed: int = 0
+    kinds: tuple[str, ...] = ("Dense",)
+    towers: int = 1
+    batch: int = 1
+    side_by_side: tuple[bool, ...] = ()
+    tied: tuple[int, int] | None = None
+    frozen: int | None = None
+    float32: tuple[int, ...] = ()
+    head: int | None = None
+    has_matrix: bool = False
+    inputs_need_gradients: bool = True
+    optimizer: str = "sgd"
+    bucket_mb: float | None = None
+    prefetch: int = 1
+    keep_gathered: int = 0
+    waits_in_module: bool = False
+
+    def __repr__(self) -> str:
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return f"Program({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+    def models(self) -> list[RandomModel]:
+        """The same on every rank."""
+        torch.manual_seed(self.seed)
+        size = -(-len(self.kinds) // self.towers)
+        shares = [range(len(self.kinds))[start : start + size] for start in range(0, len(self.kinds), size)]
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return [
+                RandomModel(
+                    [self.kinds[index] for index in share],
+                    self.side_by_side[share.start : share.stop],
+                    self.tied if self.towers == 1 else None,
+                    self.frozen if number == 0 and self.frozen in share else None,
+                    [index - share.start for index in self.float32 if index in share],
+                    self.head if number == 0 else None,
+                    self.has_matrix and number == 0,
+                )
+                for number, share in enumerate(shares)
+            ]
+        finally:
+            torch.set_default_dtype(before)
+
+    def data(self, seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, tokens and targets of a rank."""
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        shape = (self.batch, LENGTH, DIM)
+        tokens = torch.randint(VOCABULARY, shape[:2], generator=generator)
+        x, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        return x.requires_grad_(self.inputs_need_gradients), tokens, targets
+
+    @property
+    def tolerance(self) -> float:
+        """Of values of size 1: what rounding in the narrowest dtype leaves after the steps."""
+        if self.float32:
+            return 1e-3
+        # Norms of slices are in float32.
+        return 1e-6 if any(name == "clip" for name, *_ in self.actions) else 1e-9
+
+    def legs(self) -> list["Leg"]:
+        """The actions between restarts on another number of ranks."""
+        legs = [Leg(self.world_size, [])]
+        for number, (name, *args) in enumerate(self.actions):
+            legs[-1].actions.append(number)
+            if name == "restart" and args[0] != legs[-1].world_size:
+                legs.append(Leg(args[0], []))
+        return legs
+
+
+def choices_of(seed: int, rank: int) -> list[int]:
+    """What the parts do with the data of a rank in a pass: see ``RandomModel``."""
+    rng = random.Random(1000 * seed + rank)
+    return [rng.randint(0, 2) for _ in range(5)]
+
+
+def random_program(seed: int) -> Program:
+    rng = random.Random(seed)
+    wrapper = WRAPPERS[seed % len(WRAPPERS)]
+    world_size = (2, 3, 2, 3, 1)[seed // len(WRAPPERS) % 5]
+    # FSDP refuses weights that change in a forward pass.
+    common = [kind for kind in PARTS if wrapper != "fsdp" or kind != "Limited" or rng.random() < 0.1]
+    kinds = tuple(rng.choice(common) for _ in range(rng.randint(1, 5)))
+    dense = [index for index, kind in enumerate(kinds) if kind in ("Dense", "Twice")]
+    tied = tuple(sorted(rng.sample(dense, 2))) if len(dense) > 1 and rng.random() < 0.6 else None
+    is_mixed = tied is None and rng.random() < 0.2
+    needs_gradients = any(kind in _NEEDS_GRADIENTS for kind in kinds)
+    program = Program(
+        wrapper,
+        world_size=world_size,
+        seed=seed,
+        kinds=kinds,
+        towers=2 if len(kinds) > 1 and tied is None and rng.random() < 0.2 else 1,
+        batch=rng.choice((1, 1, 2)),
+        side_by_side=tuple(rng.random() < 0.4 for _ in kinds) if rng.random() < 0.5 else (),
+        tied=tied,
+        frozen=rng.choice((None, None, rng.randrange(len(kinds)))),
+        float32=tuple(index for index in range(len(kinds)) if is_mixed and rng.random() < 0.5),
+        head=rng.choice((None, None, None, rng.randrange(len(kinds)))),
+        has_matrix=rng.random() < 0.2,
+        inputs_need_gradients=needs_gradients or rng.random() < 0.5,
+        optimizer=rng.choice(("sgd", "adamw")),
+        bucket_mb=rng.choice((None, 1e-9, 1e-4, 3e-4)),
+        prefetch=rng.choice((0, 1, 2)),
+        keep_gathered=rng.choice((0, 0, 1, 2)),
+        waits_in_module=rng.random() < 0.3,
+    )
+    actions = [action for _ in range(rng.randint(2, 7)) for action in _some(rng, program)]
+    return replace(program, actions=tuple(actions))
+
+
+def _some(rng: random.Random, program: Program) -> Iterator[Action]:
+    """A few actions that often come together."""
+    part = rng.randrange(5)
+    draw = rng.random()
+    if draw < 0.38:
+        yield from _step(rng)
+    elif draw < 0.58:
+        yield _anything(rng)
+    elif draw < 0.8:
+        kind = rng.choice((*_CHANGES, "add", "freeze", "unfreeze"))
+        yield _change(rng, kind, part)
+        if rng.random() < 0.8:
+            yield ("refresh",)
+            if kind in ("add", "replace", "adapt", "untie") and rng.random() < 0.8:
+                yield ("optimize_new",)
+        yield from _step(rng)
+    elif draw < 0.87:
+        yield ("keep_weights",)
+        yield from _step(rng)
+        assigns = rng.random() < 0.4
+        yield ("restore_weights", assigns, rng.choice(("wrapper", "module")))
+        if assigns and rng.random() < 0.8:
+            yield ("refresh",)
+            yield ("optimize_new",)
+        yield from _step(rng)
+    elif draw < 0.92:
+        yield ("keep_optimizer",)
+        yield from _step(rng)
+        yield ("restore_optimizer",)
+        yield from _step(rng)
+    else:
+        yield ("restart", rng.choice((program.world_size, program.world_size, 1, 2, 3)))
+        yield from _step(rng)
+
+
+def _step(rng: random.Random) -> Iterator[Action]:
+    """A training step, with something unusual in it now and then."""
+
+    def odd(chance: float = 0.1) -> list[Action]:
+        return [_anything_in_a_step(rng)] if rng.random() < chance else []
+
+    if rng.random() < 0.15:
+        yield ("evaluate", rng.randrange(100), rng.choice(("no_grad", "inference_mode")))
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        yield _forward(rng)
+        yield from odd()
+        yield ("backward", "all", rng.random() < 0.1)
+    yield _forward(rng)
+    yield from odd()
+    if rng.random() < 0.1:
+        yield _forward(rng)
+        yield from odd()
+        yield ("backward", rng.choice(("all", "first", "last")), True)
+    else:
+        yield ("backward", "all", True, *((rng.randrange(3),) if rng.random() < 0.05 else ()))
+    yield from odd()
+    if rng.random() < 0.3:
+        yield ("clip", rng.choice((0.05, 0.5, 100.0)))
+    yield from odd(0.05)
+    yield ("step",)
+    yield from odd(0.05)
+    if rng.random() < 0.95:
+        yield ("zero_grad", rng.choice(("optimizer", "optimizer", "module", "wrapper")), rng.random() < 0.7)
+
+
+def _forward(rng: random.Random) -> Action:
+    seed = rng.randrange(100)
+    draw = rng.random()
+    if draw < 0.05:
+        return ("forward", seed, "penalty", rng.randrange(3))
+    if draw < 0.1:
+        return ("forward", seed, "inner")
+    if draw < 0.14:
+        return ("forward", seed, "raises in forward", rng.randrange(3))
+    if draw < 0.18:
+        return ("forward", seed, "raises in backward", rng.randrange(3))
+    return ("forward", seed)
+
+
+def _anything_in_a_step(rng: random.Random) -> Action:
+    return rng.choice(
+        (
+            ("zero_grad", rng.choice(("optimizer", "module", "wrapper")), rng.random() < 0.7),
+            ("sum_losses",),
+            ("sum_losses",),
+            ("evaluate", rng.randrange(100), "no_grad"),
+            ("look",),
+            ("finish",),
+            ("step",),
+            ("drop",),
+            ("clip", 0.1),
+            ("clip_alone", rng.choice(("norm", "total norm", "value"))),
+            ("scale_weights", "data", rng.randrange(3)),
+            ("scale_weights", "clamp", rng.randrange(3)),
+            ("rebuild_optimizer",),
+            ("keep_weights",),
+        )
+    )
+
+
+def _change(rng: random.Random, kind: str, part: int) -> Action:
+    simple = [name for name in PARTS if name not in (*_NEEDS_GRADIENTS, "Limited")]
+    if kind == "add":
+        return ("add", rng.choice(simple), rng.randrange(100))
+    if kind == "replace":
+        return ("replace", part, rng.choice(simple), rng.randrange(100))
+    if kind == "adapt":
+        return ("adapt", part, rng.randrange(100))
+    if kind in ("swap", "tie"):
+        return (kind, part, rng.randrange(5))
+    return (kind, part)
+
+
+def _anything(rng: random.Random) -> Action:
+    draw = rng.random()
+    if draw < 0.3:
+        return _anything_in_a_step(rng)
+    if draw < 0.4:
+        return _change(rng, rng.choice(_CHANGES), rng.randrange(5))
+    return rng.choice(
+        (
+            ("refresh",),
+            ("optimize_new",),
+            ("edit_state", rng.choice(("clear", "reassign", "scale", "replace"))),
+            ("set_rate", rng.choice((0.002, 0.03))),
+            ("hook", rng.randrange(3)),
+            ("rebuild_optimizer",),
+            ("scale_weights", rng.choice(("data", "clamp", "multiply")), rng.randrange(3)),
+            ("restore_weights", rng.random() < 0.4, rng.choice(("wrapper", "module"))),
+        )
+    )
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """A smaller program that fails, too: without actions and settings that it does not need."""
+    size = len(program.actions)
+    while size:
+        start = 0
+        while start < len(program.actions):
+            kept = program.actions[:start] + program.actions[start + size :]
+            if fails(fewer := replace(program, actions=kept)):
+                program = fewer
+            else:
+                start += size
+        size //= 2
+    for one in fields(Program):
+        if one.name in ("wrapper", "actions", "kinds", "world_size", "seed"):
+            continue
+        simpler = replace(program, **{one.name: one.default})
+        if simpler != program and fails(simpler):
+            program = simpler
+    for index in reversed(range(len(program.kinds))):
+        kinds = program.kinds[:index] + program.kinds[index + 1 :]
+        if kinds and program.tied is None and program.frozen is None and not program.float32:
+            fewer = replace(program, kinds=kinds)
+            if fails(fewer):
+                program = fewer
+    for index in range(len(program.kinds)):
+        plain = replace(program, kinds=(*program.kinds[:index], "Dense", *program.kinds[index + 1 :]))
+        if plain != program and fails(plain):
+            program = plain
+    return program
