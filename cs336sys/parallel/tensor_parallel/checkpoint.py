@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.tensor import cut_dimension, own_part
+from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plain_data import require_plain

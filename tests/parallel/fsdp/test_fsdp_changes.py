@@ -64,7 +64,7 @@ def test_refresh_takes_up_what_was_added_removed_tied_and_frozen(ranks, world_si
         "unfrozen": ("blocks.0.up.weight was unfrozen", 0),
     }
     for results in ranks(world_size).run(fsdp_changes_ranks.structure_changes):
-        before, after = results.pop("assign")
+        before, after = results.pop("slice replaced")
         assert "was replaced (as load_state_dict() with assign=True does)" in before[1]
         assert "was replaced by a tensor of the shape of a slice: copy slices into those that are there" in after[1]
         for name, (errors, sharded, alone, lost) in results.items():

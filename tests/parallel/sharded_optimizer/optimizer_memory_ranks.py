@@ -125,7 +125,7 @@ def mixed_parameters():
 
 
 def moved_together():
-    """What one launch for all of :func:`mixed_parameters` sends, by sender; which parameters were moved; and how they
+    """The bytes that one launch for all of :func:`mixed_parameters` sends, by sender; which parameters were moved; and how they
     are after a step of 1 along themselves, and in memory."""
     parameters = mixed_parameters()
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -136,7 +136,7 @@ def moved_together():
     def note(operation, start, *args):
         start(*args)
         for tensor, source in zip(operation._tensors, operation._sources, strict=True):
-            sent.append((source, str(tensor.dtype), tensor.numel()))
+            sent.append((source, tensor.nbytes))
 
     for parameter in parameters.values():
         parameter.grad = parameter.detach() * 0.5

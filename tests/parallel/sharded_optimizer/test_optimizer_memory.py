@@ -45,11 +45,11 @@ def test_whole_parameters_of_a_rank_travel_as_one(ranks, world_size):
     alone, together = [], {}
     for (name, parameter), owner in zip(parameters.items(), owners, strict=True):
         if name in ("odd", "nearly", "scalar", "every other"):
-            alone.append((owner, str(parameter.dtype), parameter.numel()))
+            alone.append((owner, parameter.nbytes))
         else:
-            together.setdefault((owner, str(parameter.dtype)), {})[name] = parameter.numel()
+            together.setdefault((owner, parameter.dtype), {})[name] = parameter.nbytes
     expected_moves = {name for members in together.values() if len(members) > 1 for name in members}
-    expected = sorted([*alone, *((*key, sum(members.values())) for key, members in together.items())])
+    expected = sorted([*alone, *((owner, sum(members.values())) for (owner, _), members in together.items())])
     for sent, moved, after, same_strides, offsets in ranks(world_size).run(optimizer_memory_ranks.moved_together):
         assert sorted(sent) == expected
         assert moved == expected_moves
