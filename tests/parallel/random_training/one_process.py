@@ -104,7 +104,7 @@ class OneProcess:
 
     def _allows_backward(self, which: str = "all", synchronizes: bool = True, absent: int | None = None) -> bool:
         # Nobody promises anything of several wrapped modules of which a rank runs none backward.
-        may_be_absent = self.program.wrapper != "fsdp" and len(self.models) == 1
+        may_be_absent = self.program.wrapper != "fsdp" and len(self.models) == 1 and not self.is_launched
         # A sharded optimizer refuses it on the ranks whose parameters get a gradient, and on these alone.
         is_too_late = self._is_flat and self.is_complete
         return bool(self.passes) and (absent is None or may_be_absent) and not is_too_late
