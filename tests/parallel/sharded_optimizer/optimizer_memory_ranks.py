@@ -125,8 +125,8 @@ def mixed_parameters():
 
 
 def moved_together():
-    """The bytes that one launch for all of :func:`mixed_parameters` sends, by sender; which parameters were moved; and how they
-    are after a step of 1 along themselves, and in memory."""
+    """The bytes that one launch for all of :func:`mixed_parameters` sends, by sender; which parameters were moved;
+    how they are after a step of 1 along themselves, and in memory."""
     parameters = mixed_parameters()
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     strides = {name: parameter.stride() for name, parameter in parameters.items()}
