@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,41 @@ def test_a_wrong_import_is_found(module, source):
 )
 def test_a_right_import_passes(module, source):
     assert violations(module, imports_of(source), set(MODULES)) == []
+
+
+def circles(imported: dict[str, set[str]]) -> Iterator[str]:
+    """Modules that import each other, at whatever depth of their code, along any path."""
+    names, done = set(imported), set()
+
+    def reached(module: str) -> set[str]:
+        found, waiting = set(), [module]
+        while waiting:
+            new = imported[waiting.pop()] & names - found
+            found |= new
+            waiting += new
+        return found
+
+    for module in sorted(names):
+        if module not in done and module in (after := reached(module)):
+            done |= {other for other in after if module in reached(other)}
+            yield f"{module} is in a circle of {', '.join(sorted(done & after))}"
+
+
+def modules_of(path: Path) -> set[str]:
+    """The modules of the package that one imports; names of a package's face count as the module that it is in."""
+    names = {name.removeprefix("cs336sys.") for name in imports_of(path.read_text()) if is_within(name, "cs336sys")}
+    # ``from a import b`` names ``a``, too: it is meant where ``b`` is no module.
+    parents = {name.rpartition(".")[0] for name in names if name in MODULES}
+    return {name for name in names if name in MODULES} - parents
+
+
+def test_no_module_imports_one_that_imports_it():
+    imported = {module: modules_of(path) - {module} for module, path in MODULES.items() if module}
+    assert list(circles(imported)) == []
+
+
+def test_a_circle_is_found():
+    assert list(circles({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()})) == ["b is in a circle of b, c"]
 
 
 def test_help_imports_no_torch():

@@ -32,8 +32,9 @@ from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_bo
 from cs336sys.parallel.gradient_buckets import FlatBucket, GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import require_whole
-from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized, require_unwrapped
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.wrapped_state import StateDictOfWrapped
 

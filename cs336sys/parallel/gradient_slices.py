@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.gradient_synchronizer import hands_gradient_on
+from cs336sys.parallel.marks import hands_gradient_on
 
 # kernels.adamw.AdamW looks for it, too, and may not import this.
 _MARK = "is_slice_of_this_rank"

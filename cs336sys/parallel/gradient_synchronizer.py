@@ -1,25 +1,21 @@
 """Launches the all-reduces of a backward pass, in the same order on all ranks, and waits for them."""
 
-import contextlib
-import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import graph_refusal
-
-# Of hooks, whether their bucket hands gradients on.
-_HANDS_ON = "hands_on"
+from cs336sys.parallel.marks import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
 
 # What autograd calls to run the backward function of a torch.autograd.Function; torch 2.13 has the second.
 _BACKWARD_FUNCTIONS = frozenset(
@@ -33,25 +29,6 @@ _begun: "list[weakref.ref[GradientSynchronizer]]" = []
 
 # Hooks run on autograd's threads, of which there is one per device.
 _lock = threading.RLock()
-
-
-class SynchronizationSwitch:
-    """What averages gradients over ranks, unless it is switched off for gradient accumulation.
-
-    Attributes:
-        synchronizes: if False, backward passes accumulate gradients on this rank only.
-    """
-
-    synchronizes = True
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within this context, backward passes accumulate gradients on this rank only."""
-        before, self.synchronizes = self.synchronizes, False
-        try:
-            yield
-        finally:
-            self.synchronizes = before
 
 
 class GradientSynchronizer(SynchronizationSwitch):
@@ -221,53 +198,6 @@ def _is_in_nested_pass() -> bool:
     return False
 
 
-def require_unwrapped(module: nn.Module) -> None:
-    """Refuse a module that is wrapped, or has a part that is, by a class of ours or torch's that averages gradients.
-
-    Raises:
-        UsageError: naming the first such part.
-    """
-    # The module of units imports this one.
-    from cs336sys.parallel.fsdp.calls import is_unit
-
-    wrappers = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
-    for name, part in module.named_modules():
-        is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
-        if is_wrapper or any(base.__name__ in wrappers for base in type(part).__mro__):
-            raise UsageError(
-                f"{name or 'the module'} ({type(part).__name__}) is wrapped already: wrap the plain module"
-            )
-
-
-def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong.
-
-    Raises:
-        UsageError: naming the first.
-    """
-    for name, parameter in named:
-        if is_synchronized(parameter):
-            # What nothing refers to any more may still exist as part of a cycle.
-            gc.collect()
-        if is_synchronized(parameter):
-            raise UsageError(
-                f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
-                "unwrap the module or delete that optimizer"
-            )
-
-
-def hands_gradient_on(parameter: Tensor) -> bool:
-    """Whether backward passes leave no gradient with this parameter, because a synchronizer hands it on in slices."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(hook, _HANDS_ON, False) for hook in hooks.values())
-
-
-def is_synchronized(parameter: nn.Parameter) -> bool:
-    """Whether a synchronizer that still exists averages the gradient of this parameter."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return any(hook.__module__ == __name__ for hook in hooks.values())
-
-
 def _hook(
     synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket, name: str
 ) -> Callable[[nn.Parameter], None]:
@@ -276,7 +206,8 @@ def _hook(
         if alive is not None:
             alive.gradient_ready(bucket, name, parameter)
 
-    setattr(gradient_ready, _HANDS_ON, bucket.hands_on)
+    setattr(gradient_ready, AVERAGES_GRADIENT, True)
+    setattr(gradient_ready, HANDS_GRADIENT_ON, bucket.hands_on)
     return gradient_ready
 
 

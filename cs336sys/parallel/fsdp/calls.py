@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.parallel.marks import GATHERS_PARAMETERS
 
 
 class UnitCall:
@@ -29,6 +30,7 @@ class UnitCall:
         compute_dtype: torch.dtype | None,
         begin: Callable[[], None] | None = None,
     ):
+        setattr(self, GATHERS_PARAMETERS, True)
         self._runner = runner
         self._unit = unit
         self.module = module
@@ -80,10 +82,6 @@ class UnitCall:
         for container in converted:
             container.change_original()
         return output
-
-
-def is_unit(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("_compiled_call_impl"), UnitCall)
 
 
 def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from cs336sys.parallel.fsdp.left_tensors import containers_in, kept_tensors, ten
 from cs336sys.parallel.fsdp.stand_in import StandIn
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
-from cs336sys.parallel.gradient_synchronizer import SynchronizationSwitch
+from cs336sys.parallel.marks import SynchronizationSwitch
 
 
 class UnitRunner(SynchronizationSwitch):

@@ -31,8 +31,8 @@ from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_by_norm
-from cs336sys.parallel.gradient_synchronizer import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
 

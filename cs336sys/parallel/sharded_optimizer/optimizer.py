@@ -20,8 +20,8 @@ from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
 from cs336sys.parallel.gradient_scaler import refuse_other_scalers
 from cs336sys.parallel.gradient_slices import refuse_clipping_alone
-from cs336sys.parallel.gradient_synchronizer import is_synchronized
 from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.marks import is_synchronized
 from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer.agreement import StepAgreement
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states

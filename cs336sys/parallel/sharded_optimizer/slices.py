@@ -27,7 +27,8 @@ from cs336sys.parallel.collectives import (
 )
 from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
-from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer, require_unsynchronized
+from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
+from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 from cs336sys.parallel.sharded_optimizer.zeroing import HoldsGradients, HostAgreement, notice_zero_grad
 

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
-from cs336sys.parallel.fsdp.calls import is_unit
 from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.held_parameters import HeldParameters
+from cs336sys.parallel.marks import is_unit
 from cs336sys.parallel.same_on_ranks import describe_module, require_same_lines, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
 from cs336sys.parallel.tensor_parallel.layers import require_called, share_layers
