@@ -69,7 +69,7 @@ _MOST = {
     "num_heads": 10**6,
     "vocab_size": 10**9,
     "context": 10**9,
-    "batch_size": 10**9,
+    "batch_size": 10**12,
 }
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.parallel.collectives import _Launched
+from cs336sys.parallel.sharded_optimizer import agreement, slices
 
 SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -37,7 +38,11 @@ class OperatorRecorder:
             with _disable_current_modes():
                 wait(launched)
 
-        with mock.patch.object(_Launched, "wait", wait_unrecorded), _Recorded() as recorded:
+        with contextlib.ExitStack() as stack:
+            for module in (agreement, slices):
+                stack.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
+            stack.enter_context(mock.patch.object(_Launched, "wait", wait_unrecorded))
+            recorded = stack.enter_context(_Recorded())
             run()
         recorded.undo()
         return recorded.replay

@@ -69,6 +69,11 @@ def group_device() -> torch.device:
     return torch.device("cpu")
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream is captured in a CUDA graph, of which the CPU cannot read anything."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class _Launched:
     """An asynchronous collective on some tensors: start it, go on computing, wait for it.
 

@@ -45,10 +45,10 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
         UsageError: on every rank, naming the first difference.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group_device())
-    gathered = own.new_empty(dist.get_world_size(group) * len(digest))
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(group_device())
+    gathered = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(gathered, own, group=group)
-    if (gathered.view(-1, len(digest)) == own).all():
+    if (gathered.view(-1, len(own)) == own).all():
         return
     first, *others = gather_objects(lines, group)
     for rank, lines in enumerate(others, start=1):

@@ -68,7 +68,10 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
         (["--loss", "mine.py:loss"], "error: --loss mine.py:loss: is of --model; add that, or leave it out\n"),
         (["--optimizer", "fused"], "error: --optimizer fused: is of --model; add that, or leave it out\n"),
         (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
-        (["--output", "/dev/null/a/b"], "error: cannot write --output /dev/null/a/b: Not a directory\n"),
+        (
+            ["--output", "/dev/null/a/b"],
+            "error: cannot write --output /dev/null/a/b: there is no folder /dev/null/a; make it, or give another\n",
+        ),
     ],
 )
 def test_bad_input_is_found_before_anything_is_checked(monkeypatch, arguments, sentence):

@@ -172,6 +172,7 @@ def test_only_cells_of_a_status():
 def test_several_pictures_get_names_of_their_own(tmp_path):
     other_board = RESULTS / "flash-course-fp32-long-h200.jsonl.gz"
     plot = tmp_path / "p" / "new.png"
+    plot.parent.mkdir()
     forward = RESULTS / "forward-h200.jsonl.gz"
     result = show(BOARD, other_board, forward, "--plot", plot, "--output", tmp_path / "o.md")
     assert result.exit_code == 0, result.output

@@ -81,8 +81,8 @@ def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {f"{name}.nsys-rep", f"{name}.sqlite"}
     options = json.loads((tmp_path / "nsys" / "options.json").read_text())
     assert {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--cuda-graph-trace=node"} <= set(options)
-    module, configuration = options[options.index("-m") + 1 : options.index("-m") + 3]
-    assert module == "cs336sys.experiments.profiling"
+    program, configuration = options[options.index("-c") + 1 : options.index("-c") + 3]
+    assert "run_module('cs336sys.experiments.profiling'" in program
     assert Workload.from_configuration(json.loads(configuration)) == TINY
 
 

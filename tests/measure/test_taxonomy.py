@@ -219,10 +219,10 @@ KINDS_OF_OURS = {
     "attention": {"attention/softmax"},
     "adamw": {"optimizer"},
     "embedding.py": {"sorting", "reduction"},
-    "linear_cross_entropy": {"reduction", "elementwise"},
+    "linear_cross_entropy.py": {"reduction", "elementwise"},
     "partial_sums.py": {"reduction"},
-    "rms_norm": {"normalization"},
-    "rope": {"elementwise"},
+    "rms_norm.py": {"normalization"},
+    "rope.py": {"elementwise"},
     "swiglu.py": {"elementwise"},
     "weighted_sum.py": {"reduction"},
 }

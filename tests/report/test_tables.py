@@ -439,8 +439,9 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
     check_output(None)
     assert existing.read_text() == "yesterday's numbers"
 
-    check_output(tmp_path / "new" / "report.md")
-    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(UsageError, match=r"^cannot write --output .*report.md: there is no folder .*new; make it, or"):
+        check_output(tmp_path / "new" / "report.md")
+    assert not (tmp_path / "new").exists()
 
     with pytest.raises(UsageError, match=r"^cannot write --output .*: Is a directory$"):
         check_output(tmp_path)

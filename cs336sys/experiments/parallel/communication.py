@@ -59,9 +59,10 @@ class Communication:
 
     @property
     def is_flags(self) -> bool:
-        """Whether ranks tell each other a few facts (see ``parallel.collectives.AnyRank``) and no numbers."""
+        """Whether ranks tell each other facts (see ``parallel.collectives.AnyRank``) or digests, and no numbers."""
         # Fully sharded models gather weights as bytes.
-        return self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
+        are_facts = self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
+        return are_facts or (self.dtype == "int64" and "allgather" in self.name)
 
     @property
     def sent_bytes(self) -> float:

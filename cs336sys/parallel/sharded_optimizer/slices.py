@@ -21,6 +21,7 @@ from cs336sys.parallel.collectives import (
     MeanScatter,
     SliceGather,
     group_device,
+    is_capturing,
     is_dense,
     memory_view,
     sum_over_ranks,
@@ -300,7 +301,7 @@ class SlicePartition(HoldsGradients):
         """
         if self._master_dtype is None or not self._segments:
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return
         differences: list[Tensor] = []
         for bucket in self._buckets:

@@ -85,7 +85,7 @@ def test_the_table_is_printed_where_a_file_finds_no_room(monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("command", ["bench", "nsys", "memprof", "attn", "flash", "allreduce", "ddp", "shard"])
 def test_no_command_measures_what_it_could_not_save(tmp_path, command):
-    picture = tmp_path / "picture.png"
+    picture = tmp_path / "picture.jsonl"
     picture.write_bytes(b"\x89PNG\r\n")
     result = CliRunner().invoke(app, [command, "--device", "cpu", "--save", str(picture)])
     assert result.exit_code == 2

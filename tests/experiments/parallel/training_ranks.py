@@ -121,10 +121,10 @@ def killed_between_replays(workload):
 def _launch_at_the_first_gradient(synchronizer, bucket, name, parameter):
     bucket.waiting.discard(id(parameter))
     while synchronizer._launched < len(synchronizer.buckets):
-        following = synchronizer._next
+        following = synchronizer.buckets[synchronizer._launched]
         if len(following.waiting) == len(following.parameters):
             break
-        synchronizer._launch_next()
+        synchronizer._launch(synchronizer._launched + 1)
 
 
 def _broken(breaks: Callable) -> strategies.Prepare:

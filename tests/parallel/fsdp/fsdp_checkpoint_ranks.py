@@ -382,7 +382,7 @@ def load_uneven(path):
 
 
 def save_on_a_full_disk(path):
-    """The error where rank 0 cannot write files of more than 1000 bytes; what is left."""
-    sharded = FSDP(nn.Linear(300, 5))
-    error = with_file_limit(1000, save_checkpoint, path, sharded)
+    """The error where rank 0 writes no file over 1 MB (the process group has a file, too); what is left."""
+    sharded = FSDP(nn.Linear(200_000, 5))
+    error = with_file_limit(10**6, save_checkpoint, path, sharded)
     return error, gather_objects(sorted(name.name for name in path.parent.iterdir()))[0]

@@ -67,7 +67,7 @@ def test_what_cannot_be_averaged_is_refused_in_one_sentence_on_every_rank(ranks)
         assert said["an old wrapper alive"].startswith("weight has its gradient averaged already")
         assert said["an old wrapper gone"] == "nothing"
         assert said["over FSDP"] == "the module (FSDP) is wrapped already: wrap the plain module"
-        assert said["inside of FSDP"] == "0 (Linear) is wrapped already: wrap the plain module"
+        assert said["inside of FSDP"] == "the module (Sequential) is wrapped already: wrap the plain module"
         for wrapper in ("naive", "flat", "fsdp", "optimizer"):
             assert said[f"grad_dtype, {wrapper}"].startswith(
                 "weight is in torch.float32 and has grad_dtype torch.float64"

@@ -338,9 +338,11 @@ def changed_modules():
     shared.refresh()
     found["unfrozen"] = _gradients_of(shared)
 
-    state = {name: value.clone() for name, value in shared.state_dict().items()}
-    state["ln_final.weight"] += dist.get_rank()
-    shared.load_state_dict(state, assign=True)
+    for owner in list(shared.module.modules()):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, torch.nn.Parameter(parameter.detach().clone()))
+    with torch.no_grad():
+        shared.module.ln_final.weight += dist.get_rank()
     told["assigned"] = error_of(shared, batch()[0])[1]
     inputs, targets = batch()
     shared.loss(shared.module(inputs), targets).backward()
