@@ -103,7 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket_size_mb: parameters (and with ``flat=True`` gradients) are communicated in buckets of at most so many
                 megabytes (1e6 bytes), unless a bucket holds a single larger one; None puts all into one bucket.
             master_dtype: with ``flat=True``, update copies of the slices in this dtype and round the results to the
-                parameters, for example ``torch.float32`` for bf16 parameters.
+                parameters, for example ``torch.float32`` for bf16 parameters. The copies follow weights that are loaded
+                or changed in place between steps, but not through ``.data``.
             options: options of ``optimizer_cls``.
 
         Raises:

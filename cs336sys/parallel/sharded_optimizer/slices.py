@@ -225,6 +225,8 @@ class SlicePartition(HoldsGradients):
         self._buckets: list[ScatteredBucket] = []
         self._names: dict[int, str] = {}
         self._segments: dict[nn.Parameter, Segment] = {}
+        # How often each parameter had been changed when its values were last those of its master.
+        self._versions: dict[nn.Parameter, int] = {}
         self._synchronizer = SliceSynchronizer([], overlap=True)
         # By id, the names of parameters with gradients that the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
@@ -248,6 +250,7 @@ class SlicePartition(HoldsGradients):
         self._names |= {id(parameter): name for name, parameter in named}
         for bucket in adopted:
             self._segments |= bucket.segments
+            self._versions |= {parameter: parameter._version for parameter in bucket.segments}
         # One bucket fills while two are being reduced: with more, slow communication would keep all gradients alive.
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
@@ -297,24 +300,16 @@ class SlicePartition(HoldsGradients):
     def require_ready(self) -> None:
         """Let master copies be the weights where these have been changed since they were published.
 
-        On GPUs the CPU waits for the comparison, because a change through ``.data`` leaves no other trace.
+        Torch does not count changes through ``.data``, and they are not seen: comparing all weights with their masters
+        would move 12 bytes of memory for each element in every step.
         """
-        if self._master_dtype is None or not self._segments:
+        if self._master_dtype is None or is_capturing():
             return
-        if is_capturing():
-            return
-        differences: list[Tensor] = []
-        for bucket in self._buckets:
-            if bucket.segments:
-                rounded = [torch.empty_like(segment.weights) for segment in bucket.segments.values()]
-                torch._foreach_copy_(rounded, [segment.updated for segment in bucket.segments.values()])
-                torch._foreach_sub_(rounded, [segment.weights for segment in bucket.segments.values()])
-                differences += torch._foreach_norm(rounded, torch.inf)
-        if not torch.stack(differences).any():
-            return
-        for segment in self._segments.values():
-            is_kept = segment.weights == segment.updated.to(segment.weights.dtype)
-            segment.updated.copy_(torch.where(is_kept, segment.updated, segment.weights))
+        for parameter, segment in self._segments.items():
+            if parameter._version != self._versions[parameter]:
+                is_kept = segment.weights == segment.updated.to(segment.weights.dtype)
+                segment.updated.copy_(torch.where(is_kept, segment.updated, segment.weights))
+                self._versions[parameter] = parameter._version
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Drop or zero all gradients, those being averaged, too. Every rank must call it.
@@ -373,6 +368,7 @@ class SlicePartition(HoldsGradients):
             segments = self._segments.values()
             torch._foreach_copy_([segment.weights for segment in segments], [segment.updated for segment in segments])
         self.exchange.start(updated)
+        self._versions = {parameter: parameter._version for parameter in self._segments}
 
     def load_masters(self, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Set this rank's master copies, missing ones from the parameters; then round them to the parameters."""
