@@ -127,8 +127,8 @@ def test_every_command_of_a_page_has_known_options_and_values(page, understood, 
 
 WITH_DRY_RUN = ("bench", "nsys", "memprof", "ddp", "shard", "allreduce")
 
-# A dry run refuses them, since it measures nothing to write there.
-FILES_OF_MEASUREMENTS = ("--plot", "--plot-scaling", "--trace", "--keep", "--snapshot")
+# A dry run refuses the files, since it measures nothing to write there, and trackers that are not installed.
+FILES_OF_MEASUREMENTS = ("--plot", "--plot-scaling", "--trace", "--keep", "--snapshot", "--track")
 
 
 def test_every_command_that_can_says_what_it_would_run(folder, monkeypatch):
