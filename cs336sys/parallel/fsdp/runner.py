@@ -67,7 +67,7 @@ class UnitRunner(SynchronizationSwitch):
         self._ahead: set[ShardedUnit] = set()
         # Units whose memory is used outside of their calls, with the versions of their slices. Hooks of each forward
         # pass have those of their own, for a second backward pass through it.
-        self._lent: dict[ShardedUnit, list[int]] = {}
+        self._lent: dict[ShardedUnit, list[tuple[int, int]]] = {}
         self._in_forward = self._in_backward = self._has_failed = False
         # In the backward pass: the unit it arrived at last, those it is inside of, those whose gradients are unreduced.
         self._current: ShardedUnit | None = None
@@ -156,6 +156,11 @@ class UnitRunner(SynchronizationSwitch):
             # It returns a view of a weight, which is freed. (Lending would not do: only some ranks may have come here.)
             output = tree_map_only(Tensor, lambda tensor: tensor.clone() if unit.lent(tensor) else tensor, output)
             outputs = self._outputs(unit, output)
+        changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
+        if torch.is_grad_enabled() and not _has_own(outputs, inputs, changed) and _takes_part(parts, inputs):
+            # The backward pass must arrive here on every rank: on another, the call may have computed something.
+            output = tree_map_only(Tensor, _arrived_at, output)
+            outputs = self._outputs(unit, output)
         left = kept_tensors(parts)
         if containers:
             # They may have more in them now.
@@ -163,7 +168,6 @@ class UnitRunner(SynchronizationSwitch):
         if any(unit.lent(tensor) and not unit.holds(tensor) for tensor in outputs + left):
             self._lend(unit)
         if torch.is_grad_enabled():
-            changed = [tensor for tensor, before in zip(inputs, versions, strict=True) if _version(tensor) != before]
             self._hook(unit, outputs + changed + _left_since(left, unit, inputs))
         if not in_use:
             self._leave(unit)
@@ -185,7 +189,12 @@ class UnitRunner(SynchronizationSwitch):
             self._use(unit)
             self._lend(unit)
 
-    def arrive(self, unit: ShardedUnit | None, versions: Sequence[int], lent: dict[ShardedUnit, list[int]]) -> None:
+    def arrive(
+        self,
+        unit: ShardedUnit | None,
+        versions: Sequence[tuple[int, int]],
+        lent: dict[ShardedUnit, list[tuple[int, int]]],
+    ) -> None:
         """Called when the backward pass has the gradient of the unit's output and is about to use it.
 
         Args:
@@ -338,8 +347,8 @@ class UnitRunner(SynchronizationSwitch):
             for tensor in watched:
                 hooks = tensor._backward_hooks or {}
                 own = tensor.register_hook(arrival)
-                # The tensor may be an output of earlier calls, too, as it is of a block that returns its input. The
-                # backward pass comes to the last call first.
+                # The tensor may be an output of earlier calls, too, as of a unit that returns what one in it returns.
+                # The backward pass comes to the last call first.
                 for earlier in [number for number in hooks if number != own.id]:
                     hooks[earlier] = hooks.pop(earlier)
 
@@ -450,7 +459,7 @@ class _BackwardEnd:
 class _Arrival:
     """Tensor hook that reports each backward pass once, on however many outputs of a call it is registered."""
 
-    def __init__(self, runner: UnitRunner, unit: ShardedUnit | None, lent: dict[ShardedUnit, list[int]]):
+    def __init__(self, runner: UnitRunner, unit: ShardedUnit | None, lent: dict[ShardedUnit, list[tuple[int, int]]]):
         self._runner = runner
         self.unit = unit
         self._versions = [] if unit is None else unit.versions()
@@ -485,6 +494,41 @@ def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tens
 def _is_watched(tensor: Tensor, unit: ShardedUnit) -> bool:
     hooks = tensor._backward_hooks or {}
     return any(isinstance(hook, _Arrival) and hook.unit is unit for hook in hooks.values())
+
+
+class _InGraph(torch.autograd.Function):
+    """A copy of a tensor without gradients through which the backward pass comes nevertheless."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _arrived_at(tensor: Tensor) -> Tensor:
+    """The same values, with a place of their own in the graph; they have a gradient, if any can."""
+    if tensor.requires_grad:
+        return tensor.view_as(tensor)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return _InGraph.apply(tensor, torch.zeros((), requires_grad=True))
+
+
+def _has_own(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
+    """Whether a call returns a tensor with a gradient that was not given to it as it is."""
+    given = set(map(id, inputs)).difference(map(id, changed))
+    return any(tensor.requires_grad and id(tensor) not in given for tensor in outputs)
+
+
+def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
+    """Whether a call of ``parts`` may compute something with a gradient, whatever it has done on this rank."""
+    if any(tensor.requires_grad for tensor in inputs):
+        return True
+    parameters = (parameter for part in parts for parameter in part._parameters.values())
+    return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
 def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:

@@ -167,11 +167,11 @@ class ShardedUnit:
         for parameter in self.parameters:
             parameter.require_unchanged()
 
-    def versions(self) -> list[int]:
-        """Counts of the changes of each slice."""
-        return [shard._version for shard in self._shards]
+    def versions(self) -> list[tuple[int, int]]:
+        """Of each slice, how often it was changed, and where it is: ``.data =`` moves it and does not count."""
+        return [(shard._version, shard.data_ptr()) for shard in self._shards]
 
-    def require_versions(self, versions: Sequence[int]) -> None:
+    def require_versions(self, versions: Sequence[tuple[int, int]]) -> None:
         """Refuse slices that were changed since :meth:`versions` returned this.
 
         Raises:
