@@ -17,8 +17,9 @@ from cs336sys.parallel.marks import hands_gradient_on
 _MARK = "is_slice_of_this_rank"
 
 # What clip_grad_norm_ of torch.nn.utils calls once it knows the norm, and users as clip_grads_with_norm_, without the
-# decorator.
+# decorator; and clip_grad_value_ without it.
 _CLIPPING = inspect.getclosurevars(clip_grad._clip_grads_with_norm_).nonlocals["func"]
+_CLIPPING_VALUES = inspect.getclosurevars(clip_grad.clip_grad_value_).nonlocals["func"]
 
 
 def mark_slice(parameter: nn.Parameter, ranks: Collection[int] | None = None) -> None:
@@ -65,12 +66,17 @@ def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) ->
 def refuse_clipping_alone() -> None:
     """Let ``clip_grad_norm_`` and ``clip_grads_with_norm_`` of torch refuse slices, from now on and in this process.
 
-    Each rank would scale what it holds by another factor. What their decorator calls is replaced, and not they
-    themselves, because scripts have imported them by name before the first slice is made.
+    Each rank would scale what it holds by another factor. ``clip_grad_value_`` clips each element by itself: it accepts
+    slices, of which a rank may have none. What their decorator calls is replaced, and not they themselves, because
+    scripts have imported them by name before the first slice is made.
     """
-    decorated = clip_grad._clip_grads_with_norm_
+    _replace_decorated(clip_grad._clip_grads_with_norm_, _refusing(_CLIPPING))
+    _replace_decorated(clip_grad.clip_grad_value_, _accepting_nothing(_CLIPPING_VALUES))
+
+
+def _replace_decorated(decorated: Any, function: Callable[..., Any]) -> None:
     cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
-    cells["func"].cell_contents = _refusing(_CLIPPING)
+    cells["func"].cell_contents = function
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,5 +89,21 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
                 "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
             )
         return clip(parameters, *args, **settings)
+
+    return checked
+
+
+def _accepting_nothing(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(hands_gradient_on(parameter) for parameter in parameters):
+            raise UsageError(
+                "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with "
+                "these parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()"
+            )
+        # Without any gradient torch's raises an assertion.
+        if any(parameter.grad is not None for parameter in parameters):
+            clip(parameters, *args, **settings)
 
     return checked

@@ -9,7 +9,7 @@ from small_models import error_of
 from torch import nn
 
 # By name, as scripts do, before there are any slices.
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.parallel.ddp import NaiveDDP
@@ -43,6 +43,7 @@ def clippings():
     errors = {
         "fsdp": error_of(clip_grad_norm_, fully, 0.01),
         "flat": error_of(clip_grad_norm_, trained(flat), 0.01),
+        "flat, values": error_of(clip_grad_value_, flat.parameters(), 0.5),
         "tensor": error_of(clip_grad_norm_, cut, 0.01),
         "fsdp of parts": error_of(
             FSDP(
@@ -53,6 +54,13 @@ def clippings():
         "adamw, fsdp": error_of(partial(AdamW, fully), max_grad_norm=0.01),
         "adamw, sharded": error_of(ShardedOptimizer, layer().parameters(), AdamW, max_grad_norm=0.01),
     }
+    optimizer.finish_gradient_synchronization()
+    values = {}
+    for name, sliced in {"fsdp": fully, "flat": optimizer.own_tensors}.items():
+        clip_grad_value_(sliced, 0.5)
+        values[name] = max(one.grad.max().item() for one in sliced)
+        # A rank may have none.
+        clip_grad_value_([nn.Parameter(torch.ones(2))], 0.5)
     optimizer.zero_grad()
     del optimizer
     AdamW(fully)
@@ -63,4 +71,4 @@ def clippings():
         "flat no more": trained(flat),
     }
     ShardedOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1)
-    return errors, {name: clip_grad_norm_(parameters, 0.01).item() for name, parameters in whole.items()}
+    return errors, values, {name: clip_grad_norm_(parameters, 0.01).item() for name, parameters in whole.items()}

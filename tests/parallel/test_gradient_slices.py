@@ -11,6 +11,11 @@ def test_clipping_by_the_norm_of_a_slice_is_refused_and_by_that_of_whole_gradien
         "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank",
     )
     expected = {
+        "flat, values": (
+            "UsageError",
+            "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with these "
+            "parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()",
+        ),
         "fsdp": alone,
         "flat": alone,
         "tensor": alone,
@@ -32,6 +37,7 @@ def test_clipping_by_the_norm_of_a_slice_is_refused_and_by_that_of_whole_gradien
     }
     # Of a layer's gradients, all 2: 16 weights and 4 biases.
     norm = (20 * 4) ** 0.5
-    for errors, norms in ranks(2).run(gradient_slices_ranks.clippings):
+    for errors, values, norms in ranks(2).run(gradient_slices_ranks.clippings):
         assert errors == expected
+        assert values == {"fsdp": 0.5, "flat": 0.5}
         assert norms == pytest.approx({"ddp": norm, "sharded": norm, "flat no more": norm})
