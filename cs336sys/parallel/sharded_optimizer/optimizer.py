@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: without ``flat=True``; then the data parallel wrapper averages, and has this method.
         """
-        self._require_slices("finish_gradient_synchronization").prepare_gradients()
+        self._complete_gradients(self._require_slices("finish_gradient_synchronization"))
 
     @property
     def own_tensors(self) -> Sequence[Tensor]:
@@ -270,6 +270,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             the norm before, (), the same on every rank. It is not finite if any gradient on any rank is not, so that
             all ranks can skip the step alike.
         """
+        if self._slices is not None:
+            self._complete_gradients(self._slices)
         return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -306,12 +308,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._slices is not None:
             self._slices.prepare_gradients()
         with self._agreement.compared() as lines, torch.no_grad():
+            if self._slices is not None:
+                self._slices.require_none_late()
             self._partition.require_ready()
             self._check_parameters()
             lines += self._changed_options()
-            if _identities(self.state) != self._linked_state:
-                self._local.take_state(self.state, self._linked_names)
-                self._link_state()
+            self._take_state()
         self._partition.exchange.wait()
         self._local.step(self.param_groups, kwargs)
         with torch.no_grad():
@@ -324,6 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         It has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
         """
+        self._take_state()
         own = self._local.own_states(self._parameters)
         kept = {index: state for index, (_, state) in own.items() if state}
         return {**super().state_dict(), "state": kept, "share": self._share()}
@@ -335,6 +338,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizers on any number of ranks and in either mode. ``parameters`` lists names and shapes; a master copy is in
         the state of its parameter as ``master_parameter``.
         """
+        with same_on_every_rank():
+            self._take_state()
         states = gather_states(
             self._local.own_states(self._parameters), self._parameters, sliced=self._slices is not None
         )
@@ -473,6 +478,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _name(self, parameter: nn.Parameter) -> str:
         return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
 
+    def _complete_gradients(self, slices: SlicePartition) -> None:
+        if slices.is_complete:
+            with self._agreement.compared():
+                slices.require_none_late()
+        slices.prepare_gradients()
+
     def _require_between_steps(self) -> None:
         if self._slices is not None:
             self._slices.require_between_steps()
@@ -492,6 +503,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if members != self._linked_members:
             self._linked_members = members
             self._linked_names = dict(zip(self._parameters, names_of(self.param_groups), strict=True))
+
+    def _take_state(self) -> None:
+        """Let the local optimizer keep what users have made of ``state``."""
+        if _identities(self.state) != self._linked_state:
+            self._local.take_state(self.state, self._linked_names)
+            self._link_state()
 
     def _link_state(self) -> None:
         self.state = defaultdict(dict, self._local.state_of(self._parameters))

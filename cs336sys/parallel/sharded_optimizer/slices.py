@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class ScatteredBucket(GradientBucket):
         segments: this rank's segments, by parameter; a parameter that lies wholly in other ranks' slices has none.
         predecessor: a bucket launched earlier, whose whole gradients are dropped when this one is launched.
         given: ids of the parameters of which some rank has a gradient; those of which this rank updates nothing, too.
+        has_arrived: whether the last reduction brought a gradient of any rank.
     """
 
     hands_on = True
@@ -71,6 +73,7 @@ class ScatteredBucket(GradientBucket):
         self.segments: dict[nn.Parameter, Segment] = {}
         self.predecessor: ScatteredBucket | None = None
         self.given: set[int] = set()
+        self.has_arrived = False
         self._master_dtype = master_dtype
         members = list(parameters.values())
         sample = members[0]
@@ -145,6 +148,7 @@ class ScatteredBucket(GradientBucket):
                 updated = self.segments[parameters[index]].updated
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
+        self.has_arrived = any(present_anywhere)
         self.given.update(id(one) for one, present in zip(parameters, present_anywhere, strict=True) if present)
         self._own = None
         self.begin_step()
@@ -179,25 +183,24 @@ class SliceSynchronizer(GradientSynchronizer):
     there.
 
     Attributes:
-        is_complete: whether the gradients of this step have been completed, so that no pass may add to them.
+        is_complete: whether the gradients of this step have been completed, so that no pass may add to them; the same
+            on every rank.
         holds_back: whether gradients stay on this rank for now.
+        late: by id, the names of parameters that got a gradient on this rank when those of the step were complete.
     """
 
     is_complete = False
     holds_back = False
 
-    def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
-        """As in the base class.
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.late: dict[int, str] = {}
 
-        Raises:
-            UsageError: besides, the gradients of this step are complete.
-        """
+    def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         if self.is_complete:
-            raise UsageError(
-                f"{name} got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
-                "unscale_() and finish_gradient_synchronization() do: run all passes of a step before, all but the "
-                "last under no_sync(), or call zero_grad() first"
-            )
+            # Refused by what all ranks do next: not all of them have a gradient.
+            self.late[id(parameter)] = name
+            return
         if not self.holds_back:
             super().gradient_ready(bucket, name, parameter)
             return
@@ -295,7 +298,28 @@ class SlicePartition(HoldsGradients):
             )
         if not self._synchronizer.is_complete:
             self._synchronizer.finish()
-        self._synchronizer.is_complete = self._is_settled = True
+            # Else there was no backward pass yet, on any rank.
+            self._synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
+        self._is_settled = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of this step have been completed; the same on every rank."""
+        return self._synchronizer.is_complete
+
+    def require_none_late(self) -> None:
+        """Refuse gradients that came after those of the step were complete.
+
+        Raises:
+            UsageError: naming the first; on the ranks that have one.
+        """
+        if self._synchronizer.late:
+            name = next(iter(self._synchronizer.late.values()))
+            raise UsageError(
+                f"{name} got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
+                "unscale_() and finish_gradient_synchronization() do: run all passes of a step before, all but the "
+                "last under no_sync(), or call zero_grad() first"
+            )
 
     def require_ready(self) -> None:
         """Let master copies be the weights where these have been changed since they were published.
@@ -350,8 +374,9 @@ class SlicePartition(HoldsGradients):
             self._synchronizer.is_complete = False
         for bucket in self._buckets:
             bucket.drop(parameters, set_to_none)
-        for used in list(self._used) if parameters is None else parameters:
-            self._used.pop(used, None)
+        for names in (self._used, self._synchronizer.late):
+            for dropped in list(names) if parameters is None else parameters:
+                names.pop(dropped, None)
         self._synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:
