@@ -61,7 +61,8 @@ class _Replicated(StateDictOfWrapped):
     - Collectives of your own may run between the backward pass and :meth:`finish_gradient_synchronization`, for example
       to average the loss: all-reduces that overlap are launched when the backward pass returns. A rank whose backward
       pass reaches no trained parameter launches them in :meth:`finish_gradient_synchronization`: where that can happen,
-      call yours after it.
+      call yours after it. If several wrapped modules are in one graph, that must not happen on some ranks alone, and a
+      failed backward pass cannot be gone on from: all-reduces of different modules would meet.
     - Parameters may be frozen, and trained again. Whoever adds, removes, replaces, ties or unfreezes parameters calls
       :meth:`refresh` on every rank; until then forward passes, and what finishes a backward pass through the module
       itself, are refused.
@@ -122,12 +123,14 @@ class _Replicated(StateDictOfWrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 
+        Without gradients, others may be in the place of parameters, as ``torch.func.functional_call`` puts them there.
+
         Raises:
             UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
                 :meth:`refresh`.
         """
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._held.require_unchanged()
+        if not torch.compiler.is_compiling():
+            self._held.require_unchanged(allows_exchanged=not torch.is_grad_enabled())
         return self.module(*args, **kwargs)
 
     @property

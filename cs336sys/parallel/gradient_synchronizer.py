@@ -42,8 +42,8 @@ class GradientSynchronizer(SynchronizationSwitch):
     backward pass ends, before the program goes on: its own collectives then come after the same all-reduces on every
     rank. Of several synchronizers whose gradients one backward pass computes, each launches when those have launched
     everything whose first gradients were ready before its own. Two cases remain in which ranks differ and nobody can
-    tell: a rank whose backward pass reaches no parameter of a synchronizer launches in :meth:`finish`, and parts that
-    do not depend on each other may have their first gradients in another order.
+    tell: a rank whose backward pass fails, or reaches no parameter of a synchronizer, launches in :meth:`finish`, and
+    parts that do not depend on each other may have their first gradients in another order.
 
     If a parameter has no gradient on this rank, zeros take part in its place. Ranks tell each other which gradients
     they had, in one small all-reduce per step, so that a gradient that no rank had stays None.

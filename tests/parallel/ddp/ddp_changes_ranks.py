@@ -96,7 +96,7 @@ def train_alone(change):
 
 
 def change_in_training(change):
-    """By mode: the error of the next forward pass, of one through the module itself, and weights after refresh()."""
+    """By mode: errors of the next passes: forward, without gradients, through the module itself; and weights."""
     results = {}
     for mode, wrap in MODES.items():
         model = Adaptable(dist.get_rank())
@@ -107,7 +107,7 @@ def change_in_training(change):
         x = torch.ones(2, 7).double()
         errors = [error_of(wrapped, x)]
         with torch.no_grad():
-            wrapped(x)
+            errors.append(error_of(wrapped, x))
 
         def pass_through_module(wrapped=wrapped, x=x):
             wrapped.module(x).sum().backward()

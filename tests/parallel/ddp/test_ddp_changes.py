@@ -22,7 +22,10 @@ def test_changed_module_is_refused_and_trains_after_refresh(ranks, change):
     first, second = ranks(2).run(ddp_changes_ranks.change_in_training, change)
     for mode in EVERY_MODE:
         sentence = f"{REFUSALS[change]} after it was wrapped: call refresh() on every rank"
-        assert first[mode][0] == second[mode][0] == [("UsageError", sentence)] * 2
+        refusal = ("UsageError", sentence)
+        # Without gradients, functional_call() may have given the module other values.
+        evaluated = None if change in ("assign", "untie") else refusal
+        assert first[mode][0] == second[mode][0] == [refusal, evaluated, refusal]
         # Buffers and frozen parameters that were added are rank 0's, too.
         assert_same(first[mode][1], expected, rtol=1e-12, atol=1e-12)
         assert_same(second[mode][1], first[mode][1])
