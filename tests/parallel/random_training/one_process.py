@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from random_models import PARTS, Adapted, Limited, Raised, RandomModel, matrix_of
-from random_programs import DDP, Action, Program, choices_of
+from random_programs import DDP, MAY_BE_LEFT_OUT, Action, Program, choices_of
 from torch import Tensor, nn
 
 OPTIMIZERS = {
@@ -34,6 +34,7 @@ class OneProcess:
         is_launched: whether it was synchronized.
         is_stepped: whether there was a step since gradients were dropped.
         is_complete: whether gradients were completed since then.
+        is_outdated: whether weights have changed since a forward pass, so that its backward pass may raise.
         is_changed: whether the models have changed since the last :meth:`refresh` in a way that wrappers must be told.
         new_parameters: ids of those that no wrapper has made the same on all ranks yet.
         is_promised: whether nothing was done that may be refused.
@@ -47,7 +48,7 @@ class OneProcess:
         self.passes: list[list[Tensor]] = []
         self._inputs: list[Tensor] = []
         self.is_unfinished = self.is_launched = self.is_changed = self.has_hooks = False
-        self.is_stepped = self.is_complete = False
+        self.is_stepped = self.is_complete = self.is_outdated = False
         self.is_promised = True
         self.changes = 0
         self.new_parameters: set[int] = set()
@@ -84,6 +85,12 @@ class OneProcess:
                 # Gradients that are complete are to be dropped before.
                 return False
             return len(args) < 3 and not (self.is_launched and self.program.wrapper != "fsdp") and len(self.passes) == 1
+        if name == "refresh":
+            # A sharded optimizer that knows its module must be built anew where one of its parameters was replaced.
+            return not (self.program.waits_in_module and self.new_parameters)
+        if name in ("clip", "finish"):
+            # Gradients of the last step are to be dropped before.
+            return not (self._is_flat and self.is_stepped)
         if name == "restore_weights":
             return not args[0] and not self.passes
         if name == "step":
@@ -96,21 +103,35 @@ class OneProcess:
         if how == "inner" and self.new_parameters:
             # What wraps the module does not see the pass, and refuses its gradients alone.
             return False
-        return how != "raises in backward" or self.program.inputs_need_gradients
-
-    def _allows_evaluate(self, seed: int, mode: str) -> bool:
-        # DDP compares modules in passes with gradients alone.
-        return not self.new_parameters
+        if how == "raises in backward":
+            # Nobody promises to go on from one of several wrapped modules in a graph.
+            return self.program.inputs_need_gradients and (self.program.wrapper == "fsdp" or len(self.models) == 1)
+        return True
 
     def _allows_backward(self, which: str = "all", synchronizes: bool = True, absent: int | None = None) -> bool:
         # Nobody promises anything of several wrapped modules of which a rank runs none backward.
         may_be_absent = self.program.wrapper != "fsdp" and len(self.models) == 1 and not self.is_launched
-        # A sharded optimizer refuses it on the ranks whose parameters get a gradient, and on these alone.
-        is_too_late = self._is_flat and self.is_complete
-        return bool(self.passes) and (absent is None or may_be_absent) and not is_too_late
+        # Those that are present may raise, and one that is absent would wait for them.
+        may_be_absent = may_be_absent and not self.is_outdated
+        return bool(self.passes) and (absent is None or may_be_absent)
 
     def _allows_sum_losses(self) -> bool:
-        return self._last is not None
+        # Where a backward pass may reach no parameter, all-reduces may be launched after the user's.
+        is_reached = any(
+            type(part).__name__ not in MAY_BE_LEFT_OUT and any(one.requires_grad for one in part.parameters())
+            for model in self.models
+            for part in model.parts
+        )
+        return self._last is not None and (is_reached or not self.is_unfinished or self.program.wrapper == "fsdp")
+
+    def _allows_step(self) -> bool:
+        return not self._raises_on_some_ranks
+
+    @property
+    def _raises_on_some_ranks(self) -> bool:
+        """Whether autograd would raise, if weights changed now, on the ranks alone that have used them."""
+        parts = {type(part).__name__ for model in self.models for part in model.modules()}
+        return bool(self.passes) and self.program.wrapper != "fsdp" and not parts.isdisjoint(MAY_BE_LEFT_OUT)
 
     def _allows_remove(self, part: int) -> bool:
         return len(self.place(part)[0].parts) > 1
@@ -140,17 +161,18 @@ class OneProcess:
         return not self.is_changed
 
     def _allows_rebuild_optimizer(self) -> bool:
-        return not self.is_changed
+        # A sharded optimizer moves parameters, after which autograd refuses the backward pass.
+        return not (self.is_changed or self.passes)
 
     def _allows_scale_weights(self, how: str, part: int) -> bool:
-        # Autograd does not see what is done by .data: in one process gradients are those of the weights before.
-        return how != "data" or not self.passes
+        return how == "data" or not self._raises_on_some_ranks
 
     def _allows_keep_weights(self) -> bool:
         return not self.is_changed
 
     def _allows_restore_weights(self, assign: bool, who: str) -> bool:
-        return "weights" in self._kept and self._kept["weights"][0] == self.changes
+        is_kept = "weights" in self._kept and self._kept["weights"][0] == self.changes
+        return is_kept and not self._raises_on_some_ranks
 
     def _allows_restore_optimizer(self) -> bool:
         return "optimizer" in self._kept and self._kept["optimizer"][0] == self.changes
@@ -184,10 +206,12 @@ class OneProcess:
     def evaluate(self, seed: int, mode: str) -> Any:
         for called in self.called:
             called.eval()
-        with getattr(torch, mode)():
-            losses = self._losses(seed, self.called, None)
-        for called in self.called:
-            called.train()
+        try:
+            with getattr(torch, mode)():
+                losses = self._losses(seed, self.called, None)
+        finally:
+            for called in self.called:
+                called.train()
         return [loss.item() for loss in losses]
 
     def _losses(self, seed: int, called: list[Any], penalized: nn.Module | None) -> list[Tensor]:
@@ -212,7 +236,8 @@ class OneProcess:
         for model in self.models:
             loss = loss + 0.1 * model.auxiliary_loss()
         if penalized is not None:
-            loss = loss + sum(0.1 * parameter.double().square().sum() for parameter in penalized.parameters())
+            # Not a sum over elements: that of a slice would have the right gradients.
+            loss = loss + sum(0.1 * parameter.double().square().sum() ** 2 for parameter in penalized.parameters())
         return loss
 
     def backward(self, which: str = "all", synchronizes: bool = True, absent: int | None = None) -> Any:
@@ -241,7 +266,7 @@ class OneProcess:
         self.is_unfinished = True
         self.is_launched = self.is_launched or synchronizes
         if which == "all":
-            taken, self.passes, self._inputs = self.passes, [], []
+            taken, self.passes, self._inputs, self.is_outdated = self.passes, [], [], False
         else:
             taken = [self.passes.pop(0 if which == "first" else -1)]
         return [sum(losses) for losses in zip(*taken, strict=True)]
@@ -257,8 +282,8 @@ class OneProcess:
     # Gradients.
 
     def finish(self) -> None:
+        self.is_complete = self.is_complete or self.is_unfinished
         self.is_unfinished = self.is_launched = False
-        self.is_complete = True
 
     def _settle(self) -> None:
         if self.is_unfinished:
@@ -297,7 +322,8 @@ class OneProcess:
     def drop_gradients(self) -> None:
         """Let no gradient be left, whatever holds it."""
         self.is_unfinished = self.is_launched = self.is_stepped = self.is_complete = False
-        for one in (*self.called, *self.optimizers):
+        # First the optimizers: those that average gradients refuse to drop them for a module while they do.
+        for one in (*self.optimizers, *self.called):
             one.zero_grad()
 
     # The optimizer.
@@ -335,6 +361,7 @@ class OneProcess:
     def step(self) -> None:
         self._settle()
         self.is_stepped, self.is_complete = True, False
+        self.is_outdated = bool(self.passes)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -381,6 +408,7 @@ class OneProcess:
         self._kept["weights"] = self.changes, kept
 
     def restore_weights(self, assign: bool, who: str) -> None:
+        self.is_outdated = bool(self.passes)
         if assign:
             self._changed()
         for one, kept in zip(self.called if who == "wrapper" else self.models, self._kept["weights"][1], strict=True):
@@ -388,6 +416,7 @@ class OneProcess:
 
     @torch.no_grad()
     def scale_weights(self, how: str, part: int) -> None:
+        self.is_outdated = bool(self.passes)
         for parameter in self._part(part).parameters():
             if how == "data":
                 parameter.data = parameter.data * 0.5

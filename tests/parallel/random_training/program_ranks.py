@@ -87,7 +87,7 @@ class OnRank(OneProcess):
                 if self.rank != absent and loss.requires_grad:
                     loss.backward()
         except Raised as raised:
-            if not (self.is_fsdp or self._is_flat):
+            if not (self.is_fsdp or (self._is_flat and self.is_stepped)):
                 self.finish()
             self.drop_gradients()
             return str(raised)

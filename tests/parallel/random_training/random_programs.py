@@ -18,10 +18,12 @@ Action = tuple
 DDP = ("naive", "flat", "overlap", "bucketed")
 WRAPPERS = (*DDP, "naive+optimizer", "bucketed+optimizer", "optimizer-flat", "optimizer-flat", "fsdp", "fsdp", "fsdp")
 
-# Parts for which every rank's backward pass must come through the same units: the inputs need gradients.
-_NEEDS_GRADIENTS = ("Alternatives", "Skipped", "View")
+# Parts of which a backward pass may reach no parameter. Nobody promises anything of several wrapped modules in one
+# graph of which a rank's backward pass reaches only some.
+MAY_BE_LEFT_OUT = ("Alternatives", "Skipped", "View")
 
 
+_STATE_EDITS = ("clear", "reassign", "scale", "replace")
 _CHANGES = ("add", "replace", "adapt", "remove", "swap", "tie", "untie", "freeze", "unfreeze")
 
 
@@ -132,13 +134,13 @@ def random_program(seed: int) -> Program:
     dense = [index for index, kind in enumerate(kinds) if kind in ("Dense", "Twice")]
     tied = tuple(sorted(rng.sample(dense, 2))) if len(dense) > 1 and rng.random() < 0.6 else None
     is_mixed = tied is None and rng.random() < 0.2
-    needs_gradients = any(kind in _NEEDS_GRADIENTS for kind in kinds)
+    may_be_divided = wrapper == "fsdp" or not any(kind in MAY_BE_LEFT_OUT for kind in kinds)
     program = Program(
         wrapper,
         world_size=world_size,
         seed=seed,
         kinds=kinds,
-        towers=2 if len(kinds) > 1 and tied is None and rng.random() < 0.2 else 1,
+        towers=2 if len(kinds) > 1 and may_be_divided and tied is None and rng.random() < 0.2 else 1,
         batch=rng.choice((1, 1, 2)),
         side_by_side=tuple(rng.random() < 0.4 for _ in kinds) if rng.random() < 0.5 else (),
         tied=tied,
@@ -146,7 +148,7 @@ def random_program(seed: int) -> Program:
         float32=tuple(index for index in range(len(kinds)) if is_mixed and rng.random() < 0.5),
         head=rng.choice((None, None, None, rng.randrange(len(kinds)))),
         has_matrix=rng.random() < 0.2,
-        inputs_need_gradients=needs_gradients or rng.random() < 0.5,
+        inputs_need_gradients=rng.random() < 0.5,
         optimizer=rng.choice(("sgd", "adamw")),
         bucket_mb=rng.choice((None, 1e-9, 1e-4, 3e-4)),
         prefetch=rng.choice((0, 1, 2)),
@@ -185,7 +187,7 @@ def _some(rng: random.Random, program: Program) -> Iterator[Action]:
     elif draw < 0.92:
         yield ("keep_optimizer",)
         yield from _step(rng)
-        yield ("restore_optimizer",)
+        yield ("restore_optimizer",) if rng.random() < 0.5 else ("edit_state", rng.choice(_STATE_EDITS))
         yield from _step(rng)
     else:
         yield ("restart", rng.choice((program.world_size, program.world_size, 1, 2, 3)))
@@ -212,6 +214,8 @@ def _step(rng: random.Random) -> Iterator[Action]:
         yield ("backward", rng.choice(("all", "first", "last")), True)
     else:
         yield ("backward", "all", True, *((rng.randrange(3),) if rng.random() < 0.05 else ()))
+    if rng.random() < 0.2:
+        yield ("sum_losses",)
     yield from odd()
     if rng.random() < 0.3:
         yield ("clip", rng.choice((0.05, 0.5, 100.0)))
@@ -258,7 +262,7 @@ def _anything_in_a_step(rng: random.Random) -> Action:
 
 
 def _change(rng: random.Random, kind: str, part: int) -> Action:
-    simple = [name for name in PARTS if name not in (*_NEEDS_GRADIENTS, "Limited")]
+    simple = [name for name in PARTS if name not in (*MAY_BE_LEFT_OUT, "Limited")]
     if kind == "add":
         return ("add", rng.choice(simple), rng.randrange(100))
     if kind == "replace":
@@ -280,7 +284,7 @@ def _anything(rng: random.Random) -> Action:
         (
             ("refresh",),
             ("optimize_new",),
-            ("edit_state", rng.choice(("clear", "reassign", "scale", "replace"))),
+            ("edit_state", rng.choice(_STATE_EDITS)),
             ("set_rate", rng.choice((0.002, 0.03))),
             ("hook", rng.randrange(3)),
             ("rebuild_optimizer",),

@@ -8,7 +8,65 @@ from random_programs import Program, random_program
 from running_programs import failures, report
 
 # Programs that failed once, as they were printed.
-REGRESSIONS: tuple[Program, ...] = ()
+REGRESSIONS: tuple[Program, ...] = (
+    # A unit returns its input, or a view of a frozen weight, on one rank.
+    Program(
+        wrapper="fsdp",
+        actions=(("forward", 80), ("backward", "all", True), ("step",)),
+        seed=5002,
+        kinds=("SumOfViews", "Dense", "Skipped"),
+        side_by_side=(True, True, False),
+    ),
+    Program(
+        wrapper="fsdp",
+        actions=(
+            ("forward", 35),
+            ("backward", "all", True),
+            ("step",),
+            ("zero_grad", "wrapper", True),
+            ("forward", 36),
+            ("backward", "all", True),
+            ("step",),
+        ),
+        kinds=("Skipped", "View", "Dense", "Skipped"),
+        frozen=1,
+        inputs_need_gradients=False,
+    ),
+    # Slices that are moved between the forward and the backward pass.
+    Program(
+        wrapper="fsdp",
+        actions=(("forward", 35), ("scale_weights", "data", 0), ("backward", "all", True), ("step",)),
+        kinds=("Twice",),
+    ),
+    # Values are clipped where no parameter has a gradient.
+    Program(wrapper="optimizer-flat", actions=(("forward", 63), ("backward", "all", True), ("clip_alone", "value"))),
+    # Only some ranks have a gradient after those of a step were completed.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(
+            ("forward", 48),
+            ("backward", "all", False),
+            ("forward", 25),
+            ("backward", "all", True),
+            ("forward", 89),
+            ("finish",),
+            ("backward", "all", True),
+            ("clip", 0.1),
+        ),
+        seed=2097,
+        kinds=("Skipped",),
+    ),
+    # Clipping of nothing.
+    Program(wrapper="optimizer-flat", actions=(("clip", 0.1), ("forward", 52), ("backward", "all", True), ("step",))),
+    # A new layer that nobody has told the wrapper of.
+    Program(wrapper="overlap", actions=(("add", "Dense", 30), ("evaluate", 43, "no_grad"))),
+    # What a user has made of the state is in the state dict.
+    Program(
+        wrapper="bucketed+optimizer",
+        actions=(("forward", 16), ("backward", "all", True), ("step",), ("edit_state", "reassign")),
+        seed=5010,
+    ),
+)
 
 
 def test_random_programs_equal_one_process(ranks, request):
