@@ -169,7 +169,8 @@ class ShardedUnit:
 
     def versions(self) -> list[tuple[int, int]]:
         """Of each slice, how often it was changed, and where it is: ``.data =`` moves it and does not count."""
-        return [(shard._version, shard.data_ptr()) for shard in self._shards]
+        # One without rows has no address, but its rank must see the change, too.
+        return [(one._version, one.data_ptr() or one.untyped_storage()._cdata) for one in self._shards]
 
     def require_versions(self, versions: Sequence[tuple[int, int]]) -> None:
         """Refuse slices that were changed since :meth:`versions` returned this.

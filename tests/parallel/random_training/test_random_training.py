@@ -36,6 +36,7 @@ REGRESSIONS: tuple[Program, ...] = (
     Program(
         wrapper="fsdp",
         actions=(("forward", 35), ("scale_weights", "data", 0), ("backward", "all", True), ("step",)),
+        world_size=3,
         kinds=("Twice",),
     ),
     # Values are clipped where no parameter has a gradient.
