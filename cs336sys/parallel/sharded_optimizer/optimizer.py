@@ -269,9 +269,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             the norm before, (), the same on every rank. It is not finite if any gradient on any rank is not, so that
             all ranks can skip the step alike.
+
+        Raises:
+            UsageError: as :meth:`step`, where parameters were moved, unfrozen, added or replaced: the norm would lack
+                their gradients.
         """
         if self._slices is not None:
             self._complete_gradients(self._slices)
+        self._check_parameters()
         return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,6 +9,15 @@ from running_programs import failures, report
 
 # Programs that failed once, as they were printed.
 REGRESSIONS: tuple[Program, ...] = (
+    # The norm lacked a parameter that was unfrozen, without refresh().
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("unfreeze", 2), ("forward", 4, "inner"), ("backward", "all", True), ("clip", 100.0)),
+        world_size=3,
+        seed=20224,
+        kinds=("Dense", "Dense"),
+        frozen=0,
+    ),
     # A unit returns its input, or a view of a frozen weight, on one rank.
     Program(
         wrapper="fsdp",
