@@ -1,4 +1,4 @@
-"""How ranks divide tensors and sequences: arithmetic that `parallel/` computes with and `accounting/` counts by.
+"""The division of tensors and sequences among ranks: arithmetic for what `parallel/` computes and `accounting/` counts.
 
 Both import these functions, so memory and traffic predicted on paper are those of the classes themselves. The module
 imports no other room and no torch.
@@ -116,7 +116,7 @@ def rows_per_rank(rows: int, world_size: int) -> int:
 
 
 def own_rows(rows: int, rank: int, world_size: int) -> range:
-    """Which rows of a parameter a rank holds; as ``torch.chunk`` cuts."""
+    """Return the rows of a parameter that a rank holds, as ``torch.chunk`` cuts them."""
     each = rows_per_rank(rows, world_size)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
@@ -127,7 +127,7 @@ def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
 
 
 def gathered_layout(parameters: Sequence[tuple[Shape, int]], world_size: int) -> tuple[list[int], int]:
-    """Where the parameters of a unit lie in its memory when they are gathered.
+    """Lay out the gathered parameters of a unit in its memory.
 
     Args:
         parameters: shape and bytes an element of each.
@@ -160,7 +160,7 @@ def cut_dimension(name: str) -> int | None:
 
 
 def own_part(length: int, rank: int, world_size: int) -> range:
-    """Which of ``length`` rows or columns a rank holds; the first ranks hold one more where they do not divide."""
+    """Return the rows or columns that a rank holds; the first ranks hold one more where they do not divide."""
     each, more = divmod(length, world_size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
