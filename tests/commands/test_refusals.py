@@ -1,5 +1,6 @@
 """What a command refuses before it starts anything: one sentence, in a second, with --dry-run as without."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -48,7 +49,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(command, tmp_path, monkeypatch):
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "device 'cuda': torch sees no CUDA GPU here" in refused(command, "--device", "cuda", "--dry-run", code=3)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
     assert "--track wandb: wandb is not installed" in refused(command, "--track", "wandb", "--dry-run", code=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.jsonl"]
 
