@@ -6,7 +6,7 @@ backward pass ends. That a gradient is ready is not such an event: a parameter m
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ class UnitRunner(SynchronizationSwitch):
         self._inside: set[ShardedUnit] = set()
         self._unreduced: dict[ShardedUnit, None] = {}
         self._reducing: ShardedUnit | None = None
-        # Since the last finish(): of what was reduced, which gradients this rank had, and parameters that had no
-        # gradient before.
-        self._present: dict[ShardedUnit | GradientBucket, list[bool]] = {}
+        # Since the last finish(): of parameters whose gradients were reduced, as the optimizer updates them, whether
+        # this rank had one, and those that had no gradient before. refresh() does not end what finish() is to tell.
+        self._present: dict[nn.Parameter, bool] = {}
         self._new: set[nn.Parameter] = set()
 
     def run(self, units: Sequence[ShardedUnit]) -> None:
@@ -87,7 +87,6 @@ class UnitRunner(SynchronizationSwitch):
         # The backward pass begins with the last, which is still there.
         self._staying = frozenset(units[max(0, len(units) - 1 - self._keep_gathered) :] if self._keep_gathered else ())
         self._orders = {True: GatherOrder(), False: GatherOrder()}
-        self._present, self._new = {}, set()
 
     @property
     def has_kept(self) -> bool:
@@ -240,10 +239,9 @@ class UnitRunner(SynchronizationSwitch):
             if unit.has_kept:
                 self._start_reduction(unit)
         self._average_replicated()
-        parameters = [parameter for reduced in self._present for parameter in _trained(reduced)]
+        parameters = list(self._present)
         if parameters:
-            facts = [here for present in self._present.values() for here in present]
-            anywhere = AnyRank(facts, parameters[0].device, self._group).wait()
+            anywhere = AnyRank(list(self._present.values()), parameters[0].device, self._group).wait()
             for parameter, is_anywhere in zip(parameters, anywhere, strict=True):
                 if not is_anywhere and parameter in self._new:
                     parameter.grad = None
@@ -362,7 +360,8 @@ class UnitRunner(SynchronizationSwitch):
     def _start_reduction(self, unit: ShardedUnit) -> None:
         # One at a time, because the buffers of a reduction are as large as the unit.
         self._finish_reduction()
-        self._note(unit, unit.start_reduction())
+        shards = [parameter.shard for parameter in unit.trained]
+        self._note(shards, unit.start_reduction())
         self._reducing = unit
 
     def _finish_reduction(self) -> None:
@@ -373,22 +372,18 @@ class UnitRunner(SynchronizationSwitch):
     def _average_replicated(self) -> None:
         for bucket in self.replicated:
             bucket.launch()
-            self._note(bucket, bucket.present)
+            self._note(bucket.parameters.values(), bucket.present)
         self._finish_reduction()
         for bucket in self.replicated:
             bucket.wait()
             bucket.finish([True] * len(bucket.parameters))
 
-    def _note(self, reduced: ShardedUnit | GradientBucket, present: list[bool]) -> None:
+    def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
         """Note which gradients this rank had; what was noted of a gradient that was dropped since does not count."""
-        earlier = self._present.get(reduced, present)
-        self._present[reduced] = present
-        if not all(present):
-            for index, parameter in enumerate(_trained(reduced)):
-                if parameter.grad is None:
-                    self._new.add(parameter)
-                else:
-                    present[index] |= earlier[index]
+        for parameter, here in zip(parameters, present, strict=True):
+            if not here and parameter.grad is None:
+                self._new.add(parameter)
+            self._present[parameter] = here or (parameter.grad is not None and self._present.get(parameter, False))
 
     def end_backward(self) -> None:
         """Called by autograd when a backward pass has come to its end."""
@@ -529,13 +524,6 @@ def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
         return True
     parameters = (parameter for part in parts for parameter in part._parameters.values())
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
-
-
-def _trained(reduced: ShardedUnit | GradientBucket) -> list[nn.Parameter]:
-    """The parameters, as the optimizer updates them, whose gradients were reduced."""
-    if isinstance(reduced, GradientBucket):
-        return list(reduced.parameters.values())
-    return [parameter.shard for parameter in reduced.trained]
 
 
 def _in_backward_pass() -> bool:

@@ -118,13 +118,14 @@ class OnRank(OneProcess):
         super().rebuild_optimizer()
 
     def refresh(self) -> None:
-        super().refresh()
+        self._settle()
         self.wait()
         for synchronizer in self.synchronizers:
             synchronizer.refresh()
         if self._has_sharded_optimizer and not self._is_flat:
             for optimizer in self.optimizers:
                 optimizer.refresh()
+        super().refresh()
 
     def scale_weights(self, how: str, part: int) -> None:
         self.wait()

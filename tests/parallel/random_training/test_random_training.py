@@ -76,6 +76,23 @@ REGRESSIONS: tuple[Program, ...] = (
         actions=(("forward", 16), ("backward", "all", True), ("step",), ("edit_state", "reassign")),
         seed=5010,
     ),
+    # A refresh() between two passes of a step, which is refused while gradients wait, changes nothing.
+    Program(
+        wrapper="fsdp",
+        actions=(
+            ("forward", 64),
+            ("backward", "all", False),
+            ("forward", 66),
+            ("forward", 87, "raises in backward", 0),
+            ("backward", "last", True),
+            ("refresh",),
+            ("forward", 19),
+            ("backward", "all", True),
+            ("step",),
+        ),
+        world_size=3,
+        seed=30293,
+    ),
 )
 
 
