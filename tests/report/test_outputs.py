@@ -22,7 +22,11 @@ def _with_little_room():
 
 def in_little_room(*arguments):
     command = [sys.executable, "-m", "cs336sys", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, preexec_fn=_with_little_room)
+    # Python does not notice that it wrote half of its compiled modules, and could not read them later.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=90, preexec_fn=_with_little_room, env=environment
+    )
 
 
 @pytest.mark.parametrize(
