@@ -24,7 +24,7 @@ from cs336sys.commands.sweep.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.sizes import PRECISIONS
@@ -136,6 +136,7 @@ def ddp(
         if is_first_rank():
             output.emit([ddp_plan(chosen)])
         return
+    tell_what_does_not_fit(chosen, run.device)
     sweep = run_sweep(
         "ddp",
         "cs336sys.experiments.parallel.measurement:measure_parallel_training",

@@ -11,7 +11,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import between, one_of, read_value, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results import Cell
 from cs336sys.workload import MODES, MemoryWorkload
@@ -93,6 +93,7 @@ def memprof(
         return
     if not dry_run:
         check_directory(snapshot)
+        tell_what_does_not_fit(workloads, run.device)
     measure = "prediction:predict_memory" if dry_run else "measurement:measure_memory"
     sweep = run_sweep(
         "memprof",

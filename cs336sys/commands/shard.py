@@ -22,7 +22,7 @@ from cs336sys.commands.sweep.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.results import Cell
 
 
@@ -92,6 +92,8 @@ def shard(
         if is_first_rank():
             output.emit([shard_plan(chosen)])
         return
+    if not sharding.board:
+        tell_what_does_not_fit(chosen, run.device)
     # Cells of a board are others than those that shard measures of the same workload.
     measure, mark = "measurement:measure_parallel_training", {}
     if sharding.board:

@@ -204,6 +204,7 @@ class Capacity:
 
     device: str
     memory_gib: float
+    is_gpu: bool = False
 
 
 def capacity(device: str) -> Capacity | None:
@@ -218,7 +219,9 @@ def capacity(device: str) -> Capacity | None:
 def gpu_capacity(device: str) -> Capacity | None:
     """As :func:`capacity`, of the first visible GPU alone; None where there is none, or ``device`` is the CPU."""
     gpu = None if device == "cpu" else _first_visible(read_gpus())
-    return None if gpu is None or gpu.memory_total_gib is None else Capacity(gpu.name, gpu.memory_total_gib)
+    if gpu is None or gpu.memory_total_gib is None:
+        return None
+    return Capacity(gpu.name, gpu.memory_total_gib, is_gpu=True)
 
 
 def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:

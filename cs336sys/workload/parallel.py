@@ -349,6 +349,17 @@ class ParallelWorkload(Configured):
         return is_fused and self.gradient_dtype == "bf16" and self.strategy in _AVERAGED_IN_PLACE
 
     @property
+    def predicted_gib(self) -> float | None:
+        """GiB that ranks on one CPU hold together at their peak: each trains the whole batch alone, to compare with.
+
+        None where formulas do not know, or fewer blocks are compared.
+        """
+        alone = self.training.predicted_gib
+        if alone is None or self.has_half_weights or self.check_layers is not None:
+            return None
+        return self.world_size * alone
+
+    @property
     def has_unsynchronized(self) -> bool:
         """Whether the same step can be computed without communication; one rank that splits nothing has none."""
         if self.splits_sequences and self.world_size == 1:

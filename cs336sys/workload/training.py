@@ -225,6 +225,11 @@ class Workload(Configured):
         return max(self.widest_moments(checkpointing), key=lambda moment: moment.total)
 
     @property
+    def predicted_gib(self) -> float | None:
+        """GiB that a step holds at its peak; None where formulas do not know."""
+        return self.predicted_peak().total_gib if self.memory_is_known else None
+
+    @property
     def tokens(self) -> int:
         """Tokens a step."""
         return self.size.batch_size * self.size.context

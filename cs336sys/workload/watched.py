@@ -55,6 +55,12 @@ class MemoryWorkload(Configured):
         """A file name without its ending, different for workloads that differ in anything but steps and seed."""
         return f"{self.training.name}-{self.checkpointing}".replace("=", "")
 
+    @property
+    def predicted_gib(self) -> float | None:
+        """GiB that a step holds at its peak; None where formulas do not know."""
+        training = self.training
+        return training.predicted_peak(self.checkpointing).total_gib if training.memory_is_known else None
+
 
 @dataclass(frozen=True)
 class LossWorkload(Configured):

@@ -130,7 +130,7 @@ def test_bad_input_is_one_sentence(arguments, sentence):
 
 def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("a CPU", 23.5))
-    for command in ("bench", "nsys"):
+    for command in ("bench", "nsys", "memprof"):
         monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
         told = invoke(command, "--size", "tiny,10b", "--device", "cpu").stderr.splitlines()
         assert len(told) == 2
@@ -140,6 +140,25 @@ def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
             " GiB, and a CPU has 23.5: it will run out of memory, or be killed; --dry-run shows what fits"
         )
         assert invoke(command, "--size", "tiny", "--device", "cpu").stderr == "error: measured\n"
+
+
+@pytest.mark.parametrize("command", ["ddp", "shard"])
+def test_ranks_that_do_not_fit_one_cpu_are_said_before_they_are_tried(monkeypatch, command):
+    found = Capacity("a CPU", 300.0)
+    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: found)
+    monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
+    alone = invoke(command, "--size", "10b", "--world-size", "1,2", "--device", "cpu").stderr.splitlines()
+    # One rank needs 199 GiB, and the strategies of one cell the same.
+    assert len(alone) == 2
+    assert " on 2 ranks is predicted to need 398.3 GiB, and a CPU has 300.0: it will run out" in alone[0]
+    # A GPU holds as many blocks as are compared on it.
+    found = Capacity("a GPU", 300.0, is_gpu=True)
+    assert invoke(command, "--size", "10b", "--world-size", "2").stderr == "error: measured\n"
+    found = Capacity("a CPU", 300.0)
+    assert invoke(command, "--size", "10b", "--check-layers", "1").stderr == "error: measured\n"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert invoke(command, "--size", "10b").stderr == "error: measured\n"
 
 
 @pytest.mark.parametrize(

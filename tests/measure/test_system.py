@@ -101,7 +101,7 @@ def test_a_library_loads_or_not():
     assert not system.library_loads("libnothing.so.1")
 
 
-H200 = system.Capacity("NVIDIA H200", 143771 / 1024)
+H200 = system.Capacity("NVIDIA H200", 143771 / 1024, is_gpu=True)
 
 
 @pytest.mark.parametrize(

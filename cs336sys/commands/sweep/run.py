@@ -21,7 +21,7 @@ from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results import Cell, Results, Run, configuration_key, distinguishing_settings, read_results
 from cs336sys.results_file import ResultsFile, check_appendable
-from cs336sys.workload import Workload
+from cs336sys.workload import MemoryWorkload, ParallelWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome
@@ -269,21 +269,33 @@ def planned_capacity(device: str) -> "Capacity | None":
 _SMALL_GIB = 4.0
 
 
-def tell_what_does_not_fit(workloads: Sequence[Workload], device: str) -> None:
-    """Say before anything is built which models are predicted to need more memory than the device has."""
-    known = [workload for workload in workloads if workload.is_ours and workload.memory_is_known]
-    needed = {workload.name: workload.predicted_peak().total_gib for workload in known}
-    if max(needed.values(), default=0.0) < _SMALL_GIB:
+def tell_what_does_not_fit(workloads: Sequence[Workload | MemoryWorkload | ParallelWorkload], device: str) -> None:
+    """Say before anything is built which models are predicted to need more memory than the device has.
+
+    Nothing is said of ranks on GPUs: each has a GPU of its own, and is compared on as many blocks as that holds; nor of
+    ranks that torchrun or Slurm started, which may be on several machines.
+    """
+    across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
+    needed = {_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
+    if max(needed.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.measure.system import capacity
 
     found = capacity(device)
+    if across_ranks and found is not None and found.is_gpu:
+        return
     for name, gib in needed.items():
         if found is not None and gib > found.memory_gib:
             say(
                 f"warning: {name} is predicted to need {gib:.1f} GiB, and {found.device} has {found.memory_gib:.1f}: "
                 "it will run out of memory, or be killed; --dry-run shows what fits"
             )
+
+
+def _name(workload: Workload | MemoryWorkload | ParallelWorkload) -> str:
+    if isinstance(workload, ParallelWorkload):
+        return f"{workload.training.name} on {workload.world_size} ranks"
+    return workload.name
 
 
 def _refuse_timeout(asked: SweepOptions, identity: RankIdentity | None) -> None:
