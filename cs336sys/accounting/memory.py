@@ -8,7 +8,7 @@ precision itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from cs336sys.accounting.activations import (
     ATTENTION,
@@ -36,7 +36,7 @@ class TrainingState:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return self.parameters + self.gradients + self.optimizer_state + self.master_parameters
 
 
 def training_state(size: ModelSize, precision: str, *, autocast: bool = True) -> TrainingState:

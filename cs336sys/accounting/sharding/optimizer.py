@@ -65,10 +65,15 @@ def flat_optimizer_state(
         pieces = flat_pieces(sizes, world_size)
         slices = sum(piece.slice_size for piece in pieces)
         parameters += element_bytes * world_size * slices
-        for rank in range(world_size):
-            own = sum(len(piece.owned(index, sizes[index], rank)) for piece in pieces for index in piece.starts)
-            held[rank] += own
-            gradients[rank] += stepped_bytes * slices if own else 0
+        # Whole slices of what is not packed: rank by rank, thousands of ranks would take seconds.
+        own = [sum(piece.slice_size for piece in pieces if not piece.is_packed)] * world_size
+        for piece in pieces:
+            for index, start in piece.starts.items() if piece.is_packed else ():
+                for rank in range(start // piece.slice_size, (start + sizes[index] - 1) // piece.slice_size + 1):
+                    own[rank] += len(piece.owned(index, sizes[index], rank))
+        for rank, elements in enumerate(own):
+            held[rank] += elements
+            gradients[rank] += stepped_bytes * slices if elements else 0
     return [
         TrainingState(parameters, gradients[rank], moments * stepped_bytes * held[rank], master_bytes * held[rank])
         for rank in range(world_size)

@@ -141,6 +141,21 @@ def test_bytes_worked_by_hand():
     ]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 300])
+def test_flat_state_is_that_of_the_slices_rank_by_rank(world_size):
+    generator = random.Random(world_size)
+    sizes = [generator.choice([0, 1, 63, 192, 1000, 64 * world_size]) for _ in range(40)]
+    owned = [
+        sum(
+            len(piece.owned(index, sizes[index], rank))
+            for piece in flat_pieces(sizes, world_size)
+            for index in piece.starts
+        )
+        for rank in range(world_size)
+    ]
+    assert [state.optimizer_state for state in flat_optimizer_state([sizes], world_size)] == [8 * own for own in owned]
+
+
 @pytest.mark.parametrize("count", [lambda n: sharded_optimizer_state([1], n), lambda n: flat_optimizer_state([[1]], n)])
 def test_impossible_world_size_is_refused(count):
     with pytest.raises(UsageError, match="world size 0: must be at least 1"):
