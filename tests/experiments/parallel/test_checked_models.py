@@ -2,6 +2,7 @@
 
 import pickle
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def test_faults_are_found_in_models_with_such_gradients(ranks, model, how, param
     assert worst.relative > 0.3 > worst.allowed
     assert parameter in (None, worst.parameter)
     assert worst.of_gradients == (how == "tiny left out")
+
+
+def test_gradients_that_move_no_weight_are_compared_in_fp16(ranks):
+    in_fp16 = replace(cell("Attentive", "overlap").training, precision="fp16", optimizer="fused")
+    broken = replace(cell("Attentive", "overlap"), training=in_fp16)
+    worst = max(ranks().run(training_ranks.verify_broken, broken, "tiny left out"), key=lambda one: one.relative)
+    assert worst.relative > 0.3 > worst.allowed
+    assert (worst.parameter, worst.of_gradients) == ("tiny", True)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "torch-fsdp", "fsdp"])
