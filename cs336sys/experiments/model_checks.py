@@ -167,6 +167,8 @@ def _compiles(workload: Workload) -> list[Check]:
         return [Check("compiles", f"{type(error).__name__}: {error!s:.120}", "warn", "choose --compile off")]
     if explained.graph_break_count == 0:
         return [Check("compiles", "the whole model, in one graph")]
+    if explained.graph_count == 0:
+        return [Check("compiles", "nothing of it: torch.compile leaves all as it is", "warn", "choose --compile off")]
     reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
     found = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
     return [Check("compiles", found, "warn", "--compile block compiles what is between breaks")]

@@ -57,6 +57,21 @@ def test_doctor_says_what_each_command_can_do_with_a_model():
     assert {"bench", "nsys", "memprof", "ddp", "shard"} <= rows.keys()
 
 
+def test_doctor_says_that_nothing_is_compiled(tmp_path):
+    model = tmp_path / "mine.py"
+    model.write_text(
+        "from torch import nn\n"
+        "class Plain(nn.Sequential):\n"
+        "    def forward(self, tokens):\n"
+        "        return self[2](self[1](self[0](tokens))[0])\n"
+        "def build(size):\n"
+        "    lstm = nn.LSTM(32, 32, batch_first=True)\n"
+        "    return Plain(nn.Embedding(size.vocab_size, 32), lstm, nn.Linear(32, size.vocab_size))\n"
+    )
+    _, rows = doctor("--model", f"{model}:build")
+    assert rows["compiles"]["found"] == "nothing of it: torch.compile leaves all as it is"
+
+
 def test_doctor_names_a_line_that_waits():
     _, rows = doctor("--model", f"{FILE}:Synchronizing")
     assert "tests/user_models.py:" in rows["waits"]["found"]
