@@ -34,7 +34,8 @@ class OneProcess:
         is_launched: whether it was synchronized.
         is_stepped: whether there was a step since gradients were dropped.
         is_complete: whether gradients were completed since then.
-        is_outdated: whether weights have changed since a forward pass, so that its backward pass may raise.
+        is_outdated: whether weights have changed since a forward pass, or it is to raise, so that its backward pass may.
+        is_dropped_by_module: whether the last ``zero_grad()`` was a module's.
         is_changed: whether the models have changed since the last :meth:`refresh` in a way that wrappers must be told.
         new_parameters: ids of those that no wrapper has made the same on all ranks yet.
         is_promised: whether nothing was done that may be refused.
@@ -48,7 +49,7 @@ class OneProcess:
         self.passes: list[list[Tensor]] = []
         self._inputs: list[Tensor] = []
         self.is_unfinished = self.is_launched = self.is_changed = self.has_hooks = False
-        self.is_stepped = self.is_complete = self.is_outdated = False
+        self.is_stepped = self.is_complete = self.is_outdated = self.is_dropped_by_module = False
         self.is_promised = True
         self.changes = 0
         self.new_parameters: set[int] = set()
@@ -97,6 +98,8 @@ class OneProcess:
             return not self.passes and not (self._is_flat and self.is_stepped)
         if name == "scale_weights":
             return args[0] != "data" and not self.passes
+        if name == "zero_grad":
+            return not self._refuses_zero_grad(args[0])
         return name not in _NOT_PROMISED
 
     def _allows_forward(self, seed: int, how: str = "", part: int = 0) -> bool:
@@ -123,6 +126,15 @@ class OneProcess:
             for part in model.parts
         )
         return self._last is not None and (is_reached or not self.is_unfinished or self.program.wrapper == "fsdp")
+
+    def _allows_zero_grad(self, who: str, set_to_none: bool) -> bool:
+        # A rank without gradients does not know that they are being averaged.
+        parts = {type(part).__name__ for model in self.models for part in model.modules()}
+        return not self._refuses_zero_grad(who) or parts.isdisjoint(MAY_BE_LEFT_OUT)
+
+    def _refuses_zero_grad(self, who: str) -> bool:
+        """Whether a module is to drop gradients that are being averaged, or has dropped those before."""
+        return self._is_flat and self.is_launched and (who != "optimizer" or self.is_dropped_by_module)
 
     def _allows_step(self) -> bool:
         return not self._raises_on_some_ranks
@@ -199,6 +211,7 @@ class OneProcess:
         finally:
             model.raises = None
         self.passes.append(losses)
+        self.is_outdated = self.is_outdated or how == "raises in backward"
         # Of a slice there is another penalty than of the weight; its backward pass is refused.
         self._last = None if how == "penalty" else [loss.item() for loss in losses]
         return self._last
@@ -294,6 +307,7 @@ class OneProcess:
             # They forbid to touch gradients before.
             self._settle()
         self.is_stepped = self.is_complete = False
+        self.is_dropped_by_module = who != "optimizer"
         for one in {"optimizer": self.optimizers, "module": self.models, "wrapper": self.called}[who]:
             one.zero_grad(set_to_none)
 
