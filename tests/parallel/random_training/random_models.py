@@ -346,7 +346,7 @@ class RandomModel(nn.Module):
     def _run(self, index: int, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         part = self.parts[index]
         dtype = next(part.parameters()).dtype
-        x = x.clone() if isinstance(part, InPlace) else x
+        x = x.clone() if any(isinstance(one, InPlace) for one in part.modules()) else x
         return torch.tanh(part(x.to(dtype), tokens, choice)).double()
 
     def auxiliary_loss(self) -> Tensor | float:
