@@ -187,6 +187,12 @@ class ShardedParameter:
         kept, self.kept, self._seen, self._shows_kept = self.kept, None, None, False
         return kept
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether there are gradients kept that were not dropped or set to zero since."""
+        self._drop_zeroed()
+        return self.kept is not None
+
     def _drop_zeroed(self) -> None:
         """Forget the gradients kept if the gradient of the shard was dropped or set to zero since.
 

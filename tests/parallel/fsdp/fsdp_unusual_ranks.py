@@ -431,6 +431,26 @@ def gradients_kept_and_dropped():
     return results
 
 
+def refreshed_after_dropping():
+    """By who has dropped the gradients of a pass under no_sync: the error of refresh(), and the gradients afterwards."""
+    results = {}
+    for how in ("none", "zeros", "on one rank", "nobody"):
+        sharded, alone = FSDP(Model()), Model()
+        with sharded.no_sync():
+            loss_of(sharded, *map(share, batch(0))).backward()
+        if how in ("none", "zeros") or (how == "on one rank" and dist.get_rank() == 0):
+            sharded.zero_grad(set_to_none=how != "zeros")
+        error = error_of(sharded.refresh)
+        if error is None:
+            loss_of(sharded, *map(share, batch(1))).backward()
+            sharded.finish_gradient_synchronization()
+            loss_of(alone, *batch(1)).backward()
+            results[how] = error, whole_gradients(sharded), gradients_alone(alone)
+        else:
+            results[how] = error, {}, {}
+    return results
+
+
 def gradients_dropped_between():
     """Gradients where they were set to None between a forward and a backward pass, with those of a step before."""
     results = []

@@ -62,6 +62,14 @@ def test_whoever_drops_gradients_drops_those_kept_under_no_sync(ranks):
             assert_same(sharded, alone, atol=1e-15)
 
 
+def test_refresh_refuses_gradients_kept_under_no_sync_until_they_are_dropped(ranks):
+    for results in ranks(2).run(fsdp_unusual_ranks.refreshed_after_dropping):
+        for how, (error, sharded, alone) in results.items():
+            assert (error is None) == (how in ("none", "zeros")), how
+            assert error is None or "no_sync() have left gradients to average" in error[1]
+            assert_same(sharded, alone, atol=1e-15)
+
+
 def test_gradients_dropped_between_forward_and_backward_are_gone(ranks):
     for results in ranks(2).run(fsdp_unusual_ranks.gradients_dropped_between):
         for sharded, alone in results:
