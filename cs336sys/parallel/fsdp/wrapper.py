@@ -312,6 +312,8 @@ class FSDP(StateDictOfWrapped):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
 
+        A plain ``dict`` made of it does not say whose slices it holds, and is loaded if the shapes fit.
+
         Raises:
             UsageError: it holds another rank's slices; ``assign`` is True, which would replace the parameters that
                 units hold; the module computes, or a parameter was added or replaced after it was wrapped.
