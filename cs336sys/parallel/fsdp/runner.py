@@ -91,7 +91,7 @@ class UnitRunner(SynchronizationSwitch):
     @property
     def has_kept(self) -> bool:
         """Whether backward passes under no_sync have left gradients to average that nobody has dropped since."""
-        return any([one.has_kept for unit in self.units for one in unit.parameters])
+        return any(one.has_kept for unit in self.units for one in unit.parameters)
 
     @contextlib.contextmanager
     def forward_pass(self, begin: Callable[[], None]) -> Iterator[Callable[[Any], None]]:

@@ -64,6 +64,7 @@ class TensorParallel(StateDictOfWrapped):
     - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
     - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
       length the ranks must divide. As many bytes are sent; activations between the layers take a part of the memory.
+      Gradients of norms are summed over ranks, so divide a penalty on the weight of a norm by ``group.size()``.
 
     Attributes:
         module: the module, changed.
@@ -254,6 +255,8 @@ class TensorParallel(StateDictOfWrapped):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
+
+        A plain ``dict`` made of it does not say whose parts it holds, and is loaded if the shapes fit.
 
         Raises:
             UsageError: it holds another rank's parts; ``assign`` is True, which would replace the parts.

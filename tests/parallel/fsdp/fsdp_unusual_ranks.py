@@ -432,7 +432,7 @@ def gradients_kept_and_dropped():
 
 
 def refreshed_after_dropping():
-    """By who has dropped the gradients of a pass under no_sync: the error of refresh(), and the gradients afterwards."""
+    """By who has dropped gradients of a pass under no_sync: the error of refresh(), and the gradients afterwards."""
     results = {}
     for how in ("none", "zeros", "on one rank", "nobody"):
         sharded, alone = FSDP(Model()), Model()

@@ -34,7 +34,7 @@ class OneProcess:
         is_launched: whether it was synchronized.
         is_stepped: whether there was a step since gradients were dropped.
         is_complete: whether gradients were completed since then.
-        is_outdated: whether weights have changed since a forward pass, or its backward pass is to raise, so that it may.
+        is_outdated: whether weights have changed since a forward pass, or one is to raise in its backward pass.
         is_dropped_by_module: whether the last ``zero_grad()`` was a module's.
         is_changed: whether the models have changed since the last :meth:`refresh` in a way that wrappers must be told.
         new_parameters: ids of those that no wrapper has made the same on all ranks yet.
