@@ -134,6 +134,9 @@ class UnitRunner(SynchronizationSwitch):
         # Checkpointing computes a unit again while the backward pass is inside of it.
         in_use = unit.depth > 0 or unit in self._inside
         if not in_use:
+            if not (self._in_forward or self._in_backward):
+                # What a forward pass has left gathered may be older than the slices.
+                unit.free()
             self._use(unit)
         given = (*args, *kwargs.values())
         containers = containers_in(given)

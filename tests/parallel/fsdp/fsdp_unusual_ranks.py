@@ -431,6 +431,26 @@ def gradients_kept_and_dropped():
     return results
 
 
+def layers_called_alone(keep_gathered):
+    """What layers compute after a forward pass and a change of slices; and gradients through them and that pass."""
+    sharded, alone = FSDP(Model(), keep_gathered=keep_gathered), Model()
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    results = []
+    for how in ("data", "in place"):
+        for model in (sharded, alone):
+            loss_of(model, *batch(0))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    (parameter.data if how == "data" else parameter).mul_(1.1)
+        with torch.no_grad():
+            computed = [(one.blocks[0](x), one.blocks[2](x), one.head(x)) for one in (sharded.module, alone)]
+        results += [(found, expected) for found, expected in zip(*computed, strict=True)]
+    for model, plain in ((sharded, sharded.module), (alone, alone)):
+        (loss_of(model, *batch(1)) + plain.blocks[2](x).square().sum()).backward()
+    sharded.finish_gradient_synchronization()
+    return results, whole_gradients(sharded), gradients_alone(alone)
+
+
 def refreshed_after_dropping():
     """By who has dropped gradients of a pass under no_sync: the error of refresh(), and the gradients afterwards."""
     results = {}

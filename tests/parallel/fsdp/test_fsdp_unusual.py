@@ -2,6 +2,7 @@
 
 import fsdp_unusual_ranks
 import pytest
+import torch
 from same_tensors import assert_same
 
 NAMES = [*fsdp_unusual_ranks.MODELS]
@@ -60,6 +61,14 @@ def test_whoever_drops_gradients_drops_those_kept_under_no_sync(ranks):
     for results in ranks(2).run(fsdp_unusual_ranks.gradients_kept_and_dropped):
         for sharded, alone in results.values():
             assert_same(sharded, alone, atol=1e-15)
+
+
+@pytest.mark.parametrize("keep_gathered", [0, 2])
+def test_layers_called_alone_use_slices_that_changed_after_a_forward_pass(ranks, keep_gathered):
+    for results, sharded, alone in ranks(2).run(fsdp_unusual_ranks.layers_called_alone, keep_gathered):
+        for found, expected in results:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        assert_same(sharded, alone, atol=1e-14)
 
 
 def test_refresh_refuses_gradients_kept_under_no_sync_until_they_are_dropped(ranks):
