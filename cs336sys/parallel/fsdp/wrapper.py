@@ -66,7 +66,10 @@ class FSDP(StateDictOfWrapped):
     - Parameters may be frozen and unfrozen again between steps, as GANs do. Parameters that were added, removed,
       replaced or tied, or were frozen when the module was wrapped and are trained now, are refused until
       :meth:`refresh`. Attributes of parameters are those of the slices; hooks on sharded parameters are refused.
-    - Optimizer steps belong after the backward pass: slices that have changed since the forward pass are refused.
+    - A method of the module other than ``forward()`` may call its layers, but a weight that it uses itself is a slice:
+      let ``forward()`` call the method, or compute with :meth:`gather_full_params`.
+    - Optimizer steps belong after the backward pass: slices that have changed since the forward pass are refused. Do
+      not change them there through ``.data``, which is not seen. Between two steps any change counts.
     - Backward passes with ``create_graph=True`` (gradient penalties) are refused.
     - Activation checkpointing must have ``use_reentrant=False``. Compile blocks (``block.compile()``), before or after
       wrapping: gathering stays outside the compiled code.
