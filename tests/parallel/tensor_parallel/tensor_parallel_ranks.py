@@ -164,6 +164,20 @@ def accumulated_alone(factor=1):
     return {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
+def penalized_norms(wraps):
+    """Gradients of norms with a penalty on their weights: of ranks that share sequences, or of one process."""
+    plain = model()
+    shared = TensorParallel(plain, sequence_parallel=True) if wraps else None
+    inputs, targets = batch()
+    penalty = sum(0.1 * plain.get_parameter(name).square().sum() for name in NORMS)
+    if shared is None:
+        (cross_entropy(plain(inputs), targets) + penalty).backward()
+    else:
+        (shared.loss(shared(inputs), targets) + penalty / shared.group.size()).backward()
+        shared.finish_gradient_synchronization()
+    return {name: plain.get_parameter(name).grad for name in NORMS}
+
+
 def _whole_gradients(shared):
     return shared.full_state_dict({name: one.grad for name, one in shared.module.named_parameters()})
 

@@ -60,6 +60,14 @@ def test_gradients_add_up_however_often_they_are_completed(ranks):
                 assert off <= 1e-5, (name, parameter)
 
 
+def test_penalty_on_norms_divided_by_the_ranks_counts_once(ranks):
+    expected = tensor_parallel_ranks.penalized_norms(wraps=False)
+    for gradients in ranks(2).run(tensor_parallel_ranks.penalized_norms, True):
+        for parameter, gradient in gradients.items():
+            off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+            assert off <= 1e-5, parameter
+
+
 def test_gradients_add_up_on_meshes(ranks):
     expected = tensor_parallel_ranks.accumulated_alone()
     for of_rank in ranks(4).run(tensor_parallel_ranks.accumulations_on_mesh):
