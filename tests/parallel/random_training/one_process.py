@@ -116,6 +116,9 @@ class OneProcess:
         may_be_absent = self.program.wrapper != "fsdp" and len(self.models) == 1 and not self.is_launched
         # Those that are present may raise, and one that is absent would wait for them.
         may_be_absent = may_be_absent and not self.is_outdated
+        if self.is_launched and self.program.wrapper != "fsdp" and self._may_leave_out:
+            # A second gradient of a step is refused by the ranks that have one.
+            return False
         return bool(self.passes) and (absent is None or may_be_absent)
 
     def _allows_sum_losses(self) -> bool:
@@ -129,8 +132,7 @@ class OneProcess:
 
     def _allows_zero_grad(self, who: str, set_to_none: bool) -> bool:
         # A rank without gradients does not know that they are being averaged.
-        parts = {type(part).__name__ for model in self.models for part in model.modules()}
-        return not self._refuses_zero_grad(who) or parts.isdisjoint(MAY_BE_LEFT_OUT)
+        return not (self._refuses_zero_grad(who) and self._may_leave_out)
 
     def _refuses_zero_grad(self, who: str) -> bool:
         """Whether a module is to drop gradients that are being averaged, or has dropped those before."""
@@ -142,8 +144,13 @@ class OneProcess:
     @property
     def _raises_on_some_ranks(self) -> bool:
         """Whether autograd would raise, if weights changed now, on the ranks alone that have used them."""
+        return bool(self.passes) and self.program.wrapper != "fsdp" and self._may_leave_out
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """Whether some ranks may have no gradient of a parameter of which others have one."""
         parts = {type(part).__name__ for model in self.models for part in model.modules()}
-        return bool(self.passes) and self.program.wrapper != "fsdp" and not parts.isdisjoint(MAY_BE_LEFT_OUT)
+        return not parts.isdisjoint(MAY_BE_LEFT_OUT)
 
     def _allows_remove(self, part: int) -> bool:
         return len(self.place(part)[0].parts) > 1
