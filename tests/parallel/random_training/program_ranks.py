@@ -494,8 +494,11 @@ class _Run:
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
-# After which a program cannot go on: gradients are incomplete, or a part of the weights is updated.
-_LAST_WHEN_REFUSED = ("backward", "finish", "step", "clip", "zero_grad", "restart", "rebuild_optimizer")
+# After which a program cannot go on: gradients are incomplete, or a part of the weights or of the model is changed.
+_LAST_WHEN_REFUSED = (
+    *("backward", "finish", "step", "clip", "zero_grad", "restart", "rebuild_optimizer"),
+    *("add", "replace", "adapt", "untie"),
+)
 
 
 def _attempt(act: Callable[[], Any]) -> tuple[Outcome, str | None, Any]:
