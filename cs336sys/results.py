@@ -3,7 +3,7 @@
 A results file holds one JSON object a line. A ``run`` line describes one invocation (arguments, machine, versions); the
 ``cell`` lines after it name that run by its id. A cell is written and flushed the moment it is done, so an interrupted
 sweep loses nothing that was measured, and files can be concatenated. Numbers that JSON lacks are the strings ``NaN``,
-``Infinity`` and ``-Infinity``; bare ones, which earlier versions wrote, are read too.
+``Infinity`` and ``-Infinity``, or bare as other programs write them.
 """
 
 import gzip
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cs336sys.bounded_files import MIB, read_chunks
-from cs336sys.earlier_results import with_whole_step
 from cs336sys.errors import UsageError
 from cs336sys.foreign_values import (
     FILE_BYTES,
@@ -213,19 +212,6 @@ def _with_numbers(value: Any) -> Any:
     return [_with_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-# Settings that files saved earlier do not name, with the value that they had then.
-LATER_SETTINGS: dict[str, Any] = {
-    "cuda_graph": "off",
-    "kernels": "reference",
-    "state_dtype": "fp32",
-    "update": "step",
-    "mesh": None,
-    "keep_gathered": 0,
-    "check_layers": None,
-    "transport": "collectives",
-}
-
-
 # Settings that name a folder for files of a cell, or none; memprof has a "trace" that is none of them.
 _FOLDERS = ("keep", "snapshot", "trace")
 
@@ -241,13 +227,11 @@ def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """Canonical text of what a configuration measures: equal for equal settings, whatever their order.
 
-    Settings that earlier files lack have the values of then. Those that no measurement depends on are no part of it:
-    the folders of :func:`folders_of`, and ``timeout_s``.
+    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, and ``timeout_s``.
     """
-    settings = {**LATER_SETTINGS, **configuration}
-    passed_over = {*ignore, *_PATIENCE, *folders_of(settings)}
-    passed_over |= {name for name in _FOLDERS if settings.get(name) is None}
-    return json_text({name: value for name, value in settings.items() if name not in passed_over}, sort_keys=True)
+    passed_over = {*ignore, *_PATIENCE, *folders_of(configuration)}
+    passed_over |= {name for name in _FOLDERS if configuration.get(name) is None}
+    return json_text({name: value for name, value in configuration.items() if name not in passed_over}, sort_keys=True)
 
 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -466,7 +450,7 @@ def _cell(record: dict[str, Any]) -> Cell:
     if not isinstance(record.get("reason"), str | None):
         raise TypeError("reason is no str")
     samples = {name: _samples(name, values) for name, values in record["samples"].items()}
-    return Cell(**with_whole_step(record | {"samples": samples}))
+    return Cell(**record | {"samples": samples})
 
 
 def _samples(name: str, record: dict[str, Any]) -> Samples:

@@ -22,7 +22,6 @@ LAYERS = (
             "user_code",
             "training_text",
             "course_package",
-            "earlier_results",
             "results",
             "results_file",
             "foreign_values",

@@ -114,7 +114,7 @@ def test_a_file_is_json_whatever_was_measured_and_reads_back(tmp_path):
     assert second == CELL
 
 
-def test_bare_names_of_earlier_versions_are_read(tmp_path):
+def test_bare_names_of_other_programs_are_read(tmp_path):
     path = tmp_path / "r.jsonl"
     write(path, RUN, CELL)
     path.write_text(path.read_text().replace("[1.0, 2.5]", "[1.0, NaN, -Infinity]").replace('"ms"', '"nats"'))

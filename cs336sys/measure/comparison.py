@@ -10,7 +10,6 @@ from cs336sys.errors import UsageError
 from cs336sys.foreign_values import TIME_UNITS
 from cs336sys.measure.difference import FEW_SAMPLES, Difference, autocorrelation, mean_difference
 from cs336sys.results import (
-    LATER_SETTINGS,
     Cell,
     Results,
     Run,
@@ -110,9 +109,7 @@ def nearest_difference(a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
 
     Empty where no command has cells on both sides.
     """
-    settings = [
-        [LATER_SETTINGS | cell.configuration | {"command": cell.command} for cell in side.cells] for side in (a, b)
-    ]
+    settings = [[cell.configuration | {"command": cell.command} for cell in side.cells] for side in (a, b)]
     differences = (
         {name: (one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
         for one in settings[0]

@@ -25,7 +25,7 @@ from cs336sys.report.titles import (
     unknown_memory,
     wall_columns,
 )
-from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples, configuration_key
+from cs336sys.results import Cell, Run, Samples, configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
@@ -81,7 +81,7 @@ def _derived_of_rounds(
             "peak_gib": largest_known(rounds, "peak_gib"),
             "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
         }
-        # Cells of earlier versions have none.
+        # Cells of a GPU have no resident memory.
         | {name: value for name, value in surroundings.items() if name in first}
     )
 
@@ -210,7 +210,7 @@ def _times(
 
 def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     workload = Workload.from_configuration(cell.configuration)
-    row = LATER_SETTINGS | cell.configuration | {"parameters": workload.parameters, "status": cell.status}
+    row = cell.configuration | {"parameters": workload.parameters, "status": cell.status}
     if cell.status != "ok":
         return row | cell.derived
     step = cell.samples["step"]

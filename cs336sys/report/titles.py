@@ -6,7 +6,7 @@ from typing import Any
 
 from cs336sys.course_package import course_package
 from cs336sys.report.tables import Column
-from cs336sys.results import LATER_SETTINGS, Cell, Run, Samples
+from cs336sys.results import Cell, Run, Samples
 from cs336sys.workload import UserCode, Workload
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
@@ -129,7 +129,7 @@ def machine_words(run: Run | None) -> list[str]:
 
 def setting_of(cell: Cell, name: str) -> Any:
     """A setting's value, None if the cell has no such setting."""
-    return cell.configuration.get(name, LATER_SETTINGS.get(name))
+    return cell.configuration.get(name)
 
 
 def shown_settings(

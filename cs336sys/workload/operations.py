@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import UsageError
@@ -112,11 +111,6 @@ class AttentionWorkload(Configured):
             raise UsageError(f"--kv-heads {self.kv_heads}: must divide --num-heads {self.heads}, choose from {choices}")
         if self.window is not None and not self.causal:
             raise UsageError(f"--window {self.window}: counts keys back from the query's own, so it needs --causal")
-
-    def configuration(self) -> dict[str, Any]:
-        """As in general; heads of keys and a window only where there are any, so that earlier results are equal."""
-        flat = super().configuration()
-        return {name: value for name, value in flat.items() if name not in ("kv_heads", "window") or value is not None}
 
     @property
     def key_heads(self) -> int:

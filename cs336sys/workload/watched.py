@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, parse_checkpointing
 from cs336sys.errors import UsageError
@@ -86,11 +85,6 @@ class LossWorkload(Configured):
             raise UsageError(f"--batch {self.training.user.batch}: losses takes its batches from --text; leave it out")
         if not 0 < self.learning_rate < math.inf:
             raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
-
-    def configuration(self) -> dict[str, Any]:
-        """As in general; earlier results have no digest."""
-        flat = super().configuration()
-        return {name: value for name, value in flat.items() if name != "text_digest" or value is not None}
 
 
 PROFILERS = ("auto", "nsys", "torch")

@@ -181,8 +181,6 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
         "memory": [asdict(held) for held in memory],
         "sent_bytes": max(rank.sent_bytes for rank in measured),
         "bare_ms": None if timeline is None else timeline.communication_ms - timeline.overlap_ms,
-        # Of updated parameters, which earlier versions sent after the step's last phase.
-        "parameters_sent_in": "forward",
         "gathers": gathers,
     }
 

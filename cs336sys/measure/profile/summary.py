@@ -92,8 +92,6 @@ class Profile:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Profile":
         """The inverse of :meth:`to_json`."""
-        # Earlier versions summed up all GPUs.
-        record = {"of_gpus": (), **record}
         ranges = {name: tuple(RangeTime(**row) for row in record[name]) for name in ("phases", "parts", "of_gpus")}
         kernels = {name: tuple(KernelTime(**row) for row in record[name]) for name in ("kernels", "part_kernels")}
         step = RangeTime(**record["step"]) if record["step"] else None

@@ -136,8 +136,8 @@ def measured_device_time(
         for cell in cells
         if cell.command == "bench"
         and cell.configuration.get("precision") == precision
-        and cell.configuration.get("state_dtype", "fp32") == state_dtype
-        and cell.configuration.get("update") in (None, "step")
+        and cell.configuration.get("state_dtype") == state_dtype
+        and cell.configuration.get("update") == "step"
         and cell.configuration.get("size") in SIZES
         and {"forward", "backward", "optimizer"} <= cell.samples.keys()
     ]
