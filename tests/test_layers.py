@@ -62,7 +62,6 @@ SHARED_AMONG_SIBLINGS = {
             "options",
             "options.board",
             "options.completion",
-            "options.former_names",
             "options.output",
             "options.reading",
             "options.settings_file",

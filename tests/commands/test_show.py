@@ -196,7 +196,7 @@ def test_a_page_holds_the_tables_and_pictures_of_each_invocation(tmp_path):
     assert [line for line in result.stderr.splitlines() if not line.endswith("pictures are done")] == [f"wrote {page}"]
     text = page.read_text()
     assert "<title>bench-h200.jsonl.gz, flash-board-h200.jsonl.gz</title>" in text
-    assert "<pre>cs336sys flash --grid board --implementations auto,hopper" in text
+    assert "<pre>cs336sys flash --grid board --implementation auto,hopper" in text
     assert re.findall(r"<h2>(\w+), run", text) == ["bench", "flash"]
     assert text.count('<th>size</th><th class="number">context</th><th>precision</th>') == 0
     assert text.count('<tr><td>2.7b</td><td class="number">512</td><td>ok</td></tr>') == 4

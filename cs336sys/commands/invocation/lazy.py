@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cs336sys.commands.invocation.help_rows import in_fewer_rows, narrow_columns
-from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.commands.options.reading import with_read_options
 from cs336sys.commands.options.settings_file import check_tables, defaults_of, overruled_settings, tell_settings
 from cs336sys.commands.options.variables import check_variables, with_own_variables
@@ -28,10 +27,9 @@ class _Command(TyperCommand):
             super(_Command, shown).format_help(ctx, formatter)
 
     def get_params(self, ctx):
-        return with_own_variables(super().get_params(ctx), ctx, self.name)
+        return with_own_variables(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx, args):
-        args = [with_todays_name(self.name, argument) for argument in args]
         if ctx.default_map:
             ctx.default_map = defaults_of(ctx, self.get_params(ctx))
         rest = super().parse_args(ctx, list(args))

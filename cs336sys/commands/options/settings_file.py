@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.commands.invocation.faults import say
-from cs336sys.commands.options.former_names import with_todays_name
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.processes import started_outside
 from cs336sys.user_code import is_user_code
@@ -139,7 +138,7 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
     place = _place(ctx)
     defaults: dict[str, Any] = {}
     for key, value in ctx.default_map.items():
-        name = with_todays_name(ctx.command.name, f"--{key.replace('_', '-')}").removeprefix("--")
+        name = key.replace("_", "-")
         if name not in options:
             nearest = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"

@@ -5,7 +5,6 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from cs336sys.commands.options.former_names import former_names
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
 
 # Variables that are no option's: whether errors show where they came from, and nsys's path.
@@ -15,10 +14,8 @@ _OF_NO_OPTION = (DEBUG_VARIABLE, "CS336SYS_NSYS")
 _NEARLY = 0.75
 
 
-def with_own_variables(parameters: list[Any], ctx: Any, command: str | None = None) -> list[Any]:
+def with_own_variables(parameters: list[Any], ctx: Any) -> list[Any]:
     """Give every option a variable of its name: that of ``bench --num-layers`` ends in _NUM_LAYERS.
-
-    Those of its former names are read, too.
 
     Typer's own are called after the function's parameters, and turn --version, --help and completion on, too.
     """
@@ -30,9 +27,7 @@ def with_own_variables(parameters: list[Any], ctx: Any, command: str | None = No
         parameter.show_envvar = False
         if ctx.auto_envvar_prefix is not None and parameter.expose_value and not parameter.is_eager:
             name = next(name for name in parameter.opts if name.startswith("--"))
-            names = (name, *former_names(command or "", name))
-            variables = [_variable(ctx, one[2:]) for one in names]
-            parameter.envvar = variables if len(variables) > 1 else variables[0]
+            parameter.envvar = _variable(ctx, name[2:])
     return parameters
 
 
@@ -50,7 +45,6 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
         return
     # Those of --help and --version set nothing, and are no mistake either.
     known = {_variable(ctx, name[2:]) for one in parameters for name in one.opts if name.startswith("--")}
-    known |= {name for one in parameters if isinstance(one.envvar, list) for name in one.envvar}
     beyond = len(ctx.auto_envvar_prefix) + 1
     for variable in sorted(os.environ):
         if not variable.startswith(f"{ctx.auto_envvar_prefix}_") or variable in (*known, *_OF_NO_OPTION):

@@ -1,4 +1,4 @@
-"""Defaults from settings files, and options under their former names."""
+"""Defaults from settings files."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options.former_names import FORMER_NAMES
 
 SETTINGS = """
 [bench]
@@ -186,28 +185,3 @@ def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, monkeypatc
 def test_help_shows_the_defaults_of_the_file(folder):
     (folder / "pyproject.toml").write_text("[tool.cs336sys.bench]\nsteps = 77")
     assert "[default: 77]" in run("bench", "--help").stdout
-
-
-def test_options_are_understood_under_their_former_names_which_are_not_shown(every_command, folder):
-    renamed = 0
-    for _, command in every_command:
-        options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
-        for former, name in FORMER_NAMES.get(command.name, {}).items():
-            assert name in options
-            assert former not in options, "help shows it"
-            is_flag = any(name in option.opts + option.secondary_opts and option.is_flag for option in command.params)
-
-            def parsed(*arguments, command=command):
-                return command.make_context(command.name, list(arguments), resilient_parsing=True).params
-
-            given = [] if is_flag else ["7"]
-            assert parsed(former, *given) == parsed(name, *given)
-            assert is_flag or parsed(f"{former}=7") == parsed(name, "7") != parsed()
-            renamed += 1
-    assert renamed == sum(map(len, FORMER_NAMES.values()))
-    (folder / "s.toml").write_text("[account.parallel]\nbatch = 64")
-    for answer in (
-        run("account", "parallel", "--config", "s.toml"),
-        run("account", "parallel", CS336SYS_ACCOUNT_PARALLEL_BATCH="64"),
-    ):
-        assert answer.stdout == run("account", "parallel", "--tokens", "64").stdout != run("account", "parallel").stdout
