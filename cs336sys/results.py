@@ -162,21 +162,9 @@ def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tup
 
 
 def same_code(first: Run | None, second: Run | None) -> bool | None:
-    """Whether two runs were of the same code; None where that is not known.
-
-    The digest of the sources decides. Without it, equal commits do unless files were edited.
-    """
-    if first is None or second is None:
-        return None
-    of_first, of_second = first.environment, second.environment
-    digests = of_first.get("source_digest"), of_second.get("source_digest")
-    commits = of_first.get("git_commit"), of_second.get("git_commit")
-    if first is second or (None not in digests and digests[0] == digests[1]):
-        return True
-    if None not in digests or (None not in commits and commits[0] != commits[1]):
-        return False
-    edited = of_first.get("git_dirty") or of_second.get("git_dirty")
-    return True if None not in commits and not edited else None
+    """Whether two runs were of the same sources, by their digests; None where these are not recorded."""
+    digests = [None if run is None else run.environment.get("source_digest") for run in (first, second)]
+    return None if None in digests else digests[0] == digests[1]
 
 
 def code_name(run: Run | None) -> str:

@@ -312,8 +312,8 @@ def test_warnings(save):
 
 
 def test_runs_of_other_code_are_left_out_and_it_is_said(save, tmp_path):
-    save("old.jsonl", cell("small", step=around(100)), run_id="old", git_commit="1")
-    save("new.jsonl", cell("small", step=around(50)), run_id="new", git_commit="2")
+    save("old.jsonl", cell("small", step=around(100)), run_id="old", source_digest="1")
+    save("new.jsonl", cell("small", step=around(50)), run_id="new", source_digest="2")
     (tmp_path / "both.jsonl").write_bytes(
         b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in ("old", "new"))
     )

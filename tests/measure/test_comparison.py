@@ -132,11 +132,11 @@ def test_rounds_and_runs_are_told_apart():
 def test_only_what_was_measured_like_the_last_cell_is_part_of_a_side():
     conditions = {"gpu": "H200"}
     runs = [
-        run("other machine", {"gpu": "A100"}, git_commit="2"),
-        run("other threads", conditions, git_commit="2", OMP_NUM_THREADS="4"),
-        run("other code", conditions, git_commit="1"),
+        run("other machine", {"gpu": "A100"}, source_digest="2"),
+        run("other threads", conditions, source_digest="2", OMP_NUM_THREADS="4"),
+        run("other code", conditions, source_digest="1"),
         run("unknown code", conditions),
-        run("last", conditions, git_commit="2"),
+        run("last", conditions, source_digest="2"),
     ]
     cells = [cell(run_id=one.run_id, size="small") for one in runs]
     (pair,) = match_cells(results(*cells, runs=runs), results(*cells, runs=runs)).pairs
