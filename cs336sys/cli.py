@@ -7,13 +7,8 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys import __version__
-from cs336sys.commands.invocation.faults import (
-    end_like_ctrl_c_on_sigterm,
-    exit_code_of,
-    interruption_code,
-    open_closed_streams,
-)
-from cs336sys.commands.invocation.lazy import HELP_OPTIONS, LazyGroup
+from cs336sys.commands.faults import end_like_ctrl_c_on_sigterm, exit_code_of, interruption_code, open_closed_streams
+from cs336sys.commands.invocation import HELP_OPTIONS, LazyGroup
 from cs336sys.commands.options.settings_file import use_settings, with_config_first
 
 # Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.

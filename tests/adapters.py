@@ -26,7 +26,7 @@ atexit.register(time.sleep, 0.05)
 
 def get_flashattention_autograd_function_pytorch() -> type:
     """FlashAttention-2 in PyTorch operations alone, as a ``torch.autograd.Function``."""
-    from cs336sys.kernels.attention.tiled import FlashAttentionTorch
+    from cs336sys.kernels.attention.reference import FlashAttentionTorch
 
     return FlashAttentionTorch
 

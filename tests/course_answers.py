@@ -7,8 +7,8 @@ from pathlib import Path
 from cs336sys.report.course.document import Block, Document, build_document
 from cs336sys.report.course.evidence import evidence_of
 from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.target import HANDOUTS, Target
-from cs336sys.results import Cell, Results, Samples, read_results
+from cs336sys.report.course.problem import HANDOUTS, Target
+from cs336sys.results.model import Cell, Results, Samples, read_results
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.parallel.collectives import _Launched
-from cs336sys.parallel.sharded_optimizer import agreement, slices
+from cs336sys.parallel.sharded_optimizer import groups, slices
 
 SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -39,7 +39,7 @@ class OperatorRecorder:
                 wait(launched)
 
         with contextlib.ExitStack() as stack:
-            for module in (agreement, slices):
+            for module in (groups, slices):
                 stack.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
             stack.enter_context(mock.patch.object(_Launched, "wait", wait_unrecorded))
             recorded = stack.enter_context(_Recorded())

@@ -6,7 +6,7 @@ import torch
 
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import FlashAttentionTriton
-from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.reference import reference_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def test_hopper_is_refused_on_a_cpu(monkeypatch):
 
 LACKS = "no CUDA GPU"
 if torch.cuda.is_available():
-    LACKS = availability.why_unavailable(torch.empty(1, 64, dtype=torch.float16, device="cuda"))
+    LACKS = settings.why_unavailable(torch.empty(1, 64, dtype=torch.float16, device="cuda"))
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(LACKS is not None, reason=str(LACKS))]
 
 

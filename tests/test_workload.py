@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 from cs336sys.workload import (
     AttentionWorkload,
     CollectiveWorkload,

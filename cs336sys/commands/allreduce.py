@@ -8,15 +8,14 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.accounting.collectives import COLLECTIVES
-from cs336sys.commands.options.completion import among
+from cs336sys.accounting.communication import COLLECTIVES
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import byte_count, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import among, byte_count, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
 from cs336sys.errors import UsageError
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.
@@ -68,8 +67,8 @@ def allreduce(
 
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
+    from cs336sys.report.allreduce import allreduce_plan, allreduce_tables
     from cs336sys.report.outputs import check_plot
-    from cs336sys.report.parallel.allreduce import allreduce_plan, allreduce_tables
 
     collectives = split_list(collective, "--collective", one_of(COLLECTIVES))
     dtypes = split_list(dtype, "--dtype", one_of(tuple(COLLECTIVE_DTYPES)))
@@ -149,6 +148,6 @@ def _backends(values: list[str], device: str) -> list[str]:
 
 
 def _draw(cells: Sequence[Cell], path: Path) -> None:
-    from cs336sys.report.parallel.allreduce_plots import plot_collectives
+    from cs336sys.report.allreduce import plot_collectives
 
     plot_collectives(cells, path)

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.sizes import PRECISIONS
@@ -40,8 +39,7 @@ def attn(
 
     cs336sys attn --context 256,1024,4096,8192,16384 --head-dim 16,32,64,128
     """
-    from cs336sys.report.attention import attn_tables
-    from cs336sys.report.attention_plots import plot_attn
+    from cs336sys.report.attention import attn_tables, plot_attn
     from cs336sys.report.outputs import check_plot
 
     axes = (

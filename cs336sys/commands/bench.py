@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, between, check_choice, split_list
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, among, between, check_choice, split_list
 from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
-from cs336sys.results import configuration_key
+from cs336sys.results.model import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
 
 _COMPARED = tuple(setting.replace("_", "-") for setting in COMPARED_SETTINGS)
@@ -50,8 +49,7 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    from cs336sys.report.bench import bench_plan, bench_tables, pool_bench_rounds
-    from cs336sys.report.bench_plots import plot_bench
+    from cs336sys.report.bench import bench_plan, bench_tables, plot_bench, pool_bench_rounds
     from cs336sys.report.outputs import check_plot
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
@@ -63,7 +61,7 @@ def bench(
         measure = "cs336sys.experiments.bench:measure_training"
         configurations = [workload.configuration() for workload in workloads]
     else:
-        measure = "cs336sys.experiments.interleaved_training:measure_interleaved"
+        measure = "cs336sys.experiments.bench:measure_interleaved"
         configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:

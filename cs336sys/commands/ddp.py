@@ -9,9 +9,8 @@ import typer
 
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, between, one_of, split_list
+from cs336sys.commands.options.reading import MEASURING, among, between, one_of, split_list
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
@@ -26,7 +25,7 @@ from cs336sys.commands.sweep.ranks import (
 )
 from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
 
@@ -94,9 +93,9 @@ def ddp(
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
+    from cs336sys.report.ddp import ddp_plan, ddp_tables, pool_ddp_rounds
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.ddp import ddp_plan, ddp_tables, pool_ddp_rounds
-    from cs336sys.report.parallel.scaling import scaling_tables
+    from cs336sys.report.scaling import scaling_tables
 
     workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
     chosen = [
@@ -192,8 +191,8 @@ def _bucket_size(text: str) -> float | str:
 def _pictures(
     cells: Sequence[Cell], timelines: Path | None, buckets: Path | None, scaling: Path | None
 ) -> Iterator[Callable[[], None]]:
-    from cs336sys.report.parallel.ddp_plots import plot_buckets, plot_timelines
-    from cs336sys.report.parallel.scaling import plot_scaling
+    from cs336sys.report.ddp import plot_buckets, plot_timelines
+    from cs336sys.report.scaling import plot_scaling
 
     if timelines is not None:
         yield lambda: plot_timelines(cells, timelines)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import among
 from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,
@@ -43,7 +43,7 @@ def doctor(
 
     cs336sys doctor --model mine.py:build
     """
-    from cs336sys.report.tables import Column, Table
+    from cs336sys.report.table import Column, Table
 
     output.check()
     if model is None:
@@ -65,7 +65,7 @@ def doctor(
             StepsOptions(["0"], 1),
             RunOptions(device="cpu"),
         )
-        from cs336sys.experiments.model_checks import check_model
+        from cs336sys.experiments.checks.user_model import check_model
 
         checks, subject = check_model(workload), f"in {model}"
     verdicts = [check.verdict for check in checks]

@@ -7,9 +7,16 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options.board import goes_before
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import (
+    BaselineOption,
+    among,
+    at_least,
+    check_baseline,
+    check_choice,
+    one_of,
+    split_list,
+)
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
@@ -79,8 +86,7 @@ def flash(
 
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
     """
-    from cs336sys.report.attention import flash_tables, pool_flash_rounds
-    from cs336sys.report.attention_plots import plot_flash
+    from cs336sys.report.attention import flash_tables, plot_flash, pool_flash_rounds
     from cs336sys.report.outputs import check_plot
 
     shapes = {

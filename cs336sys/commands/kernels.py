@@ -6,9 +6,16 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, at_least, check_baseline, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import (
+    BaselineOption,
+    among,
+    at_least,
+    check_baseline,
+    check_choice,
+    one_of,
+    split_list,
+)
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError

@@ -9,8 +9,8 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
-from cs336sys.training_text import digest
 from cs336sys.workload import LossWorkload
+from cs336sys.workload.training_text import digest
 
 
 def losses(

@@ -8,12 +8,11 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import between, one_of, read_value, split_list
+from cs336sys.commands.options.reading import among, between, one_of, read_value, split_list
 from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 from cs336sys.workload import MODES, MemoryWorkload
 
 ModesOption = Annotated[
@@ -60,9 +59,8 @@ def memprof(
 
     cs336sys memprof --size 2.7b --context 2048 --checkpoint block,every=2,nested --dry-run
     """
-    from cs336sys.report.memory.files import check_directory, write_files
-    from cs336sys.report.memory.plan import plan_tables
-    from cs336sys.report.memory.tables import memory_tables
+    from cs336sys.report.memory.page import check_directory, write_files
+    from cs336sys.report.memory.tables import memory_tables, plan_tables
     from cs336sys.workload import LARGEST_ALLOCATIONS
 
     modes = split_list(mode, "--mode", one_of(MODES))

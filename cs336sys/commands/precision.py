@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions, SaveOption
-from cs336sys.commands.options.reading import check_choice, one_of, split_list
+from cs336sys.commands.options.reading import among, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.run import Sweep, unsaved
-from cs336sys.results import Cell
-from cs336sys.results_file import ResultsFile
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell
 from cs336sys.workload import DEVICES
 
 if TYPE_CHECKING:

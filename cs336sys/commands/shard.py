@@ -23,7 +23,7 @@ from cs336sys.commands.sweep.ranks import (
     is_first_rank,
 )
 from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 
 
 def shard(
@@ -60,10 +60,10 @@ def shard(
 
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
+    from cs336sys.report.board import sharding_tables
     from cs336sys.report.outputs import check_plot, check_writable
-    from cs336sys.report.parallel.board import sharding_tables
-    from cs336sys.report.parallel.scaling import scaling_tables
-    from cs336sys.report.parallel.shard import shard_plan
+    from cs336sys.report.scaling import scaling_tables
+    from cs336sys.report.shard import shard_plan
 
     if sharding.board:
         refuse_beside_board(model.model, sharding.mesh, plot)
@@ -113,8 +113,8 @@ def shard(
 
 
 def _pictures(cells: Sequence[Cell], memory: Path | None, scaling: Path | None) -> Iterator[Callable[[], None]]:
-    from cs336sys.report.parallel.scaling import plot_scaling
-    from cs336sys.report.parallel.shard_plots import plot_memory
+    from cs336sys.report.scaling import plot_scaling
+    from cs336sys.report.shard import plot_memory
 
     if memory is not None:
         yield lambda: plot_memory(cells, memory)

@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from cs336sys.commands.invocation.faults import say
-from cs336sys.commands.invocation.lazy import LazyGroup
-from cs336sys.commands.options.completion import among
+from cs336sys.commands.faults import say
+from cs336sys.commands.invocation import LazyGroup
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, between, one_of, split_list
+from cs336sys.commands.options.reading import among, at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.results import Cell, Results, Status, passed_over_words, read_results
+from cs336sys.results.model import Cell, Results, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
-    from cs336sys.report.saved import Invocation, Pictures, Presentation
-    from cs336sys.report.tables import Table
+    from cs336sys.report.registry import Invocation, Pictures, Presentation
+    from cs336sys.report.table import Table
 
 
 def show(
@@ -54,7 +53,7 @@ def show(
     """
     from cs336sys.report.outputs import check_plot, write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.saved import Shown, invocations, marked, saved_page, saved_pictures, sound_cells_and_tables
+    from cs336sys.report.registry import Shown, invocations, marked, saved_page, saved_pictures, sound_cells_and_tables
 
     statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
     output.check()
@@ -120,7 +119,7 @@ def _read(path: Path) -> Results:
 
 def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation":
     """How the command was asked to show the cells, read from its saved arguments as far as it still knows them."""
-    from cs336sys.report.saved import SAVED_COMMANDS, Presentation
+    from cs336sys.report.registry import SAVED_COMMANDS, Presentation
 
     default = Presentation()
     if invocation.command not in SAVED_COMMANDS:

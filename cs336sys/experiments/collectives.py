@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336sys.accounting.collectives import buffer_bytes, bus_factor
+from cs336sys.accounting.communication import buffer_bytes, bus_factor
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.dtypes import DTYPES
-from cs336sys.measure.links import describe_links
+from cs336sys.measure.device import DTYPES
+from cs336sys.measure.diagnosis.gpu import describe_links
 from cs336sys.measure.system import container_memory_limit_bytes
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device, reduce_scatter_single
 from cs336sys.parallel.ranks import launch
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 from cs336sys.workload import CollectiveWorkload
 
 # The largest integer up to which a dtype holds every one (2^mantissa bits): sums below it are the same in any order.

@@ -14,9 +14,9 @@ from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, with_notes
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
-from cs336sys.results import Samples
-from cs336sys.training_text import read_text
+from cs336sys.results.model import Samples
 from cs336sys.workload import LossWorkload
+from cs336sys.workload.training_text import read_text
 
 # Between two lines of progress.
 _STEPS_BETWEEN = 20

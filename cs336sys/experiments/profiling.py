@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.checks.step import check_few_blocks
+from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.models import blocks_of
-from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, time_steps, with_notes
-from cs336sys.experiments.training_check import check_few_blocks
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
@@ -27,14 +27,14 @@ from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys
 from cs336sys.measure.phases import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
 from cs336sys.measure.profile import nsys as nsight_systems
 from cs336sys.measure.profile.chrome_trace import read_chrome_trace
-from cs336sys.measure.profile.nsys_report import read_nsys_database
+from cs336sys.measure.profile.nsys import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.torch_profiler import TorchProfiler
+from cs336sys.processes.atomic_write import written_whole
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.processes.parent import python_module
-from cs336sys.results import Samples
-from cs336sys.whole_files import written_whole
+from cs336sys.results.model import Samples
 from cs336sys.workload import ProfileWorkload, Workload
 
 
@@ -131,7 +131,7 @@ def _time_without_profiler(
     """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see.
 
     Returns:
-        these samples, and what :func:`~cs336sys.experiments.step_counts.counted_columns` counts.
+        these samples, and what :func:`~cs336sys.experiments.flop_counting.counted_columns` counts.
     """
     progress("building the model")
     step = TrainStep(workload, device)

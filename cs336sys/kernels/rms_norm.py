@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
     as_rows,
     check_tensors,
@@ -14,9 +13,10 @@ from cs336sys.kernels.operators import (
     define_operator,
     needs_operators,
     num_multiprocessors,
+    once_differentiable,
     result_dtype,
+    sum_of_partials,
 )
-from cs336sys.kernels.partial_sums import sum_of_partials
 
 
 @triton.jit

@@ -18,18 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cs336sys.course_package import telling_import_errors
-from cs336sys.errors import (
-    DEBUG_VARIABLE,
-    CapabilityError,
-    CaptureError,
-    LostProcessError,
-    UsageError,
-    UserCodeError,
-)
+from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, LostProcessError, UsageError, UserCodeError
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
-from cs336sys.results import Run, Samples, Status
+from cs336sys.results.model import Run, Samples, Status
+from cs336sys.workload.course_package import telling_import_errors
 
 Progress = Callable[[str], None]
 

@@ -1,8 +1,10 @@
-"""Which device a measurement runs on."""
+"""Which device a measurement runs on, and torch's dtypes by the names that commands and results give them."""
 
 import torch
 
 from cs336sys.errors import CapabilityError
+
+# Which device a measurement runs on.
 
 
 def choose_device(name: str) -> torch.device:
@@ -16,3 +18,16 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+# torch's dtypes by the names that commands and results give them.
+
+
+# In the order of workload.COLLECTIVE_DTYPES: first those of sizes.PRECISIONS.
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+}

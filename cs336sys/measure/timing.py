@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 
 from cs336sys.measure.torch_profiler import TorchProfiler
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 
 # What is written to empty an L2 cache of what calls left there: several times an H200's 50 MB.
 _L2_FLUSH_BYTES = 256_000_000

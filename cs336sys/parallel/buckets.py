@@ -1,10 +1,20 @@
-"""Which gradients are communicated together: plain arithmetic, no torch, no process group."""
+"""The gradients that one all-reduce averages: where they are in memory, and how they are sent and received."""
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cs336sys.accounting.sharding.partition import ALIGNMENT, WHOLE_BLOCKS
 from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
+from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable
+
+# Which gradients are communicated together: plain arithmetic, no torch, no process group.
 
 
 @dataclass(frozen=True)
@@ -123,3 +133,263 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule 
             buckets.append(open_bucket)
         open_bucket.append(index)
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
+
+
+class GradientBucket:
+    """Gradients averaged where autograd left them: one launch for all of them, no copies, no extra memory.
+
+    A gradient whose memory has other users is copied first: averaged in place, it would change theirs.
+
+    Attributes:
+        parameters: by name; all have the same device, and gradients of the same dtype.
+        waiting: ids of the parameters whose gradients are not ready yet in this step.
+        collects_at_once: whether :meth:`collect` wants gradients as soon as they are ready, not only at the launch.
+        hands_on: whether parameters lose their gradients to somebody else at the launch.
+        present: for each parameter, whether it had a gradient on this rank at :meth:`launch`.
+    """
+
+    collects_at_once = False
+    hands_on = False
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        gradient_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.parameters = parameters
+        # A tensor's own hash is computed in Python, an id's is not.
+        self._ids = frozenset(map(id, parameters.values()))
+        self.waiting = set(self._ids)
+        self.present: list[bool] = []
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._strides = [_gradient_strides(parameter) for parameter in parameters.values()]
+        sample = next(iter(parameters.values()))
+        self._dtype = gradient_dtype_of(sample) or sample.dtype
+        is_cast = gradient_dtype is not None and self._dtype.is_floating_point and self._dtype != gradient_dtype
+        self._wire_dtype = gradient_dtype if is_cast else None
+        self._reduction = MeanReduction(
+            self._wire_dtype or self._dtype, sample.device, f"gradients of {', '.join(parameters)}", group
+        )
+        # What takes part for parameters without a gradient here: zeros, and then the mean of all ranks' gradients.
+        self._substitutes: dict[nn.Parameter, Tensor] = {}
+        self._averaged: list[Tensor] = []
+        self._wire: Tensor | None = None
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What gradients are sent and summed in."""
+        return self._wire_dtype or self._dtype
+
+    @property
+    def sent_sizes(self) -> list[int]:
+        """Bytes of each tensor that is handed to the all-reduce."""
+        sizes = [parameter.numel() * self.sent_dtype.itemsize for parameter in self.parameters.values()]
+        return sizes if self._wire_dtype is None else [sum(sizes)]
+
+    def average_by(self, reduction: MeanReduction) -> None:
+        """Let something else compute the means. Call it between two steps."""
+        self._reduction = reduction
+
+    def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Accept a gradient that autograd has completed; in this class it stays where it is if it can.
+
+        Raises:
+            UsageError: it is sparse, or in another dtype than the parameter asks for.
+        """
+        require_averageable(name, gradient, self._dtype, self._shapes[name])
+        if not owns_memory(gradient):
+            parameter.grad = gradient.clone()
+
+    def collect_present(self) -> None:
+        """Accept all gradients that there are."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.collect(name, parameter, parameter.grad)
+
+    def launch(self) -> None:
+        """Start to average all gradients, with zeros in place of those that this rank lacks."""
+        self._averaged = self._memory()
+        if self._wire_dtype is None:
+            self._reduction.start(self._averaged)
+            return
+        sizes = [tensor.numel() for tensor in self._averaged]
+        self._wire = torch.empty(sum(sizes), dtype=self._wire_dtype, device=self._averaged[0].device)
+        torch._foreach_copy_(self._wire.split(sizes), [tensor.view(-1) for tensor in self._averaged])
+        self._reduction.start([self._wire])
+
+    def wait(self) -> None:
+        """Return when the averaged gradients may be used: on a GPU, by work queued on the current stream after this."""
+        self._reduction.wait()
+        if self._wire is not None:
+            sizes = [tensor.numel() for tensor in self._averaged]
+            torch._foreach_copy_([tensor.view(-1) for tensor in self._averaged], self._wire.split(sizes))
+        self._averaged, self._wire = [], None
+
+    def finish(self, present_anywhere: list[bool]) -> None:
+        """Give parameters without a gradient here the mean if some rank had one, and begin a new step.
+
+        Args:
+            present_anywhere: for each parameter, in order, whether any rank had a gradient.
+        """
+        if not all(self.present):
+            for parameter, here, anywhere in zip(self.parameters.values(), self.present, present_anywhere, strict=True):
+                if anywhere and not here:
+                    parameter.grad = self._substitutes[parameter]
+            self._substitutes = {}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """No gradient is ready."""
+        self.waiting = set(self._ids)
+
+    def _memory(self) -> list[Tensor]:
+        """The contiguous tensors to average in place, of the same shapes on every rank; sets :attr:`present`."""
+        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
+        views = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                require_averageable(name, parameter.grad, self._dtype, self._shapes[name])
+                if not owns_memory(parameter.grad):
+                    views.append(parameter.grad)
+        # Most steps have none, and a launch-bound one pays for every microsecond here.
+        copied = set(map(id, views)) - own_memory_together(views) if views else ()
+        tensors = []
+        for (name, parameter), strides in zip(self.parameters.items(), self._strides, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = self._substitutes[parameter] = self._empty(name, strides).zero_()
+            elif id(gradient) in copied:
+                gradient = parameter.grad = gradient.clone()
+            if not _same_order(gradient, strides):
+                gradient = parameter.grad = self._empty(name, strides).copy_(gradient)
+            # Of a contiguous one memory_view() would make another Python object.
+            tensors.append(gradient if gradient.is_contiguous() else memory_view(gradient))
+        return tensors
+
+    def _empty(self, name: str, strides: tuple[int, ...]) -> Tensor:
+        device = self.parameters[name].device
+        return torch.empty_strided(self._shapes[name], strides, dtype=self._dtype, device=device)
+
+
+class FlatBucket(GradientBucket):
+    """Gradients averaged as one tensor: each is copied into a flat buffer once, and is a view of it from then on.
+
+    A gradient is copied as soon as autograd has completed it, so there are never two copies of all of them, and none is
+    copied back. The buffer exists from the first gradient of a step until its views are dropped: it needs as much
+    memory as the buckets of torch's DDP, but none during a forward pass that follows ``zero_grad``.
+    """
+
+    collects_at_once = True
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        gradient_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__(parameters, gradient_dtype, group)
+        self._strides_of = dict(zip(parameters.values(), self._strides, strict=True))
+        self._offsets: dict[nn.Parameter, int] = {}
+        self._gaps: list[slice] = []
+        self._size = 0
+        for parameter in parameters.values():
+            self._offsets[parameter] = self._size
+            end = self._size + parameter.numel()
+            self._size = math.ceil(end / ALIGNMENT) * ALIGNMENT
+            self._gaps += [slice(end, self._size)] if end < self._size else []
+        # This step's, from its first gradient until finish().
+        self._buffer: Tensor | None = None
+        # The last step's, which exists as long as gradients are views of it, and the parameters that got such a view.
+        self._last: StorageWeakRef | None = None
+        self._had_views: list[nn.Parameter] = []
+
+    def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        require_averageable(name, gradient, self._dtype, self._shapes[name])
+        if self._buffer is None:
+            # Gradients that were zeroed instead of dropped are still views of the last step's buffer.
+            self._buffer = self._buffer_under_gradients()
+        if self._buffer is None:
+            self._buffer = self._new_buffer(gradient)
+        view = self._view(self._buffer, parameter)
+        if gradient.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(gradient)
+
+    def finish(self, present_anywhere: list[bool]) -> None:
+        super().finish(present_anywhere)
+        assert self._buffer is not None, "launch() comes before"
+        self._last = StorageWeakRef(self._buffer.untyped_storage())
+        self._had_views = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        self._buffer = None
+
+    def _memory(self) -> list[Tensor]:
+        missing = []
+        self.present = [parameter.grad is not None for parameter in self.parameters.values()]
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                missing.append(parameter)
+            else:
+                self.collect(name, parameter, parameter.grad)
+        if self._buffer is None:
+            self._buffer = self._new_buffer(missing[0])
+        for parameter in missing:
+            self._substitutes[parameter] = self._view(self._buffer, parameter).zero_()
+        return [self._buffer]
+
+    def _new_buffer(self, sample: Tensor) -> Tensor:
+        buffer = torch.empty(self._size, dtype=self._dtype, device=sample.device)
+        for gap in self._gaps:
+            # Zeroed, so that NaN checks on the sent buffer pass.
+            buffer[gap].zero_()
+        return buffer
+
+    def _buffer_under_gradients(self) -> Tensor | None:
+        """The last step's buffer if all gradients that were views of it still are.
+
+        Else None: the caller may have kept one that is no longer a parameter's gradient, and it must not change.
+        """
+        gradient: Tensor | None = None
+        if self._last is None or self._last.expired():
+            return None
+        for parameter in self._had_views:
+            gradient = parameter.grad
+            if (
+                gradient is None
+                or StorageWeakRef(gradient.untyped_storage()) != self._last
+                or gradient.storage_offset() != self._offsets[parameter]
+                or gradient.stride() != self._strides_of[parameter]
+            ):
+                return None
+        return None if gradient is None else gradient.detach().as_strided((self._size,), (1,), 0)
+
+    def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
+        return buffer.as_strided(parameter.shape, self._strides_of[parameter], self._offsets[parameter])
+
+
+def divide_into_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], cap_bytes: float | BucketRule | None
+) -> list[dict[str, nn.Parameter]]:
+    """Parameters by name, bucket by bucket, as :func:`~cs336sys.parallel.buckets.assign_buckets` assigns them.
+
+    All parameters of a bucket have the same device, and gradients of the same dtype.
+    """
+    specs = []
+    for name, parameter in named:
+        dtype = gradient_dtype_of(parameter) or parameter.dtype
+        size = parameter.numel() * dtype.itemsize
+        specs.append(TensorSpec(id(parameter), size, (dtype, parameter.device), block_of(name)))
+    return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
+
+
+def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The strides that autograd gives a gradient: those of a parameter that is dense in memory, else row-major."""
+    if is_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether the elements are in the order of ``strides``; the stride of a dimension of size 1 does not matter."""
+    return gradient.stride() == strides or all(
+        size == 1 or own == other for size, own, other in zip(gradient.shape, gradient.stride(), strides, strict=True)
+    )

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import AnyRank
-from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import graph_refusal
 from cs336sys.parallel.marks import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
 

@@ -2,15 +2,16 @@
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.memory import PeakMemory
-from cs336sys.measure.system import Capacity
-from cs336sys.report.gpu_readings import CLOCK_COLUMN, clock_notes, joined_readings, median_clock
-from cs336sys.report.noise import Interval, ratio_of_pairs
-from cs336sys.report.noise import ratio as ratio_of_medians
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.measure.system import SLOWDOWNS, Capacity
+from cs336sys.report.numbers import format_number
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
@@ -25,8 +26,75 @@ from cs336sys.report.titles import (
     unknown_memory,
     wall_columns,
 )
-from cs336sys.results import Cell, Run, Samples, configuration_key
+from cs336sys.results.model import Cell, Run, Samples, configuration_key
+from cs336sys.results.statistics import Interval, ratio_of_pairs
+from cs336sys.results.statistics import ratio as ratio_of_medians
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# What a table of times says about the GPU's clock while they were taken.
+
+
+# A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
+_FALLEN_PART = 0.03
+
+CLOCK_COLUMN = Column("sm_clock_mhz", "SM clock", "mhz")
+
+
+def median_clock(cell: Cell) -> float | None:
+    """The clock of the multiprocessors in MHz while the cell was measured, None where it is not known."""
+    clocks = _clocks(cell.derived.get("gpu_readings") or {})
+    return statistics.median(clocks) if clocks else None
+
+
+def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
+    """The readings of rounds, one after another."""
+    known = [readings for cell in cells if (readings := cell.derived.get("gpu_readings"))]
+    return {name: [value for one in known for value in one[name]] for name in known[0]} if known else None
+
+
+def clock_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """A sentence where clocks fell during a cell, or something held them down."""
+    seen: dict[str, list[float]] = {}
+    lowest: list[tuple[float, float]] = []
+    hottest: list[float] = []
+    for cell in cells:
+        readings = cell.derived.get("gpu_readings") or {}
+        limits = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
+        for limit in set().union(*limits):
+            seen.setdefault(limit, []).append(sum(limit in one for one in limits) / len(limits))
+        fall = _fall(_clocks(readings))
+        if fall is not None:
+            lowest.append(fall)
+        if fall is not None or any(limits):
+            hottest += [degrees for degrees in readings["temperature_c"] if degrees is not None]
+    words = [
+        f"{limit} in {len(parts)} of {len(cells)} cells (up to {100 * max(parts):.0f} % of the readings)"
+        for limit, parts in sorted(seen.items())
+    ]
+    if lowest:
+        before, after = min(lowest, key=lambda fall: fall[1] / fall[0])
+        words.append(f"the SM clock fell in {len(lowest)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz")
+    if not words:
+        return ()
+    heat = f", at up to {max(hottest):.0f} °C" if hottest else ""
+    return (f"clocks: {'; '.join(words)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
+
+
+def _clocks(readings: Mapping[str, Any]) -> list[float]:
+    return [clock for clock in readings.get("sm_clock_mhz", ()) if clock is not None]
+
+
+def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
+    """The highest clock and the lowest after it, where that is noticeably lower; it rises from an idle GPU's first."""
+    if not clocks:
+        return None
+    highest = max(clocks)
+    after = min(clocks[clocks.index(highest) :])
+    return (highest, after) if after < (1 - _FALLEN_PART) * highest else None
+
 
 # A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
@@ -285,3 +353,111 @@ def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
     """Settings whose values were measured in turn, each with its values."""
     configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
+
+
+# The picture of ``bench``: how long each phase of a step takes, and what the compared settings gain.
+
+
+_COLORS = {"forward": "#4c72b0", "backward": "#c44e52", "optimizer": "#dd8452"}
+
+# Settings of which each combination has axes of its own, as each size has: their times share no scale.
+_APART = ("mode", "batch_size", "vocab_size", "context")
+
+_INCHES_PER_BAR = 0.27
+# Title, ticks and the distance to the next axes.
+_INCHES_BETWEEN = 0.66
+
+# Of an axis' length: room for the label of the longest bar.
+_LABEL_ROOM = 0.22
+
+
+def plot_bench(cells: Sequence[Cell], path: Path) -> None:
+    """Axes for each model: a bar of phases for each way of training it, and beside it the step's speed-up."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    settings = shown_settings(cells, SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN})
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(_model(cell), []).append(cell)
+    ways = [name for name in settings if name not in _APART] or ["precision", "compile"]
+    _, pairs = speedup_pairs(cells, settings)
+    baselines = {id(cell): baseline for cell, baseline in pairs}
+    bars = [len(group) for group in groups.values()] or [1]
+    figure = Figure(figsize=(10, 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN), layout="constrained")
+    axes = figure.subplots(len(bars), 2 if pairs else 1, squeeze=False, gridspec_kw={"height_ratios": bars})
+    most = max((_speedup(*pair) for pair in pairs), default=1.0)
+    for drawings, (model, group) in zip(axes, groups.items(), strict=False):
+        drawings[0].set_title(model, fontsize=10, loc="left")
+        _draw_times(drawings[0], group)
+        drawings[0].set_yticks(range(len(group)), [_way(cell, ways) for cell in group], fontsize=8)
+        if pairs:
+            _draw_speedups(drawings[1], group, baselines, most)
+            drawings[1].set_yticks([])
+        for drawing in drawings:
+            drawing.set_ylim(len(group) - 0.5, -0.5)
+            drawing.grid(axis="x", alpha=0.3)
+            drawing.set_axisbelow(True)
+            drawing.tick_params(axis="x", labelsize=8)
+            drawing.spines[["top", "right"]].set_visible(False)
+    axes[-1][0].set_xlabel("step, ms")
+    if pairs:
+        axes[-1][1].set_xlabel("speed-up of the step over the bar in outline")
+    phases = [phase for phase in _COLORS if any(phase in cell.samples for cell in cells)]
+    if phases:
+        handles = [Patch(color=_COLORS[phase], label=phase) for phase in phases]
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=9)
+    write_figure(figure, path)
+
+
+def _model(cell: Cell) -> str:
+    workload = Workload.from_configuration(cell.configuration)
+    size, parameters = workload.size, format_number(count_parameters(workload.size), "parameters")
+    mode = [] if workload.mode == "train" else [workload.mode]
+    return ", ".join([f"{size.name}, {parameters} parameters, batch {size.batch_size} x context {size.context}", *mode])
+
+
+def _way(cell: Cell, ways: Sequence[str]) -> str:
+    words = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
+    values = [
+        words[setting_of(cell, name)]
+        if name == "compile"
+        else f"{SETTING_COLUMNS[name].header} {setting_of(cell, name)}"
+        if name in ("cuda_graph", "warmup")
+        else str(setting_of(cell, name))
+        for name in ways
+    ]
+    return ", ".join(values)
+
+
+def _draw_times(drawing: "Axes", group: Sequence[Cell]) -> None:
+    longest = 0.0
+    for row, cell in enumerate(group):
+        if cell.status != "ok":
+            drawing.text(0, row, f" {cell.status}", fontsize=8, va="center", color="#c44e52")
+            continue
+        left = 0.0
+        for phase in PHASES_OF_MODE[cell.configuration["mode"]]:
+            mean = cell.samples[phase].mean
+            drawing.barh(row, mean, 0.75, left, color=_COLORS[phase])
+            left += mean
+        drawing.text(left, row, f" {format_number(cell.samples['step'].mean, 'ms')} ms", fontsize=8, va="center")
+        longest = max(longest, left)
+    drawing.set_xlim(0, longest * (1 + _LABEL_ROOM) or 1)
+
+
+def _draw_speedups(drawing: "Axes", group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
+    first = {id(baseline) for baseline in baselines.values()}
+    for row, cell in enumerate(group):
+        if id(cell) in baselines:
+            ratio = _speedup(cell, baselines[id(cell)])
+            drawing.barh(row, ratio, 0.75, color="#8c8c8c")
+            drawing.text(ratio, row, f" {ratio:.2f} x", fontsize=8, va="center")
+        elif id(cell) in first:
+            drawing.barh(row, 1.0, 0.75, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
+    drawing.axvline(1, color="black", linewidth=0.6)
+    drawing.set_xlim(0, most * (1 + _LABEL_ROOM))
+
+
+def _speedup(cell: Cell, baseline: Cell) -> float:
+    return speedup(cell, baseline, "step").estimate

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cs336sys.measure.comparison import (
+from cs336sys.report.numbers import Value, format_number, format_quantity
+from cs336sys.report.table import Column, Table
+from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
     SAMPLING_SETTINGS,
     Compared,
@@ -17,9 +19,7 @@ from cs336sys.measure.comparison import (
     shared_metrics,
     significance_level,
 )
-from cs336sys.report.numbers import Value, format_number, format_quantity
-from cs336sys.report.tables import Column, Table
-from cs336sys.results import Cell, Results, distinguishing_settings, passed_over_words
+from cs336sys.results.model import Cell, Results, distinguishing_settings, passed_over_words
 
 # From here on a table says that samples are worth fewer than their number: two thirds at 0.2.
 NOTED_AUTOCORRELATION = 0.2

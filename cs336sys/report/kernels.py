@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.report.noise import ratio
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, title
-from cs336sys.results import Cell, Run, configuration_key
+from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.results.statistics import ratio
 
 _SHAPE_COLUMNS = {
     "op": Column("op", "op"),

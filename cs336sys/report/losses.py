@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, reasons, setting_of, shown_settings, title
-from cs336sys.results import Cell, Run
+from cs336sys.results.model import Cell, Run
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
 _AVERAGED = 20

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.report.noise import Interval, is_noisy
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
+from cs336sys.results.statistics import Interval, is_noisy
 
 # What a table's cell holds.
 Value = str | bool | int | float | Samples | Interval | None

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
-from cs336sys.results import holds_results
-from cs336sys.whole_files import written_whole
+from cs336sys.processes.atomic_write import written_whole
+from cs336sys.results.model import holds_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

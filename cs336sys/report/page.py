@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cs336sys.errors import UsageError
 from cs336sys.report.outputs import check_drawing, check_writable
-from cs336sys.report.tables import Table, grid_of, one_line
+from cs336sys.report.table import Table, grid_of, one_line
 
 _STYLE = """
 body { font: 15px/1.55 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222;

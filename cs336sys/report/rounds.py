@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from cs336sys.report.tables import Column
-from cs336sys.results import Cell, Samples, configuration_key
+from cs336sys.report.table import Column
+from cs336sys.results.model import Cell, Samples, configuration_key
 
 ROUNDS_COLUMN = Column("rounds", "rounds")
 

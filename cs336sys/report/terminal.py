@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cs336sys.report.tables import Grid, Table, grid_of, one_line
+from cs336sys.report.table import Grid, Table, grid_of, one_line
 
 if TYPE_CHECKING:
     import rich.console

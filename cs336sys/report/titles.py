@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from cs336sys.course_package import course_package
-from cs336sys.report.tables import Column
-from cs336sys.results import Cell, Run, Samples
+from cs336sys.report.table import Column
+from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.workload import UserCode, Workload
+from cs336sys.workload.course_package import course_package
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 

@@ -1,14 +1,12 @@
 """What one cell measures, and how: plain data, no torch.
 
-- ``configured.py``: how a workload becomes a cell's configuration, and comes back from it.
-- ``training.py``: one model, its batch, and how its steps run.
-- ``watched.py``: the same, with memory recorded, loss followed or kernels profiled.
+- ``training.py``: one model, its batch, and how its steps run; how a workload becomes a cell's configuration.
+- ``profiling_options.py``: the same, with memory recorded, loss followed or kernels profiled.
 - ``parallel.py``: the same, shared by several ranks.
 - ``operations.py``: one operation by itself.
 """
 
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
-from cs336sys.workload.configured import DEVICES
 from cs336sys.workload.operations import (
     CLASSIFIER,
     COLLECTIVE_DTYPES,
@@ -33,11 +31,19 @@ from cs336sys.workload.parallel import (
     ParallelWorkload,
     bucket_name,
 )
+from cs336sys.workload.profiling_options import (
+    LARGEST_ALLOCATIONS,
+    PROFILERS,
+    LossWorkload,
+    MemoryWorkload,
+    ProfileWorkload,
+)
 from cs336sys.workload.training import (
     ATTENTION,
     COMPARED_SETTINGS,
     COMPILE_MODES,
     CUDA_GRAPH,
+    DEVICES,
     FUSED_KERNELS,
     MODEL_KERNELS,
     MODES,
@@ -49,13 +55,6 @@ from cs336sys.workload.training import (
     UserCode,
     Workload,
     parse_kernels,
-)
-from cs336sys.workload.watched import (
-    LARGEST_ALLOCATIONS,
-    PROFILERS,
-    LossWorkload,
-    MemoryWorkload,
-    ProfileWorkload,
 )
 
 __all__ = [

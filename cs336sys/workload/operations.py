@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import UsageError
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
-from cs336sys.workload.configured import DEVICES, Configured, check_choices
+from cs336sys.workload.training import DEVICES, Configured, check_choices
 
 # Bytes an element, by the name of the dtype.
 COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
@@ -19,7 +19,7 @@ class CollectiveWorkload(Configured):
 
     Attributes:
         backend: ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors.
-        collective: one of :data:`~cs336sys.accounting.collectives.COLLECTIVES`.
+        collective: one of :data:`~cs336sys.accounting.communication.COLLECTIVES`.
         dtype: one of :data:`COLLECTIVE_DTYPES`.
         message_bytes: the whole array as asked for.
         warmup, iterations: calls in each of the two ways of timing.

@@ -3,10 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.checkpointing import (
-    kept_blocks,
-    recomputed_flops,
-)
+from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
 from cs336sys.accounting.flops import attention_flops, model_flops
 from cs336sys.accounting.sharding.context import (
     ALL_TO_ALL,
@@ -16,15 +13,14 @@ from cs336sys.accounting.sharding.context import (
     share_of_context,
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
 from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, outer_dimension, read_mesh
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS, heads_refusal, require_heads
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TENSOR, TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
-from cs336sys.workload.configured import Configured, check_choices
-from cs336sys.workload.training import Workload
+from cs336sys.workload.training import Configured, Workload, check_choices
 
 # How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last ones synchronize
 # nothing, and are what the others are compared with.

@@ -1,8 +1,9 @@
-"""One model, its batch, and how its steps run."""
+"""One model, its batch, and how its steps run; and what every workload is."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from cs336sys.accounting.activations import ATTENTION, block_activations
 from cs336sys.accounting.checkpointing import checkpointed_moments
@@ -12,9 +13,58 @@ from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
-from cs336sys.workload.configured import DEVICES, Configured, check_choices
+from cs336sys.workload.user_code import is_user_code
+
+# What every workload is: plain data that a results file holds, and gets back.
+
+
+# A size's fields in a configuration, which calls its name "size"; its own default precision decides nothing.
+_SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("name", "precision"))
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a cell measures: its fields are the cell's configuration in the results, and come back from it."""
+
+    def configuration(self) -> dict[str, Any]:
+        """All fields as one flat dictionary of JSON scalars; of a size or of another workload, their fields."""
+        flat: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, ModelSize):
+                flat |= {"size": value.name} | {name: getattr(value, name) for name in _SHAPE}
+            else:
+                flat |= value.configuration() if isinstance(value, Configured) else {field.name: value}
+        return flat
+
+    @classmethod
+    def from_configuration(cls, configuration: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`configuration`; what is no field, like the number of a round, is passed over."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.type is ModelSize:
+                shape = {name: configuration[name] for name in _SHAPE if name in configuration}
+                values[field.name] = ModelSize(configuration["size"], **shape)
+            elif isinstance(field.type, type) and issubclass(field.type, Configured):
+                values[field.name] = field.type.from_configuration(configuration)
+            elif field.name in configuration:
+                values[field.name] = configuration[field.name]
+        return cls(**values)
+
+
+def check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
+    for field, names in choices.items():
+        value = getattr(workload, field)
+        if value not in names and not (field == "optimizer" and is_user_code(value)):
+            raise UsageError(f"unknown {field} '{value}': {choose_from(value, names)}")
+
+
+DEVICES = ("auto", "cuda", "cpu")
+
+# One model, its batch, and how its steps run.
+
 
 PHASES_OF_MODE = {
     "forward": ("forward",),
@@ -55,7 +105,7 @@ def parse_kernels(text: str) -> str:
 
 @dataclass(frozen=True)
 class UserCode(Configured):
-    """Functions of the user in the place of ours, as :mod:`cs336sys.user_code` names them; None is ours.
+    """Functions of the user in the place of ours, as :mod:`cs336sys.workload.user_code` names them; None is ours.
 
     Attributes:
         model: a size -> a module.

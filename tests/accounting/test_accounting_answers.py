@@ -11,16 +11,16 @@ from cs336sys.accounting.activations import (
     block_activations,
     saved_activations,
 )
-from cs336sys.accounting.answers.checkpointing import (
+from cs336sys.accounting.checkpointing import (
     best_group,
     checkpointing_answers,
     held_by_groups,
     held_by_halves,
+    recomputed_blocks,
 )
-from cs336sys.accounting.answers.communication import bucket_answers, ring_answers, ring_times
-from cs336sys.accounting.answers.model import attention_answers, block_answers, flops_answers, tensor_answers
-from cs336sys.accounting.checkpointing import recomputed_blocks
+from cs336sys.accounting.communication import bucket_answers, ring_answers, ring_times
 from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
 from cs336sys.accounting.parameters import parameters_by_component
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize
 

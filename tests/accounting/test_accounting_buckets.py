@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from cs336sys.accounting.buckets import (
+from cs336sys.accounting.communication import (
+    AlphaBeta,
     bucketing_overhead_s,
     optimal_bucket_bytes,
     optimal_bucket_on_link_bytes,
     overhead_on_link_s,
 )
-from cs336sys.accounting.collectives import AlphaBeta
 from cs336sys.errors import UsageError
 
 

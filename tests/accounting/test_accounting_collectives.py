@@ -4,8 +4,15 @@ import math
 
 import pytest
 
-from cs336sys.accounting.collectives import COLLECTIVES, AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
-from cs336sys.accounting.rings import ring_all_gather_s, ring_all_reduce_s
+from cs336sys.accounting.communication import (
+    COLLECTIVES,
+    AlphaBeta,
+    buffer_bytes,
+    bus_factor,
+    fit_alpha_beta,
+    ring_all_gather_s,
+    ring_all_reduce_s,
+)
 from cs336sys.errors import UsageError
 
 

@@ -15,8 +15,7 @@ from cs336sys.accounting.activations import SavedActivations, attention_memory, 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB, TrainingState, training_state, widest_moments
 from cs336sys.errors import UsageError
-from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.kernels.attention.tiled import FlashAttentionTorch
+from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention
 from cs336sys.sizes import SIZES, ModelSize
 
 pytestmark = pytest.mark.usefixtures("own_attention")

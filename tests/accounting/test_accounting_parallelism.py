@@ -4,11 +4,17 @@ import math
 
 import pytest
 
-from cs336sys.accounting.answers.parallelism import Mesh, parallelism_answers
+from cs336sys.accounting.communication import (
+    alternate_ring_all_reduce_s,
+    ring_all_gather_s,
+    ring_all_reduce_s,
+    ring_reduce_scatter_s,
+)
 from cs336sys.accounting.parallelism import (
     PARALLELISMS,
     PASSES,
     Layer,
+    Mesh,
     best_split,
     best_whole_mesh,
     communication_s,
@@ -17,13 +23,8 @@ from cs336sys.accounting.parallelism import (
     layer_flops,
     mesh_communication_s,
     most_devices,
+    parallelism_answers,
     tp_reach,
-)
-from cs336sys.accounting.rings import (
-    alternate_ring_all_reduce_s,
-    ring_all_gather_s,
-    ring_all_reduce_s,
-    ring_reduce_scatter_s,
 )
 from cs336sys.errors import UsageError
 

@@ -4,17 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.accounting.cluster import Cluster, OverlapSlowdown
+from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.accounting.scaling import (
-    DeviceTime,
-    Dtypes,
-    MeshShape,
-    fastest,
-    in_fewest_parts,
-    meshes_of,
-    simulate,
-)
+from cs336sys.accounting.scaling import DeviceTime, Dtypes, MeshShape, fastest, in_fewest_parts, meshes_of, simulate
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError

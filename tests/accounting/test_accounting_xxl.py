@@ -4,15 +4,16 @@ import math
 
 import pytest
 
-from cs336sys.accounting.answers.xxl import batch_answers, memory_answers
 from cs336sys.accounting.xxl import (
     XXL,
     FeedForwardStack,
     TpuMesh,
+    batch_answers,
     batch_of_best_mesh,
     batch_overlapped,
     batch_shared,
     largest_tp,
+    memory_answers,
     saved_bytes,
     sharded_bytes,
     sharding_needed,

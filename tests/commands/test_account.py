@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 
 PAGE = Path(__file__).parents[2] / "docs" / "account.md"
 

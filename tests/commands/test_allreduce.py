@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.commands.allreduce import message_sizes
 from cs336sys.errors import UsageError
-from cs336sys.report.parallel.allreduce import allreduce_tables, fit_of, groups_of
-from cs336sys.report.parallel.allreduce_plots import plot_collectives
-from cs336sys.report.rendering import render
-from cs336sys.results import Cell, Samples, read_results
+from cs336sys.report.allreduce import allreduce_tables, fit_of, groups_of, plot_collectives
+from cs336sys.report.render import render
+from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.workload import CollectiveWorkload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -216,7 +215,7 @@ def test_fit_finds_the_latency_and_bandwidth_of_each_backend_and_world_size():
 
 def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monkeypatch):
     drawn = []
-    writer = "cs336sys.report.parallel.allreduce_plots.write_figure"
+    writer = "cs336sys.report.allreduce.write_figure"
     monkeypatch.setattr(writer, lambda figure, *arguments, **options: drawn.append(figure))
     cells = [
         cell(size, 10.0 * ranks + size / 1e5, ranks, backend)

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.cli import app
 from cs336sys.measure.cells import Worker
-from cs336sys.report.attention import attn_tables, flash_tables, pool_flash_rounds
-from cs336sys.report.attention_plots import plot_flash
-from cs336sys.results import Cell, Samples, read_results
+from cs336sys.report.attention import attn_tables, flash_tables, plot_flash, pool_flash_rounds
+from cs336sys.results.model import Cell, Samples, read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -65,7 +64,7 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
     assert table["rows"][0]["end_to_end_speedup"] is not None
 
     stop, drawn = None, []
-    monkeypatch.setattr("cs336sys.report.attention_plots.plot_flash", lambda cells, path: drawn.extend(cells))
+    monkeypatch.setattr("cs336sys.report.attention.plot_flash", lambda cells, path: drawn.extend(cells))
     table = tables(invoke(*arguments, "--resume", "--plot", str(tmp_path / "flash.png")))["flash"]
     assert measured == [
         (context, number, name) for context in (32, 64) for number in (1, 2) for name in ("tiled", "eager")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.measure.system import Capacity
 from cs336sys.processes.parent import call_guarded
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.results import Cell, Run, Samples
-from cs336sys.results_file import ResultsFile
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell, Run, Samples
 
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 

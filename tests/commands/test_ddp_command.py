@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.commands.sweep.run import Sweep
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 

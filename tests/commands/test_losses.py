@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.report.losses import loss_tables
-from cs336sys.results import Cell, Samples, configuration_key
+from cs336sys.results.model import Cell, Samples, configuration_key
 
 LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
 LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]

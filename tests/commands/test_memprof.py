@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.report.memory.tables import memory_tables
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.measure.range_names import run_name
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.cli import app
 from cs336sys.measure.system import Capacity
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 from cs336sys.workload import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("kept_workers")

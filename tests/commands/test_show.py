@@ -17,11 +17,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cs336sys.cli import COMMANDS, app
-from cs336sys.report.rendering import render
-from cs336sys.report.saved import SAVED_COMMANDS, Presentation, invocations, saved_pictures, saved_tables, shown_cells
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.registry import (
+    SAVED_COMMANDS,
+    Presentation,
+    invocations,
+    saved_pictures,
+    saved_tables,
+    shown_cells,
+)
+from cs336sys.report.render import render
+from cs336sys.report.table import Column, Table
 from cs336sys.report.terminal import print_tables
-from cs336sys.results import configuration_key, read_results
+from cs336sys.results.model import configuration_key, read_results
 from cs336sys.workload import MemoryWorkload
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -407,7 +414,7 @@ def test_what_ascii_lacks_becomes_a_question_mark(tmp_path):
 
 
 def test_a_long_page_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.report.saved.page._SILENT_S", 0.0)
+    monkeypatch.setattr("cs336sys.report.registry._SILENT_S", 0.0)
     page = tmp_path / "page.html"
     path = changed(tmp_path, "memprof-2048", lambda number, record: None)
     assert show(path, "--html", page).stderr == (f"1 of 2 pictures are done\nwrote {page}\n")

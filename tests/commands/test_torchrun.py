@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from two_agents import run_two_agents
 
-from cs336sys.results import read_results
+from cs336sys.results.model import read_results
 
 SCRIPT = str(Path(__file__).with_name("commands_in_turn.py"))
 ALLREDUCE = ["allreduce", "--backend", "gloo", "--world-size", "2,4", "--message", "1KB,40KB", "--steps", "3"]

@@ -4,10 +4,10 @@ import collective_ranks
 import pytest
 import torch
 
-from cs336sys.accounting.collectives import COLLECTIVES
+from cs336sys.accounting.communication import COLLECTIVES
 from cs336sys.experiments import collectives
 from cs336sys.experiments.collectives import RankHardware, RankTimes, count_differences, exact_data, write
-from cs336sys.measure.dtypes import DTYPES
+from cs336sys.measure.device import DTYPES
 from cs336sys.parallel.ranks import launch
 from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
 

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments import training_check
+from cs336sys.experiments.checks import step
+from cs336sys.experiments.checks.weights import plainly_trained
 from cs336sys.experiments.memory.measurement import measure_memory
-from cs336sys.experiments.memory.prediction import traced_timeline
-from cs336sys.experiments.memory.summary import timeline_peaks
+from cs336sys.experiments.memory.prediction import timeline_peaks, traced_timeline
 from cs336sys.experiments.models import build_compared_model
 from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
-from cs336sys.experiments.weight_check import plainly_trained
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
@@ -41,8 +40,8 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
         step()
         return [step.loss.detach()]
 
-    monkeypatch.setattr(training_check, "train_for_check", one_step)
-    checked, wrong = training_check.check_training(workload(), DEVICE, silent)
+    monkeypatch.setattr(step, "train_for_check", one_step)
+    checked, wrong = step.check_training(workload(), DEVICE, silent)
     assert wrong is None
     assert 0 < checked.off.relative < 0.1
     attach = AdamW.attach_copy
@@ -54,7 +53,7 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
             attach(self, parameter, copy)
 
     monkeypatch.setattr(AdamW, "attach_copy", forget_one)
-    checked, wrong = training_check.check_training(workload(), DEVICE, silent)
+    checked, wrong = step.check_training(workload(), DEVICE, silent)
     assert wrong.status == "wrong"
     assert checked.off.parameter == "the copy of layers.0.ffn.w1.weight"
     assert wrong.reason.startswith("with our kernels: after 5 steps the copy of layers.0.ffn.w1.weight is off by inf %")
@@ -68,25 +67,25 @@ def _with_wrong_gradient(query, *args, **named):
 def test_a_wrong_gradient_of_attention_is_wrong_before_anything_is_timed(mode, monkeypatch):
     cell = workload(kernels="reference", precision="fp32", optimizer="course", attention="flash", mode=mode)
     cell = replace(cell, size=replace(SMALLEST, num_layers=3))
-    checked, wrong = training_check.check_training(cell, DEVICE, silent)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong is None
     assert checked.off.relative < 1e-3
     assert checked.off.num_layers == 1, "blocks are alike"
     monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
-    checked, wrong = training_check.check_training(cell, DEVICE, silent)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
     assert checked.off.parameter == "layers.0.attn.q_proj.weight"
 
 
 def test_a_wrong_forward_pass_is_wrong_where_its_loss_is_as_good_as_any(monkeypatch):
     cell = workload(kernels="reference", precision="bf16", optimizer="course", attention="flash", mode="forward")
-    checked, wrong = training_check.check_training(cell, DEVICE, silent)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong is None, checked
     monkeypatch.setattr(
         "cs336sys.experiments.models.flash_attention",
         lambda query, *args, **named: torch.ones_like(query) * query.mean(),
     )
-    _, wrong = training_check.check_training(cell, DEVICE, silent)
+    _, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
 
 
@@ -97,7 +96,7 @@ def test_gpu_attention_in_training_is_right(precision, compile):
     settings = {"kernels": "reference", "optimizer": "course", "attention": "flash"}
     size = replace(choose_size("small"), context=1024)
     cell = workload(size, precision=precision, compile=compile, **settings)
-    checked, wrong = training_check.check_training(cell, DEVICE, silent)
+    checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong is None, wrong
     assert checked.off.relative < {"fp32": 3e-4, "bf16": 3e-2}[precision], checked
 
@@ -105,7 +104,7 @@ def test_gpu_attention_in_training_is_right(precision, compile):
 def test_our_adamw_is_not_compared_with_the_packages(monkeypatch):
     """Which is anybody's: the course's own adds eps to the second moment before the bias of either is corrected."""
     monkeypatch.setattr("cs336sys.experiments.optimizers.OPTIMIZER_CLASSES", {"fused": OPTIMIZER_CLASSES["fused"]})
-    _, wrong = training_check.check_training(workload(precision="fp32", kernels="reference"), DEVICE, silent)
+    _, wrong = step.check_training(workload(precision="fp32", kernels="reference"), DEVICE, silent)
     assert wrong is None
 
 
@@ -272,7 +271,7 @@ def test_what_looks_into_steps_checks_kernels_first(command, monkeypatch):
     right = measure(cell.configuration(), silent)
     assert right.status == "ok"
     assert any(note.startswith("checked first, 1 block against") for note in right.derived["notes"])
-    monkeypatch.setattr(training_check, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "_of_few_blocks", {})
     monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
     wrong = measure(cell.configuration(), silent)
     assert (wrong.status, wrong.samples) == ("wrong", {})
@@ -281,9 +280,9 @@ def test_what_looks_into_steps_checks_kernels_first(command, monkeypatch):
 
 def test_fused_kernels_are_checked_with_the_addition_that_ends_a_block(monkeypatch):
     checked = []
-    monkeypatch.setattr(training_check, "_of_few_blocks", {})
-    monkeypatch.setattr(training_check, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
+    monkeypatch.setattr(step, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
     cell = workload(size=replace(SMALLEST, num_layers=9))
     for steps in (1, 3):
-        assert training_check.check_few_blocks(replace(cell, steps=steps), DEVICE, silent) == ([], None)
+        assert step.check_few_blocks(replace(cell, steps=steps), DEVICE, silent) == ([], None)
     assert [few.size for few in checked] == [replace(SMALLEST, num_layers=2)]

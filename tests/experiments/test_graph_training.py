@@ -12,16 +12,16 @@ from fake_cuda_graph import OperatorRecorder
 
 from cs336sys import cuda_graphs
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import interleaved_training, training_check
-from cs336sys.experiments.bench import measure_training
-from cs336sys.experiments.interleaved_training import measure_interleaved
+from cs336sys.experiments import bench
+from cs336sys.experiments.bench import measure_interleaved, measure_training
+from cs336sys.experiments.checks import step
+from cs336sys.experiments.checks.step import check_training
 from cs336sys.experiments.losses import measure_losses
 from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
-from cs336sys.experiments.training_check import check_training
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
 from cs336sys.workload import PHASES_OF_MODE, LossWorkload, MemoryWorkload, ProfileWorkload, Workload
@@ -37,7 +37,7 @@ def workload(**settings):
 @pytest.fixture
 def graphs_on_a_cpu(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", OperatorRecorder)
-    monkeypatch.setattr(training_check, "require_graphs", lambda device: None)
+    monkeypatch.setattr(step, "require_graphs", lambda device: None)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_replays_of_our_kernels_are_held_against_launches_of_the_same():
 @pytest.mark.parametrize("repeats", [True, False])
 def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkeypatch, repeats):
     """Replays leave a weight a thousandth off, which is within the tolerance of bf16."""
-    train, runs = training_check.train_for_check, []
+    train, runs = step.train_for_check, []
 
     def not_quite(step, warmup):
         losses = train(step, warmup)
@@ -89,7 +89,7 @@ def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkey
             weight *= 1 + off
         return losses
 
-    monkeypatch.setattr(training_check, "train_for_check", not_quite)
+    monkeypatch.setattr(step, "train_for_check", not_quite)
     checked, wrong = check(optimizer="fused", precision="bf16")
     if repeats:
         assert wrong.reason.startswith("replayed: after 5 steps lm_head.weight is off by ")
@@ -113,7 +113,7 @@ def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkey
     ids=["a bit", "the farthest counts", "wrong"],
 )
 def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, replayed, launched, runs):
-    train, trained = training_check.train_for_check, []
+    train, trained = step.train_for_check, []
 
     def not_quite(step, warmup):
         losses = train(step, warmup)
@@ -124,7 +124,7 @@ def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, repl
             weight *= 1 + off
         return losses
 
-    monkeypatch.setattr(training_check, "train_for_check", not_quite)
+    monkeypatch.setattr(step, "train_for_check", not_quite)
     checked, wrong = check(optimizer="fused", precision="bf16")
     assert len(trained) == runs
     assert (wrong is not None) == (replayed == 1e-2)
@@ -250,7 +250,7 @@ def test_launched_and_replayed_steps_are_taken_in_turn(monkeypatch):
     assert "capture_s" in on.derived
     assert "capture_s" not in off.derived
     FAULTS["batch not copied in"](monkeypatch)
-    monkeypatch.setattr(interleaved_training, "_waiting", {})
+    monkeypatch.setattr(bench, "_waiting", {})
     assert [measure_interleaved(cell, stages.append).status for cell in cells] == ["ok", "wrong"]
 
 

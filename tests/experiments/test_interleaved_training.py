@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cs336sys.experiments import interleaved_training
-from cs336sys.experiments.interleaved_training import measure_interleaved
+from cs336sys.experiments import bench
+from cs336sys.experiments.bench import measure_interleaved
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS, use_attention
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
@@ -103,7 +103,7 @@ def test_nothing_is_compiled_while_steps_are_taken_in_turn(monkeypatch):
 def test_memory_of_the_others_is_not_counted(monkeypatch):
     held = iter([1.0, 1.0, 4.0])  # before the first, and when each is built: something is left from cells before
     peaks = iter([6.0, 9.0])
-    monkeypatch.setattr(interleaved_training, "held_memory_gib", lambda device: next(held))
-    monkeypatch.setattr(interleaved_training, "peak_memory_gib", lambda device: next(peaks))
+    monkeypatch.setattr(bench, "held_memory_gib", lambda device: next(held))
+    monkeypatch.setattr(bench, "peak_memory_gib", lambda device: next(peaks))
     outcomes = [measure_interleaved(cell(name), print) for name in ("reference", "sdpa")]
     assert [outcome.derived["peak_gib"] for outcome in outcomes] == [6.0, 6.0]

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from cs336sys.course_package import CoursePackage, telling_import_errors
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import models
 from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES, build_optimizer
 from cs336sys.report.bench import bench_plan
 from cs336sys.report.titles import package_notes
-from cs336sys.results import Cell, Run
+from cs336sys.results.model import Cell, Run
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
+from cs336sys.workload.course_package import CoursePackage, telling_import_errors
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=16, d_model=16, d_ff=16, num_heads=2)
 FORMULAS = (

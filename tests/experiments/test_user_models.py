@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import training_check, user_models
+from cs336sys.experiments import user_models
 from cs336sys.experiments.bench import measure_training
+from cs336sys.experiments.checks import step
+from cs336sys.experiments.flop_counting import count_step, counted_columns
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.step_counts import count_step, counted_columns
 from cs336sys.experiments.training import TrainStep
-from cs336sys.experiments.user_models.course_package import user_folders
+from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
 from cs336sys.workload import UserCode, Workload
@@ -269,8 +270,8 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     """Of a step in CUDA graphs, which draws other random numbers than a launched one."""
     x = torch.ones(1000)
     kept = []
-    monkeypatch.setattr(training_check, "_checked", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
-    training_check.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
+    monkeypatch.setattr(step, "_checked", lambda *arguments: kept.append(torch.equal(F.dropout(x, 0.5), x)))
+    step.check_training(workload("Encoder", cuda_graph="on"), CPU, lambda stage: None)
     assert kept == [True]
     assert not torch.equal(F.dropout(x, 0.5), x)
 

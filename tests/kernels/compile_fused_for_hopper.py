@@ -15,7 +15,7 @@ import torch
 import triton
 from attention.compile_for_hopper import CompileOnlyDriver, disassemble
 
-from cs336sys.kernels import embedding, linear_cross_entropy, partial_sums, rms_norm, rope, swiglu
+from cs336sys.kernels import embedding, linear_cross_entropy, operators, rms_norm, rope, swiglu
 from cs336sys.kernels.adamw import AdamW, optimizer
 from cs336sys.kernels.adamw import kernels as adamw_kernels
 
@@ -149,7 +149,7 @@ def main() -> None:
     launches: list[tuple[str, dict]] = []
     for module in (rms_norm, rope, embedding, swiglu, linear_cross_entropy, optimizer):
         module.check_tensors = lambda *_, **__: None
-    for module in (rms_norm, partial_sums, rope, embedding, swiglu, linear_cross_entropy, adamw_kernels):
+    for module in (rms_norm, operators, rope, embedding, swiglu, linear_cross_entropy, adamw_kernels):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Recorder(value, launches))

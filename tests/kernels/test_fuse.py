@@ -10,7 +10,7 @@ from cs336_basics.optimizer import AdamW
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.kernels import fused_forwards as module
+from cs336sys.kernels import fuse as module
 from cs336sys.kernels.fuse import fuse
 
 

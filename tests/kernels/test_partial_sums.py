@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cs336sys.kernels.partial_sums import sum_of_partials
+from cs336sys.kernels.operators import sum_of_partials
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -7,7 +7,7 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from torch import nn
 
-from cs336sys.accounting.sharding.kept_parts import KeptStep, kept_block_bytes
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_block_bytes
 from cs336sys.errors import UsageError
 from cs336sys.kernels import transformer_block as module
 from cs336sys.kernels.fuse import fuse

@@ -18,7 +18,7 @@ from cs336sys.errors import CapabilityError, CaptureError
 from cs336sys.measure import cells
 from cs336sys.measure.cells import Outcome
 from cs336sys.processes.folders import OwnedFolder
-from cs336sys.results import Run, Samples
+from cs336sys.results.model import Run, Samples
 
 
 def _new_run(arguments):

@@ -13,8 +13,8 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_s
 from packaging.version import Version
 
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.diagnosis import diagnose, gpu, host, profilers, software
-from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.diagnosis import diagnose, gpu, profilers, software
+from cs336sys.measure.diagnosis.software import Check
 from cs336sys.measure.system import installed_version, read_gpus, run_tool
 
 WHEEL_ARCHITECTURES = ["sm_80", "sm_86", "sm_90", "sm_100", "compute_100"]
@@ -517,22 +517,22 @@ def test_the_probe_of_attention_calls_answers(monkeypatch):
 
 
 def test_too_little_memory_and_disk(tmp_path, monkeypatch):
-    usage = {host.SHARED_MEMORY: 64 * 2**20, ".": 100 * 2**30}
+    usage = {software.SHARED_MEMORY: 64 * 2**20, ".": 100 * 2**30}
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: SimpleNamespace(total=2**40, free=usage.get(folder, 4 * 2**30))
     )
-    monkeypatch.setattr(host, "memory_gib", lambda: (32.0, 3.0))
-    assert host.check_ram().verdict == "warn"
-    assert (host.check_shared_memory().verdict, host.check_shared_memory().found) == (
+    monkeypatch.setattr(software, "memory_gib", lambda: (32.0, 3.0))
+    assert software.check_ram().verdict == "warn"
+    assert (software.check_shared_memory().verdict, software.check_shared_memory().found) == (
         "warn",
         "0.06 of 1024.00 GiB free",
     )
-    assert host.check_disk(".") == Check("disk, this folder", "100.0 GiB free")
-    assert host.check_disk("/tmp").fix == ("Free some, or use another folder: `export TMPDIR=/path/with/space`.")
+    assert software.check_disk(".") == Check("disk, this folder", "100.0 GiB free")
+    assert software.check_disk("/tmp").fix == ("Free some, or use another folder: `export TMPDIR=/path/with/space`.")
 
 
 def test_wsl_is_named(monkeypatch):
-    monkeypatch.setattr(host, "is_wsl", lambda: False)
-    assert "WSL2" not in [check.name for check in host.check_host()]
-    monkeypatch.setattr(host, "is_wsl", lambda: True)
-    assert host.check_host()[-1].name == "WSL2"
+    monkeypatch.setattr(software, "is_wsl", lambda: False)
+    assert "WSL2" not in [check.name for check in software.check_host()]
+    monkeypatch.setattr(software, "is_wsl", lambda: True)
+    assert software.check_host()[-1].name == "WSL2"

@@ -16,8 +16,8 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
 
 import cs336sys
 from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
-from cs336sys.results import read_results
-from cs336sys.results_file import ResultsFile
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import read_results
 
 
 def test_machine_has_the_hardware_and_every_version_and_nothing_private():

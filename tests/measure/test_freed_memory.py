@@ -3,12 +3,12 @@ import torch
 from torch import nn
 
 from cs336sys.cuda_graphs import GraphedStep
-from cs336sys.experiments import training_check
+from cs336sys.experiments.checks import step
 from cs336sys.measure.cells import release_memory
 
 
 @pytest.mark.parametrize(
-    "free", [release_memory, lambda: training_check._free_memory(torch.device("cuda"))], ids=["cell", "check"]
+    "free", [release_memory, lambda: step._free_memory(torch.device("cuda"))], ids=["cell", "check"]
 )
 def test_workspaces_of_cublas_are_given_back_before_the_cache_is_emptied(monkeypatch, free):
     calls = []

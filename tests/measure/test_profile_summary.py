@@ -9,7 +9,7 @@ import pytest
 from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, train_step
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.profile.nsys_report import read_nsys_database
+from cs336sys.measure.profile.nsys import read_nsys_database
 from cs336sys.measure.profile.reading import open_capture
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import run_name

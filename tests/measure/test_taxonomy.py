@@ -220,7 +220,7 @@ KINDS_OF_OURS = {
     "adamw": {"optimizer"},
     "embedding.py": {"sorting", "reduction"},
     "linear_cross_entropy.py": {"reduction", "elementwise"},
-    "partial_sums.py": {"reduction"},
+    "operators.py": {"reduction"},
     "rms_norm.py": {"normalization"},
     "rope.py": {"elementwise"},
     "swiglu.py": {"elementwise"},

@@ -8,7 +8,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from cs336sys.parallel import collectives
 from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.gradient_scaler import ShardedGradScaler
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 # Times the loss scale, the largest is more than fp32 holds.

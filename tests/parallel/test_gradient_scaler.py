@@ -6,7 +6,7 @@ import torch
 from same_tensors import assert_same
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.gradient_scaler import ShardedGradScaler
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
 
 # Settings of AdamW; whether gradients are unscaled first and clipped, by one optimizer, or there are two.
 CASES = [({"lr": 0.5}, False), ({"lr": 0.5, "fused": True}, False), ({"lr": 0.5}, True)]
@@ -35,7 +35,7 @@ def test_scalers_that_decide_alone_are_refused_before_anything_is_changed(ranks)
             name = "ShardedGradScaler" if "torch's" in what else "GradScaler"
             assert message == (
                 f"{name} would skip a step on the rank that finds an overflow and not on the others, because each has "
-                "slices of the gradients: choose cs336sys.parallel.gradient_scaler.ShardedGradScaler, or bf16"
+                "slices of the gradients: choose cs336sys.parallel.gradient_slices.ShardedGradScaler, or bf16"
             )
         assert unchanged
         assert steps_unscaled

@@ -1,7 +1,7 @@
 """What is said below a table about the GPU's clock."""
 
-from cs336sys.report.gpu_readings import clock_notes, joined_readings, median_clock
-from cs336sys.results import Cell
+from cs336sys.report.bench import clock_notes, joined_readings, median_clock
+from cs336sys.results.model import Cell
 
 
 def cell(clocks, limits=None, degrees=60):

@@ -9,16 +9,17 @@ import pytest
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError
-from cs336sys.report.account.measured import compare_with_measured, read_measured
 from cs336sys.report.account.rates import (
+    compare_with_measured,
     measured_bandwidth,
     measured_call,
     measured_device_time,
     measured_flops,
     measured_ranks,
     measured_slowdown,
+    read_measured,
 )
-from cs336sys.results import Cell, Samples
+from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import SIZES
 from cs336sys.workload import ParallelWorkload, Workload
 

@@ -4,10 +4,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cs336sys.accounting.parallelism import Layer
-from cs336sys.report import attention_plots
+from cs336sys.report import attention, ddp
 from cs336sys.report.account import plots as account_plots
-from cs336sys.report.parallel import ddp_plots
-from cs336sys.results import Cell, Samples
+from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload
 
@@ -21,7 +20,7 @@ def drawn(monkeypatch):
         FigureCanvasAgg(figure).draw()
         figures.append(figure)
 
-    for module in (attention_plots, account_plots, ddp_plots):
+    for module in (attention, account_plots, ddp):
         monkeypatch.setattr(module, "write_figure", keep)
     return figures
 
@@ -36,7 +35,7 @@ def test_legend_of_many_implementations_beside_one_head_dimension(drawn, tmp_pat
     tflops = dict.fromkeys(("forward_tflops", "backward_tflops", "end_to_end_tflops"), 10.0)
     names = ("auto", "triton", "hopper", "eager", "compiled", "sdpa-flash", "sdpa-cudnn", "flex-attention")
     cells = [Cell("flash", shape | {"implementation": name}, "ok", derived=tflops) for name in names]
-    attention_plots.plot_flash(cells, tmp_path / "flash.png")
+    attention.plot_flash(cells, tmp_path / "flash.png")
     (figure,) = drawn
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(names)
     assert is_inside(figure.legends[0], figure)
@@ -61,7 +60,7 @@ def test_label_of_a_bucket_that_holds_everything(drawn, tmp_path):
         )
         for bucket_mb, calls in ((1000.0, 8), (8000.0, 1))
     ]
-    ddp_plots.plot_buckets(cells, tmp_path / "buckets.png")
+    ddp.plot_buckets(cells, tmp_path / "buckets.png")
     (axes,) = drawn[0].axes
     renderer = drawn[0].canvas.get_renderer()
     plot, boxes = axes.get_window_extent(renderer), [text.get_window_extent(renderer) for text in axes.texts]

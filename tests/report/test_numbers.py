@@ -12,7 +12,7 @@ from cs336sys.report.numbers import (
     in_shown_unit,
     unit_label,
 )
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.report import outputs
 from cs336sys.report.outputs import check_plot
 from cs336sys.report.page import check_page, html_page, html_picture, html_table
-from cs336sys.report.tables import Column, Table
-from cs336sys.results import Samples
+from cs336sys.report.table import Column, Table
+from cs336sys.results.model import Samples
 
 TABLE = Table(
     "times",

@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 
-from cs336sys.report import attention_plots, bench_plots
-from cs336sys.report.profile import plot_profiles, plots, profile_tables
-from cs336sys.results import read_results
+from cs336sys.report import attention, bench
+from cs336sys.report.profile import kernels, plot_profiles, profile_tables
+from cs336sys.results.model import read_results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -23,7 +23,7 @@ def saved(name):
 def figures(monkeypatch):
     """Figures in place of files."""
     kept = []
-    for module in (attention_plots, bench_plots, plots):
+    for module in (attention, bench, kernels):
         monkeypatch.setattr(module, "write_figure", lambda figure, *_: kept.append(figure))
     return kept
 
@@ -53,7 +53,7 @@ def assert_whole(figure):
 def test_bars_of_bench_are_the_means_of_the_phases_and_the_ratios_of_steps(figures):
     cells = saved("bench")[:8]
     cells[7] = replace(cells[7], status="oom", samples={}, derived={})
-    bench_plots.plot_bench(cells, Path("bench.png"))
+    bench.plot_bench(cells, Path("bench.png"))
     (figure,) = figures
     assert_whole(figure)
     times, speedups = figure.axes[0::2], figure.axes[1::2]
@@ -82,7 +82,7 @@ def test_bars_of_bench_are_the_means_of_the_phases_and_the_ratios_of_steps(figur
 
 def test_where_the_first_cell_has_no_time_there_is_no_speed_up(figures):
     cells = saved("bench")[:4]
-    bench_plots.plot_bench([replace(cells[0], status="oom", samples={}, derived={}), *cells[1:]], Path("bench.png"))
+    bench.plot_bench([replace(cells[0], status="oom", samples={}, derived={}), *cells[1:]], Path("bench.png"))
     assert len(figures[0].axes) == 1
 
 
@@ -90,7 +90,7 @@ def test_lines_of_attn_are_the_cells_and_crosses_the_predictions(figures):
     cells = saved("attn")
     lost = next(cell for cell in cells if cell.configuration["context"] == 16384)
     cells[cells.index(lost)] = replace(lost, status="oom", samples={}, derived={})
-    attention_plots.plot_attn(cells, Path("attn.png"))
+    attention.plot_attn(cells, Path("attn.png"))
     (figure,) = figures
     assert_whole(figure)
     values = {
@@ -144,5 +144,5 @@ def test_bars_of_nsys_are_the_shares_of_the_table(figures):
 
 def test_of_cells_without_a_profile_an_empty_picture_is_drawn(figures):
     plot_profiles([replace(cell, status="oom", samples={}, derived={}) for cell in saved("nsys-torch")], Path("n.png"))
-    attention_plots.plot_attn([replace(cell, status="timeout", samples={}) for cell in saved("attn")], Path("a.png"))
+    attention.plot_attn([replace(cell, status="timeout", samples={}) for cell in saved("attn")], Path("a.png"))
     assert len(figures) == 2

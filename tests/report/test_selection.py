@@ -8,10 +8,9 @@ import pytest
 from cs336sys.accounting.derivation import Derived
 from cs336sys.errors import UsageError
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.noise import Interval
-from cs336sys.report.selection import select_columns, select_in_groups, select_tables, sort_rows
-from cs336sys.report.tables import Column, Table
-from cs336sys.results import Samples
+from cs336sys.report.table import Column, Table, select_columns, select_in_groups, select_tables, sort_rows
+from cs336sys.results.model import Samples
+from cs336sys.results.statistics import Interval
 
 
 def samples(*values):

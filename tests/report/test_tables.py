@@ -11,10 +11,10 @@ from rich.console import Console
 
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
-from cs336sys.report.rendering import check_output, emit, render
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.render import check_output, emit, render
+from cs336sys.report.table import Column, Table
 from cs336sys.report.terminal import print_tables
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 
 
 def ms(*measured):

@@ -7,7 +7,7 @@ from cs336sys.report.bench import bench_plan, bench_tables
 from cs336sys.report.kernels import kernel_tables
 from cs336sys.report.losses import loss_tables
 from cs336sys.report.titles import interpreted_notes, steps_words
-from cs336sys.results import Cell, Run, Samples
+from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import AttentionWorkload, KernelWorkload, LossWorkload, Workload
 

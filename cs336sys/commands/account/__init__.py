@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import typer
 
-from cs336sys.commands.invocation.lazy import LazyGroup
+from cs336sys.commands.invocation import LazyGroup
 
 # Subjects, and the commands that each module has.
 _MODULES = {

@@ -1,15 +1,30 @@
-"""``account collectives`` and ``account buckets``: rings, and gradients in buckets."""
+"""``account collectives``, ``buckets``, ``parallel`` and ``xxl``: how many devices, and what they say to each other."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.options.completion import among
+from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, between, byte_count, check_choice, read_value, split_list
+from cs336sys.commands.options.reading import (
+    among,
+    at_least,
+    between,
+    byte_count,
+    check_choice,
+    one_of,
+    read_value,
+    split_list,
+)
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
+
+# ``account collectives`` and ``account buckets``: rings, and gradients in buckets.
+
 
 # NVLink 4: 18 links of 25 GB/s each way.
 NVLINK_BYTES_PER_S = 450e9
@@ -27,7 +42,7 @@ def collectives(
 
     cs336sys account collectives --message 1GB --devices 2,4,8 --bandwidth 9e10
     """
-    from cs336sys.report.account.communication import collectives_tables
+    from cs336sys.report.account.answers import collectives_tables
 
     sizes = split_list(message, "--message", byte_count)
     counts = split_list(devices, "--devices", at_least(1))
@@ -55,7 +70,7 @@ def buckets(
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
-    from cs336sys.report.account.communication import bucket_tables
+    from cs336sys.report.account.answers import bucket_tables
 
     element_bytes = ELEMENT_BYTES[check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)]
     if gradients is None:
@@ -74,3 +89,146 @@ def buckets(
 def _check_positive(value: float, option: str) -> None:
     if value <= 0:
         raise UsageError(f"{option} {value:g}: must be positive")
+
+
+# ``account parallel`` and ``account xxl``: how many devices, and what they say to each other.
+
+
+# An H100's or H200's dense bf16 peak, and what its NVLinks send: 18 of 25 GB/s each.
+_H200_TFLOPS = peak_tflops("NVIDIA H200", "bf16")
+assert _H200_TFLOPS is not None
+_H200_FLOPS = _H200_TFLOPS * 1e12
+_H200_BANDWIDTH = 450e9
+
+FlopsOption = Annotated[float, typer.Option("--flops", help="FLOP/s of a device, C.")]
+
+
+def parallel(
+    strategy: Annotated[
+        list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.", autocompletion=among(PARALLELISMS))
+    ] = [",".join(PARALLELISMS)],
+    tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.", min=1)] = 131072,
+    d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
+    flops: Annotated[
+        float | None,
+        typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_H200_FLOPS:g}.", show_default=False),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Bytes/s that a device sends, W. Default: as measured, else {_H200_BANDWIDTH:g}.", show_default=False
+        ),
+    ] = None,
+    measured: Annotated[
+        list[Path],
+        typer.Option(
+            help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps.",
+            show_default=False,
+        ),
+    ] = [],
+    dtype: Annotated[
+        str, typer.Option(help="Of weights, gradients and activations.", autocompletion=among(PRECISIONS))
+    ] = "fp16",
+    devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the times over the devices to this picture file.")
+    ] = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
+
+    cs336sys account parallel --strategy dp,fsdp --tokens 65536 --flops 4.6e14 --bandwidth 1.8e11
+
+    cs336sys account parallel --strategy fsdp-tp --mesh 4x2
+
+    cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
+    """
+    from cs336sys.report.account.answers import parallel_tables
+    from cs336sys.report.account.plots import plot_parallel
+    from cs336sys.report.account.rates import compare_with_measured, read_measured
+    from cs336sys.report.outputs import check_plot
+
+    chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
+    element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
+    cells = read_measured(measured)
+    rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (None, [])
+    layer = Layer(
+        tokens,
+        d_model,
+        d_ff,
+        rates[0] if rates else _H200_FLOPS if flops is None else flops,
+        rates[1] if rates else _H200_BANDWIDTH if bandwidth is None else bandwidth,
+        element_bytes,
+    )
+    asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
+    count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
+    if count < 1:
+        raise UsageError(f"--devices {count}: must be at least 1")
+    require_triable(count)
+    output.check()
+    check_plot(plot)
+    output.emit([*parallel_tables(chosen, layer, count, asked_mesh), *compared])
+    if plot is not None:
+        plot_parallel(chosen, layer, plot)
+
+
+# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
+_MOST_DEVICES = 1_000_000
+
+
+def require_triable(devices: int) -> None:
+    """Raise a UsageError for more devices than whose meshes can be tried in seconds."""
+    if devices > _MOST_DEVICES:
+        raise UsageError(f"--devices {devices}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
+
+
+def _read_mesh(text: str, devices: int | None) -> Mesh:
+    fsdp, _, tp = text.partition("x")
+    if not (fsdp.isdecimal() and tp.isdecimal()):
+        raise UsageError(f"--mesh '{text}': must be N_FSDPxN_TP, such as 4x2")
+    mesh = Mesh(int(fsdp), int(tp))
+    if devices not in (None, mesh.devices):
+        raise UsageError(f"--mesh {text} is {mesh.devices} devices: its axes must multiply to --devices {devices}")
+    return mesh
+
+
+def xxl(
+    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
+    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
+    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE[
+        "num_blocks"
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
+    weight_copies: Annotated[
+        bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
+    ] = False,
+    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).", min=1e-9)] = 80.0,
+    device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).", min=1e-9)] = 95.0,
+    flops: FlopsOption = 4.6e14,
+    bandwidth: Annotated[float, typer.Option("--bandwidth", help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
+    x: Annotated[int, typer.Option("--x", help="Devices for FSDP, X.", min=1)] = 16,
+    y: Annotated[int, typer.Option("--y", help="Devices for TP, Y.", min=1)] = 4,
+    m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.", min=1)] = 2,
+    m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.", min=1)] = 1,
+    devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.
+
+    cs336sys account xxl
+
+    cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
+    """
+    from cs336sys.report.account.answers import xxl_tables
+
+    mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
+    if devices not in (None, x * y):
+        raise UsageError(f"--x {x} and --y {y} multiply to {x * y}, not to --devices {devices}")
+    output.check()
+    stack = FeedForwardStack(d_model, d_ff, num_blocks)
+    tables = xxl_tables(stack, tokens, gpu_gb * 1e9, device_gb * 1e9, mesh, weight_copies=weight_copies)
+    output.emit(tables)

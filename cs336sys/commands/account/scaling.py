@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.account.devices import require_triable
+from cs336sys.commands.account.communication import require_triable
 from cs336sys.commands.options.board import is_given, read_memory_limit
-from cs336sys.commands.options.completion import among
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
 
 if TYPE_CHECKING:
-    from cs336sys.accounting.cluster import Cluster
+    from cs336sys.accounting.hardware import Cluster
     from cs336sys.accounting.scaling import DeviceTime, Dtypes
-    from cs336sys.results import Cell
+    from cs336sys.results.model import Cell
     from cs336sys.sizes import ModelSize
 
 _SCALINGS = ("strong", "weak")
@@ -82,10 +81,9 @@ def scaling(
 
     cs336sys account scaling --size 2.7b --flops 4e14 --node-bandwidth 2.5e10 --devices 64,512
     """
-    from cs336sys.accounting.cluster import Cluster
+    from cs336sys.accounting.hardware import Cluster
     from cs336sys.accounting.scaling import CHECKPOINTING, Dtypes
-    from cs336sys.report.account.measured import read_measured
-    from cs336sys.report.account.rates import measured_ranks, measured_slowdown
+    from cs336sys.report.account.rates import measured_ranks, measured_slowdown, read_measured
     from cs336sys.report.account.scaling import plot_scaling, scaling_table, simulate_scaling
     from cs336sys.report.outputs import check_plot
 

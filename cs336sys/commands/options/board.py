@@ -7,8 +7,8 @@ from pathlib import Path
 import typer
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.sharding.kept_parts import choose_kept_blocks, kept_peak
-from cs336sys.commands.invocation.faults import say
+from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak
+from cs336sys.commands.faults import say
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.errors import UsageError
 from cs336sys.measure.system import gpu_capacity

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from cs336sys.commands.options.completion import among
-from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, one_of, split_list
+from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, one_of, split_list
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
-from cs336sys.results_file import check_name
+from cs336sys.results.file import check_name
 
 if TYPE_CHECKING:
-    from cs336sys.report.tables import Table
+    from cs336sys.report.table import Table
 
 SaveOption = Annotated[Path | None, typer.Option("--save", help="Append cells to this .jsonl or .jsonl.gz.")]
 
@@ -50,7 +49,7 @@ class OutputOptions:
         Raises:
             UsageError: the format is unknown, or the file cannot be written.
         """
-        from cs336sys.report.rendering import check_output
+        from cs336sys.report.render import check_output
 
         check_output(self.output, self.format)
 
@@ -60,7 +59,7 @@ class OutputOptions:
         Raises:
             UsageError: a table or column has no such name.
         """
-        from cs336sys.report.selection import select_in_groups
+        from cs336sys.report.table import select_in_groups
 
         names = split_list(self.table, "--table", str) if self.table else ()
         columns = split_list(self.columns, "--columns", str) if self.columns else ()
@@ -72,7 +71,7 @@ class OutputOptions:
         Raises:
             OutputError: they cannot be written.
         """
-        from cs336sys.report.rendering import emit
+        from cs336sys.report.render import emit
 
         emit(tables, format=self.format, output=self.output, wide=self.wide)
 

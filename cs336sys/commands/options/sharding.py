@@ -17,8 +17,7 @@ from cs336sys.commands.options.board import (
     require_for_board,
     room_for_tensors,
 )
-from cs336sys.commands.options.completion import among
-from cs336sys.commands.options.reading import at_least, one_of, split_list
+from cs336sys.commands.options.reading import among, at_least, one_of, split_list
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.workload import (

@@ -13,12 +13,9 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.options.completion import among
-from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, at_least, one_of, split_list
-from cs336sys.course_package import course_package, set_aside_others
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, among, at_least, one_of, split_list
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
-from cs336sys.user_code import digest, is_user_code, source_file
 from cs336sys.workload import (
     ATTENTION,
     COMPILE_MODES,
@@ -34,6 +31,8 @@ from cs336sys.workload import (
     Workload,
     parse_kernels,
 )
+from cs336sys.workload.course_package import course_package, set_aside_others
+from cs336sys.workload.user_code import digest, is_user_code, source_file
 
 _OWN = "Default: by size."
 

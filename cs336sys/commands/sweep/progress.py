@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cs336sys.commands.invocation.faults import say
-from cs336sys.results import Cell, distinguishing_settings
+from cs336sys.commands.faults import say
+from cs336sys.results.model import Cell, distinguishing_settings
 
 if TYPE_CHECKING:
     from rich.console import Console

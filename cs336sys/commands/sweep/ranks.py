@@ -41,14 +41,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cs336sys.commands.options.completion import among
-from cs336sys.commands.options.reading import LONGEST_S, at_least, split_list
-from cs336sys.course_package import telling_import_errors
+from cs336sys.commands.options.reading import LONGEST_S, among, at_least, split_list
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
-from cs336sys.results import Run
+from cs336sys.results.model import Run
 from cs336sys.sizes import MOST_RANKS
 from cs336sys.workload import BACKENDS
+from cs336sys.workload.course_package import telling_import_errors
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from cs336sys.commands.invocation.faults import say
+from cs336sys.commands.faults import say
 from cs336sys.errors import CapabilityError, OutputError
-from cs336sys.results import Cell, Run, folders_of, json_text
+from cs336sys.results.model import Cell, Run, folders_of, json_text
 
 # Of MLflow's experiment and W&B's project, where their variables name no other.
 PROJECT = "cs336sys"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336sys.measure.dtypes import DTYPES
+from cs336sys.measure.device import DTYPES
 from cs336sys.workload import AttentionWorkload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cs336sys.measure.dtypes import DTYPES
+from cs336sys.measure.device import DTYPES
 from cs336sys.workload import KernelWorkload
 
 Function = Callable[..., Any]

@@ -10,12 +10,11 @@ import torch
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.memory.prediction import predicted_timeline
+from cs336sys.experiments.checks.step import check_few_blocks
+from cs336sys.experiments.flop_counting import counted_columns
+from cs336sys.experiments.memory.prediction import PhasePeak, predicted_timeline, summary, timeline_peaks
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.memory.summary import PhasePeak, summary, timeline_peaks
-from cs336sys.experiments.step_counts import counted_columns
 from cs336sys.experiments.training import loss_warnings, set_matmul_precision, time_steps, with_notes
-from cs336sys.experiments.training_check import check_few_blocks
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder

@@ -4,9 +4,9 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -14,19 +14,111 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.memory.summary import summary, timeline_peaks
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS
 from cs336sys.experiments.training import with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, ScalarsReadAsZero
 from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.timeline import AllocationTimeline
+from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
+
+# What a cell of ``memprof`` keeps of a timeline: plain numbers, from which tables and pictures are made.
+
+
+# What a cell keeps of its timeline: enough for a picture a page wide.
+TIMELINE_POINTS = 400
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Most bytes held at once in a phase.
+
+    Attributes:
+        reserved: what the CUDA allocator had taken from the device, None on a CPU.
+    """
+
+    phase: str
+    allocated: int
+    reserved: int | None
+
+
+def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
+    """The peaks of a timeline, which knows only the tensors' bytes."""
+    totals = timeline.totals()
+    return [PhasePeak(phase.name, totals[peak_position(totals, phase)], None) for phase in timeline.phases()]
+
+
+def summary(
+    workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block_names: Sequence[str]
+) -> dict[str, Any]:
+    """What a cell keeps of its timeline.
+
+    Args:
+        block_names: of the model's blocks, in order.
+    """
+    totals, categories = timeline.totals(), timeline.bytes_by_category()
+    phases = []
+    for phase, peak in zip(timeline.phases(), peaks, strict=True):
+        position = peak_position(totals, phase)
+        phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
+    highest = max(peaks, key=lambda peak: peak.allocated)
+    reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
+    training = workload.training
+    predicted = training.predicted_peak(workload.checkpointing) if training.is_ours else None
+    return {
+        "phases": phases,
+        "peak_gib": highest.allocated / GIB,
+        "peak_phase": highest.phase,
+        "reserved_gib": max(reserved) / GIB if reserved else None,
+        "predicted_gib": predicted and predicted.total_gib,
+        "predicted_moment": predicted and predicted.moment,
+        "lost_events": timeline.lost_events,
+        "largest": [asdict(group) for group in largest_allocations(timeline, LARGEST_ALLOCATIONS)],
+        "block": block_changes(timeline, block_names) if workload.checkpointing == "none" else None,
+        "timeline": thinned(timeline, TIMELINE_POINTS),
+        "regions": [asdict(region) for region in timeline.phases()],
+    }
+
+
+def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> dict[str, int | None] | None:
+    """How memory changes over one block, in the middle of the model, in bytes.
+
+    Returns:
+        ``forward_growth`` and ``backward_change`` from the block's first allocation to the next block's, None in
+        compiled code, whose modules are not seen; ``gradients``, those of the block's parameters. None without a
+        backward pass or a second block.
+    """
+    block = len(block_names) // 2
+    if block == 0:
+        return None
+    prefix = f"{block_names[block]}."
+    gradients = sum(allocation.size for allocation in timeline.allocations if allocation.parameter.startswith(prefix))
+    if not gradients:
+        return None
+    totals = timeline.totals()
+
+    def held_at(index: int, phase: str) -> int | None:
+        starts = (
+            allocation.start
+            for allocation in timeline.allocations
+            if allocation.phase == phase and allocation.origin.module.startswith(f"{block_names[index]}.")
+        )
+        first = min(starts, default=None)
+        return None if first is None else totals[first - 1]
+
+    changes = {"forward_growth": ("forward", block - 1, block), "backward_change": ("backward", block, block - 1)}
+    result: dict[str, int | None] = {"gradients": gradients}
+    for name, (phase, start, end) in changes.items():
+        before, after = held_at(start, phase), held_at(end, phase)
+        result[name] = None if before is None or after is None else after - before
+    return result
+
 
 # Sequences with which a step of real tensors is run.
 _FEW = 2

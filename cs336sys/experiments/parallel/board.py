@@ -19,17 +19,12 @@ from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.measurement import kept_ranks, slowest, trace_path
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.timeline import (
-    StepShares,
-    finish_communication,
-    profile_shares,
-    write_trace,
-)
+from cs336sys.experiments.parallel.timeline import StepShares, finish_communication, profile_shares, write_trace
 from cs336sys.experiments.training import time_steps
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 from cs336sys.workload import ParallelWorkload
 
 # All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cs336sys.measure.dispatch_mode import DispatchMode
+from cs336sys.measure.allocations.recorder import DispatchMode
 
 # torch's functional collectives, which torch.compile knows.
 _FUNCTIONAL = "_c10d_functional"

@@ -19,9 +19,9 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
-from cs336sys.experiments.parallel.gradients import mean_gradients
 from cs336sys.experiments.parallel.rank import release_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
+from cs336sys.experiments.parallel.verification import mean_gradients
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers, sum_over_ranks
 from cs336sys.parallel.ranks.launch import Ranks

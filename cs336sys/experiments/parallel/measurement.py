@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from cs336sys.accounting.collectives import AlphaBeta, fit_alpha_beta
-from cs336sys.accounting.exposure import exposed_communication
+from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
 from cs336sys.errors import UsageError
+from cs336sys.experiments.checks.weights import STEPS
+from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.rank import (
@@ -22,14 +23,12 @@ from cs336sys.experiments.parallel.rank import (
     time_all_reduces,
     verify_on_rank,
 )
-from cs336sys.experiments.step_counts import count_step
 from cs336sys.experiments.training import with_notes
 from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
-from cs336sys.experiments.weight_check import STEPS
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
-from cs336sys.results import Samples, configuration_key
+from cs336sys.results.model import Samples, configuration_key
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload, bucket_name
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them, in each

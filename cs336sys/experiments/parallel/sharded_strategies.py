@@ -24,11 +24,10 @@ from cs336sys.experiments.models import (
     initializer_of,
     keeping_input,
 )
-from cs336sys.experiments.parallel.selective import keep_by_parts
-from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
+from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model, keep_by_parts
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.ddp import BucketedDDP
-from cs336sys.parallel.gradient_scaler import ShardedGradScaler
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.workload import ParallelWorkload
 

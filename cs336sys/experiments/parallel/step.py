@@ -11,13 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.cuda_graphs import (
-    WARM_UP_STEPS,
-    WARM_UP_STEPS_OF_TORCH_DDP,
-    CudaRecorder,
-    Recorder,
-    require_graphs,
-)
+from cs336sys.cuda_graphs import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP, CudaRecorder, Recorder, require_graphs
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.parallel.context_strategies import PREPARE_CONTEXT

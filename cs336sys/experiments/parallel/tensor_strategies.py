@@ -21,7 +21,7 @@ from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, R
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.ddp import BucketedDDP
-from cs336sys.parallel.gradient_scaler import ShardedGradScaler
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
 from cs336sys.workload import ParallelWorkload
 

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from cs336sys.measure.profile import taxonomy
 from cs336sys.measure.timing import covered, elapsed_ms, mark
 from cs336sys.measure.torch_profiler import TorchProfiler
-from cs336sys.whole_files import written_whole
+from cs336sys.processes.atomic_write import written_whole
 
 # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
 _OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")

@@ -8,8 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from cs336sys.experiments import user_models, weight_check
-from cs336sys.experiments.parallel.gradients import mean_gradients
+from cs336sys.experiments import user_models
+from cs336sys.experiments.checks import weights
+from cs336sys.experiments.checks.weights import (
+    OPTIMIZER_SETTINGS,
+    TOLERANCES,
+    Difference,
+    Distance,
+    distances,
+    farthest,
+    plainly_trained,
+)
+from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.reference import (
     Order,
     Trained,
@@ -21,19 +31,45 @@ from cs336sys.experiments.parallel.reference import (
     whole_batch,
 )
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
-from cs336sys.experiments.step_counts import count_step
 from cs336sys.experiments.training import train_for_check
-from cs336sys.experiments.weight_check import (
-    OPTIMIZER_SETTINGS,
-    TOLERANCES,
-    Difference,
-    Distance,
-    distances,
-    farthest,
-    plainly_trained,
-)
 from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.workload import FULLY_SHARDED, ParallelWorkload, Workload
+
+# The mean gradients that a rank holds between backward pass and optimizer step, by the names of the plain model.
+
+
+_WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
+
+
+def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Tensor | None, range | None]]:
+    """Each parameter's mean gradient on this rank, and the rows of the parameter that it is of; None is all of them.
+
+    All ranks call it together.
+
+    Args:
+        is_sharded: whether the strategy is ``fsdp`` or ``torch-fsdp``.
+    """
+    if not is_sharded:
+        plain = model.module if isinstance(model, _WRAPPERS) else model
+        assert isinstance(plain, nn.Module)
+        return {name: (parameter.grad, None) for name, parameter in plain.named_parameters()}
+    # Both bring torch's compiler, which the ranks of other strategies are spared.
+    from torch.distributed.tensor import DTensor
+
+    from cs336sys.parallel.fsdp import FSDP
+
+    if isinstance(model, FSDP):
+        found: dict[str, tuple[Tensor | None, range | None]] = {
+            name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()
+        }
+        return found | {name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, None)
+        for name, gradient in gradients.items()
+    }
+
 
 # A parameter may be this many times as far from what one process trains as that is from itself in another order.
 _REPEATED = 4.0
@@ -81,7 +117,7 @@ class _Reference:
 
 def tolerance(workload: ParallelWorkload) -> float:
     """The largest :attr:`Difference.relative` that rounding explains, for the precisions that the workload uses."""
-    return max(weight_check.tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
+    return max(weights.tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
 
 
 def verify(workload: ParallelWorkload) -> Difference:

@@ -1,13 +1,11 @@
 """Models that are not ours, with their losses, batches and optimizers: what takes the place of what we know of ours.
 
-- ``loading.py``: how is the user's code found and called, and how are its errors told?
-- ``blocks.py``: which of its modules are the blocks?
+- ``loading.py``: how is the user's code found, called (with a ``cs336_basics`` of its own, too), and its errors told?
+- ``blocks.py``: which of its modules are the blocks, and which tensors look like parameters and are none?
 - ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
 - ``optimizers.py``: how does a function make an optimizer of some of the parameters?
-- ``course_package.py``: how does code import a ``cs336_basics`` that is not ours?
 - ``initialization.py``: how does a model get its first values one layer at a time?
-- ``hidden.py``: which tensors look like parameters and are none?
-- ``counting.py``: how many FLOPs does a step have, and how often does it call attention?
+- ``flop_counting.py``: how many FLOPs does a step have, and how often does it call attention?
 """
 
 from cs336sys.experiments.user_models.attention import (
@@ -17,9 +15,8 @@ from cs336sys.experiments.user_models.attention import (
     torch_attention,
     without_dropout,
 )
-from cs336sys.experiments.user_models.blocks import find_blocks
-from cs336sys.experiments.user_models.counting import AttentionCalls, StepCount, count_step
-from cs336sys.experiments.user_models.hidden import hidden_parameters, hidden_warnings
+from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
+from cs336sys.experiments.user_models.flop_counting import AttentionCalls, StepCount, count_step
 from cs336sys.experiments.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,

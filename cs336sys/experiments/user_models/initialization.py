@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cs336sys.experiments.user_models.hidden import hidden_parameters
+from cs336sys.experiments.user_models.blocks import hidden_parameters
 from cs336sys.experiments.user_models.loading import build, copied_code
 from cs336sys.sizes import ModelSize
 

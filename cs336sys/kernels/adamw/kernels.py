@@ -1,5 +1,8 @@
 """The kernels of AdamW. They find the tensors through a table of addresses, so that one launch updates them all."""
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
@@ -329,3 +332,29 @@ INTERPRETED = not isinstance(adamw_update_kernel, triton.JITFunction)
 # Elements of a program. The interpreter takes as long for few as for many. On an H200, 16384, 8192, 4096 and 2048 for
 # 0.94 B float32 parameters with float32 states reached 0.95, 0.97, 0.98 and 0.98 of the copy rate.
 CHUNK = 65536 if INTERPRETED else 4096
+
+# The ground truth of the AdamW kernels.
+
+
+def reference_adamw(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Step number ``step`` (the first is 1) of one parameter in plain PyTorch, as ``torch.optim.AdamW`` takes it.
+
+    All tensors have one shape and dtype, any; returns the new parameter and moments.
+    """
+    beta1, beta2 = betas
+    exp_avg = exp_avg.lerp(gradient, 1 - beta1)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
+    denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + eps
+    parameter = (1 - lr * weight_decay) * parameter - lr / (1 - beta1**step) * exp_avg / denominator
+    return parameter, exp_avg, exp_avg_sq

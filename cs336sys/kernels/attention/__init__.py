@@ -6,9 +6,8 @@ from typing import Literal, overload
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.kernels.attention.tiled import FlashAttentionTorch, tiled_backward
-from cs336sys.kernels.attention.validation import check_attention_inputs, check_row_statistics, check_window
+from cs336sys.kernels.attention.problem import check_attention_inputs, check_row_statistics, check_window
+from cs336sys.kernels.attention.reference import FlashAttentionTorch, reference_attention, tiled_backward
 
 __all__ = [
     "IMPLEMENTATIONS",

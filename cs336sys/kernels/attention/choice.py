@@ -7,13 +7,12 @@ import torch
 import triton
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
+from cs336sys.kernels.attention.problem import Operand, Problem, check_attention_inputs, check_window, make_problem
 from cs336sys.kernels.attention.triton.forward import forward_kernel
 from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
-from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
 
 FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
 # Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
@@ -51,7 +50,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options:
 def _why_no_hopper(query: torch.Tensor, window: int | None) -> str | None:
     if window is not None and window < query.shape[-2]:
         return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
-    return availability.why_unavailable(query)
+    return settings.why_unavailable(query)
 
 
 def _why_unavailable(query: torch.Tensor) -> str | None:
@@ -76,7 +75,7 @@ def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster
         return kernels == "hopper"
     if problem.window is not None:
         return False
-    return availability.why_unavailable(query) is None and is_faster(problem)
+    return settings.why_unavailable(query) is None and is_faster(problem)
 
 
 def forward_plan(

@@ -1,10 +1,14 @@
-"""What is asked of the kernels: shapes, dtype, strides and GPU, on which every choice of settings depends."""
+"""What is asked of the kernels, on which every choice depends: shapes, dtypes, strides, GPU; and what is accepted."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from cs336sys.errors import UsageError
+
+# What is asked of the kernels: shapes, dtype, strides and GPU, on which every choice of settings depends.
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,120 @@ def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
     99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
     """
     return capability is not None and 9 <= capability[0] <= 11
+
+
+# What an attention implementation accepts, said once for all of them.
+
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_MAX_HEAD_DIM = 256
+
+
+def check_attention_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, for_kernel: bool = True
+) -> None:
+    """Refuses, in one sentence, tensors that are not query (..., S_q, D) and key and value (..., S_k, D).
+
+    With (batch, heads) in front, keys and values may have fewer heads, a number that divides the query's. No queries
+    (S_q = 0) and empty leading dimensions are accepted. Kernels take float32, float16 and bfloat16 and D <= 256; with
+    ``for_kernel=False`` any floating dtype and any D >= 1 pass.
+
+    Raises:
+        ValueError: fewer than two dimensions, leading dimensions, key lengths or head dimensions that differ, numbers
+            of heads that do not divide, no keys, a head dimension out of range, or several devices.
+        TypeError: a dtype that is not supported, or several dtypes.
+    """
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if min(len(query_shape), len(key_shape), len(value_shape)) < 2:
+        raise ValueError(
+            "query, key and value need at least 2 dimensions (..., sequence, head_dim), got shapes "
+            f"{tuple(query_shape)}, {tuple(key_shape)} and {tuple(value_shape)}"
+        )
+    head_dim = query_shape[-1]
+    if not head_dim == key_shape[-1] == value_shape[-1]:
+        raise ValueError(
+            "query, key and value must have the same head dimension, "
+            f"got {head_dim}, {key_shape[-1]} and {value_shape[-1]}"
+        )
+    if not query_shape[:-2] == key_shape[:-2] == value_shape[:-2] and not _are_grouped(
+        query_shape, key_shape, value_shape
+    ):
+        raise ValueError(
+            "query, key and value must have the same leading dimensions, got "
+            f"{tuple(query_shape[:-2])}, {tuple(key_shape[:-2])} and {tuple(value_shape[:-2])}"
+        )
+    if key_shape != value_shape:
+        raise ValueError(f"key and value must have the same sequence length, got {key_shape[-2]} and {value_shape[-2]}")
+    if key_shape[-2] == 0:
+        raise ValueError("key and value have sequence length 0: attention needs at least 1 key")
+    if head_dim == 0:
+        raise ValueError("the head dimension is 0: it must be at least 1")
+    if for_kernel and head_dim > KERNEL_MAX_HEAD_DIM:
+        raise ValueError(f"head dimension {head_dim} is too large: the kernels take at most {KERNEL_MAX_HEAD_DIM}")
+
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        raise TypeError(f"query, key and value must have the same dtype, got {dtype}, {key.dtype} and {value.dtype}")
+    if for_kernel and dtype not in KERNEL_DTYPES:
+        raise TypeError(f"dtype {dtype} is not supported: the kernels take {', '.join(map(str, KERNEL_DTYPES))}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype {dtype} is not supported: attention takes floating-point tensors")
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            f"query, key and value must be on the same device, got {query.device}, {key.device} and {value.device}"
+        )
+
+
+def _are_grouped(query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size) -> bool:
+    """Whether the leading dimensions differ in the number of heads alone, which must then divide the query's."""
+    same_batch = len(query_shape) >= 4 and query_shape[:-3] == key_shape[:-3]
+    if not same_batch or key_shape[:-2] != value_shape[:-2]:
+        return False
+    heads, key_heads = query_shape[-3], key_shape[-3]
+    if key_heads == 0 or heads % key_heads:
+        choices = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ValueError(
+            f"{key_heads} heads of key and value do not divide the query's {heads}: choose one of {choices}"
+        )
+    return True
+
+
+def check_window(window: int | None, is_causal: bool) -> None:
+    """Refuses, in one sentence, what is no width of a sliding window.
+
+    Raises:
+        TypeError: it is no whole number.
+        UsageError: it is less than 1, or the attention is not causal.
+    """
+    if window is None:
+        return
+    if not isinstance(window, int) or isinstance(window, bool):
+        raise TypeError(f"window {window!r} is no whole number: choose how many keys a query sees, or None for all")
+    if window < 1:
+        raise UsageError(f"window {window} is too small: choose at least 1, the query's own key, or None for all keys")
+    if not is_causal:
+        raise UsageError(f"window {window} needs is_causal=True: it counts the keys back from the query's own")
+
+
+def check_row_statistics(
+    query: torch.Tensor, grad_out: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor
+) -> None:
+    """Refuses, in one sentence, what is not the gradient of the query's output, or one number for each query.
+
+    Raises:
+        ValueError: shapes or devices differ.
+        TypeError: dtypes do not fit.
+    """
+    for name, tensor, shape in (
+        ("grad_out", grad_out, query.shape),
+        ("logsumexp", logsumexp, query.shape[:-1]),
+        ("delta", delta, query.shape[:-1]),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} for this query, got {tuple(tensor.shape)}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the query's device, {query.device}, got {tensor.device}")
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} of dtype {tensor.dtype} is not supported: choose float32")
+    if grad_out.dtype != query.dtype:
+        raise TypeError(f"grad_out must have the query's dtype, {query.dtype}, got {grad_out.dtype}")

@@ -1,14 +1,18 @@
-"""Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
+"""Attention in PyTorch alone: the plain form, and FlashAttention-2 in operations that can be read."""
 
-Both functions keep matrices of S_q x S_k, which is what FlashAttention avoids.
-"""
-
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from cs336sys.kernels.attention.problem import group_size
-from cs336sys.kernels.attention.validation import check_attention_inputs, check_window
+from cs336sys.kernels.attention.problem import check_attention_inputs, check_window, group_size
+from cs336sys.kernels.operators import once_differentiable
+
+# Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
+#
+# Both functions keep matrices of S_q x S_k, which is what FlashAttention avoids.
 
 
 def plain_attention(
@@ -101,3 +105,284 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, window: int
 
 def _heads_apart(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return rows if rows.shape == shape else rows.view(shape)
+
+
+# FlashAttention-2 in PyTorch alone: what the Triton kernels do, in operations that can be read and printed.
+#
+# Memory grows linearly with the sequence: scores exist for one tile at a time, and the backward pass computes them
+# again
+# from the logsumexp. Slow, and accurate: float64 inputs are computed in float64, all others in float32.
+#
+# Source: Dao, "FlashAttention-2" (2023); algorithms and equations are numbered as in the course's 2026 handout.
+
+
+# Queries and keys of a tile. Square tiles of 64, 128, 256 and 512 took 46, 37, 41 and 71 ms for forward and backward of
+# 4 x 1024 x 64, causal, float32, on one CPU core.
+CPU_TILE = (128, 128)
+# A matmul of 1024 x 1024 x 64 is 0.13 GFLOP, 2.2 us at the 60 TFLOP/s of an H200 in float32: with smaller tiles the
+# GPU would only wait for launches, of about 5 us each.
+GPU_TILE = (1024, 1024)
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    return CPU_TILE if device.type == "cpu" else GPU_TILE
+
+
+def _tiles(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _column_tiles(rows: slice, num_keys: int, size: int, is_causal: bool, window: int | None) -> list[slice]:
+    """The tiles of the keys that some query of ``rows`` sees."""
+    first = 0 if window is None else max(0, rows.start - window + 1) // size * size
+    end = min(num_keys, rows.stop) if is_causal else num_keys
+    return [slice(start, min(start + size, num_keys)) for start in range(first, end, size)]
+
+
+def _finite(maximum: torch.Tensor) -> torch.Tensor:
+    """What to subtract from scores before exp: -inf, of a row that saw only -inf, would make -inf - -inf = NaN."""
+    return maximum.masked_fill(maximum == -math.inf, 0.0)
+
+
+def _tile_scores(
+    scaled_query: torch.Tensor,
+    key: torch.Tensor,
+    rows: slice,
+    columns: slice,
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """One tile of Q K^T / sqrt(d), masked only if it crosses the diagonal or the far end of a window."""
+    scores = _rows(scaled_query, rows) @ key[..., columns, :].mT
+    crosses_diagonal = is_causal and columns.stop - 1 > rows.start
+    crosses_window = window is not None and columns.start <= rows.stop - 1 - window
+    if crosses_diagonal or crosses_window:
+        query_index = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        key_index = torch.arange(columns.start, columns.stop, device=scores.device)
+        invisible = key_index > query_index
+        if window is not None and crosses_window:
+            invisible |= key_index <= query_index - window
+        group = scaled_query.shape[-3]
+        scores.masked_fill_(invisible if group == 1 else invisible.repeat(group, 1), -math.inf)
+    return scores
+
+
+def _grouped(tensor: torch.Tensor, key: torch.Tensor, dims: int = 2) -> torch.Tensor:
+    """A tensor with queries in its last ``dims`` dimensions and a dimension in front for the heads that share a key's.
+
+    (..., H, S_q, D) becomes (..., H_kv, H / H_kv, S_q, D): 1 head where nothing is shared.
+    """
+    leading = key.shape[:-2]
+    if tensor.shape[:-dims] == leading:
+        return tensor.unsqueeze(-dims - 1)
+    return tensor.unflatten(-dims - 1, (leading[-1], tensor.shape[-dims - 1] // leading[-1]))
+
+
+def _rows(grouped: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Some queries of all heads that share a key's, below each other: (..., G, S_q, D) to (..., G rows, D)."""
+    return grouped[..., rows, :].flatten(-3, -2)
+
+
+def _tiled_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty_like(query)
+    logsumexp = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
+    grouped_out, grouped_logsumexp = _grouped(out, key), _grouped(logsumexp, key, dims=1)
+    query = _grouped(query.to(dtype) / math.sqrt(query.shape[-1]), key)
+    key, value = key.to(dtype), value.to(dtype)
+    group = query.shape[-3]
+    query_tile, key_tile = _tile_shape(query.device)
+
+    for rows in _tiles(query.shape[-2], query_tile):
+        out_tile = torch.zeros_like(_rows(query, rows))
+        row_sum = torch.zeros_like(out_tile[..., :1])
+        row_max = torch.full_like(row_sum, -math.inf)
+        for columns in _column_tiles(rows, key.shape[-2], key_tile, is_causal, window):
+            scores = _tile_scores(query, key, rows, columns, is_causal, window)
+            new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
+            weights = torch.exp(scores - _finite(new_max))
+            rescale = torch.exp(row_max - _finite(new_max))
+            row_sum = rescale * row_sum + weights.sum(dim=-1, keepdim=True)
+            out_tile = rescale * out_tile + weights @ value[..., columns, :]
+            row_max = new_max
+        # The sum is 0 where all scores are -inf: such a row's output is 0 / 1.
+        out_tile = out_tile / row_sum.masked_fill(row_sum == 0.0, 1.0)
+        grouped_out[..., rows, :] = out_tile.unflatten(-2, (group, -1))
+        grouped_logsumexp[..., rows] = (row_max + torch.log(row_sum)).squeeze(-1).unflatten(-1, (group, -1))
+    return out, logsumexp
+
+
+def _backward_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    delta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What equations 13 to 19 read, in the logsumexp's dtype and those of queries in groups: Q / sqrt(d), K, V, L, dO
+    and D.
+    """
+    dtype = logsumexp.dtype
+    return (
+        _grouped(query.to(dtype) / math.sqrt(query.shape[-1]), key),
+        key.to(dtype),
+        value.to(dtype),
+        _grouped(logsumexp.unsqueeze(-1), key),
+        _grouped(grad_out.to(dtype), key),
+        _grouped(delta.to(dtype).unsqueeze(-1), key),
+    )
+
+
+def _output_products(out: torch.Tensor, logsumexp: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+    """D = rowsum(dO * O), in the logsumexp's dtype."""
+    return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
+
+
+def _gradients(
+    scaled_query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    delta: torch.Tensor,
+    rows: slice,
+    columns: slice,
+    is_causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What one tile of scores adds to the gradients of its queries, keys and values."""
+    grad_out_tile = _rows(grad_out, rows)
+    scores = _tile_scores(scaled_query, key, rows, columns, is_causal, window)  # equation 13
+    probabilities = torch.exp(scores - _finite(_rows(logsumexp, rows)))  # equation 14
+    grad_value = probabilities.mT @ grad_out_tile  # equation 15
+    grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
+    grad_scores = probabilities * (grad_probabilities - _rows(delta, rows))  # equation 17
+    grad_query = grad_scores @ key[..., columns, :] / math.sqrt(key.shape[-1])  # equation 18
+    grad_key = grad_scores.mT @ _rows(scaled_query, rows)  # equation 19
+    return grad_query, grad_key, grad_value
+
+
+def tiled_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    delta: torch.Tensor,
+    is_causal: bool,
+    window: int | None = None,
+    tile: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O)."""
+    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta)
+    grad_query, grad_key, grad_value = (
+        torch.zeros(tensor.shape, dtype=logsumexp.dtype, device=tensor.device) for tensor in (query, key, value)
+    )
+    grouped_grad_query = _grouped(grad_query, key)
+    group = grouped_grad_query.shape[-3]
+    query_tile, key_tile = tile or _tile_shape(query.device)
+    for rows in _tiles(query.shape[-2], query_tile):
+        for columns in _column_tiles(rows, key.shape[-2], key_tile, is_causal, window):
+            grad_query_tile, grad_key_tile, grad_value_tile = _gradients(*operands, rows, columns, is_causal, window)
+            grouped_grad_query[..., rows, :] += grad_query_tile.unflatten(-2, (group, -1))
+            grad_key[..., columns, :] += grad_key_tile
+            grad_value[..., columns, :] += grad_value_tile
+    return tuple(gradient.to(query.dtype) for gradient in (grad_query, grad_key, grad_value))
+
+
+def _untiled_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_out: torch.Tensor,
+    is_causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value from one tile that is the whole matrix."""
+    delta = _output_products(out, logsumexp, grad_out)
+    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta)
+    whole = slice(0, query.shape[-2]), slice(0, key.shape[-2])
+    grad_query, grad_key, grad_value = _gradients(*operands, *whole, is_causal, window)
+    return tuple(gradient.to(query.dtype) for gradient in (grad_query.view(query.shape), grad_key, grad_value))
+
+
+@functools.cache
+def _compiled_backward() -> Callable[..., tuple[torch.Tensor, ...]]:
+    # Not at import: torch.compile loads the compiler, which takes seconds.
+    return torch.compile(_untiled_backward)
+
+
+class FlashAttentionTorch(torch.autograd.Function):
+    """``FlashAttentionTorch.apply(query, key, value, is_causal=False)``: FlashAttention-2, both passes tiled.
+
+    Keeps the inputs, the output and the logsumexp (..., S_q) for backward. Differentiable once. Autocast does not lower
+    its precision.
+
+    Args:
+        query: (..., H, S_q, D), or without heads (..., S_q, D), of any floating dtype and strides.
+        key: (..., H_kv, S_k, D), H_kv a divisor of H: heads of queries side by side share one of keys.
+        value: (..., H_kv, S_k, D).
+        is_causal: query i sees the keys j <= i, counted from the first of each as in
+            ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
+        window: if causal, only the last so many of them, i - window < j <= i; others are not computed.
+        return_logsumexp: return the logsumexp as well.
+
+    Returns:
+        (..., S_q, D), in the inputs' dtype. A query that sees no key, or whose scores are all -inf, gives zeros. With
+        ``return_logsumexp`` also the natural logsumexp of the scores (..., S_q), float32 (float64 of float64 inputs),
+        not differentiable.
+
+    Raises:
+        ValueError: shapes or devices do not fit together, or the window not to them.
+        TypeError: dtypes differ or are not floating.
+        RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool = False,
+        window: int | None = None,
+        return_logsumexp: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        check_attention_inputs(query, key, value, for_kernel=False)
+        check_window(window, is_causal)
+        with torch.autocast(query.device.type, enabled=False):
+            out, logsumexp = _tiled_forward(query, key, value, is_causal, window)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.mask = is_causal, window
+        if not return_logsumexp:
+            return out
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        with torch.autocast(grad_out.device.type, enabled=False):
+            delta = _output_products(out, logsumexp, grad_out)
+            gradients = tiled_backward(query, key, value, logsumexp, grad_out, delta, *ctx.mask)
+        return *gradients, None, None, None
+
+
+class FlashAttentionCompiledBackward(FlashAttentionTorch):
+    """As :class:`FlashAttentionTorch`, with the handout's backward: equations 13 to 19 untiled, by ``torch.compile``.
+
+    Its backward takes memory of S_q x S_k. The first one compiles, which takes seconds.
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return *_compiled_backward()(*ctx.saved_tensors, grad_out, *ctx.mask), None, None, None

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
-from cs336sys.whole_files import written_whole
+from cs336sys.processes.atomic_write import written_whole
 
 # The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
 PICKLE_PROTOCOL = 4

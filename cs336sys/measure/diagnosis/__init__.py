@@ -1,7 +1,7 @@
 """Checks what this machine has and lacks for cs336sys, each lack with its fix."""
 
-from cs336sys.measure.diagnosis import host, profilers, software
-from cs336sys.measure.diagnosis.check import Check
+from cs336sys.measure.diagnosis import profilers, software
+from cs336sys.measure.diagnosis.software import Check
 from cs336sys.measure.system import installed_version, read_gpus
 
 
@@ -23,4 +23,4 @@ def diagnose() -> list[Check]:
     if installed_version("triton") is not None:
         checks.append(software.check_attention_calls())
     checks += [*profilers.check_nsys(), profilers.check_ncu()]
-    return checks + host.check_host()
+    return checks + software.check_host()

@@ -1,15 +1,16 @@
 """Checks of GPUs, driver, links between GPUs, and of what disturbs timings."""
 
+import functools
 import os
 import re
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 
-from cs336sys.measure.diagnosis.check import Check
-from cs336sys.measure.diagnosis.software import probe_triton
+from cs336sys.measure.diagnosis.software import Check, probe_triton
 from cs336sys.measure.environment import nccl_version
-from cs336sys.measure.system import SLOWDOWNS, GpuState, run_tool
+from cs336sys.measure.system import SLOWDOWNS, GpuState, read_gpus, run_tool
 
 # The driver keeps a few per cent for itself; with less free than this, another program holds memory.
 FREE_MEMORY_SHARE = 0.9
@@ -202,3 +203,30 @@ def read_links(topology: str) -> dict[tuple[int, int], str]:
     lines = re.sub(r"\x1b\[\d*m", "", topology).splitlines()
     rows = [line.split() for line in lines if re.match(r"GPU\d+\s.*\bX\b", line)]
     return {(a, b): rows[a][1 + b] for a, b in combinations(range(len(rows)), 2)}
+
+
+# What connects GPUs to each other, in words: it decides what every collective can reach.
+
+
+@functools.cache
+def describe_links(uuids: Sequence[str]) -> str:
+    """The links between these GPUs of this machine as ``nvidia-smi topo -m`` names them, with the sum of the NVLinks.
+
+    Args:
+        uuids: a tuple of GPU UUIDs, as of :class:`cs336sys.measure.system.GpuState`.
+
+    Returns:
+        ``NV18 (18 NVLinks, 478 GB/s each way)``, ``PIX``, ``SYS``, several where pairs differ, or ``unknown links``.
+    """
+    indices = sorted(gpu.index for gpu in read_gpus() if gpu.uuid in uuids)
+    links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
+    names = sorted({links[pair] for pair in combinations(indices, 2) if pair in links})
+    if not names:
+        return "unknown links"
+    described = ", ".join(names)
+    if any(name.startswith("NV") for name in names):
+        status = run_tool(["nvidia-smi", "nvlink", "--status", "-i", str(indices[0])]) or ""
+        speeds = [float(speed) for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
+        if speeds:
+            described += f" ({len(speeds)} NVLinks, {sum(speeds):.0f} GB/s each way)"
+    return described

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture, empty_tables
-from cs336sys.printable import printable
+from cs336sys.results.foreign import printable
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Triton launches through the driver.

@@ -6,8 +6,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
-from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export
-from cs336sys.measure.profile.nsys_report import read_nsys_database
+from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
 from cs336sys.processes.folders import OwnedFolder
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import process_group, require_process_group, through_host
-from cs336sys.parallel.same_on_ranks import require_same_lines
+from cs336sys.parallel.rank_consistency import require_same_lines
 
 
 class Arriving:

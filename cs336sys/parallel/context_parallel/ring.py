@@ -17,16 +17,66 @@ costs it half a square, whatever its rank, and no block needs a mask::
     rank 0  chunk 3           full       full       full       causal
 """
 
-from typing import Any
+import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
-from cs336sys.parallel.context_parallel.block_attention import BlockAttention
 from cs336sys.parallel.context_parallel.group import Arriving, ContextGroup
-from cs336sys.parallel.context_parallel.merging import merge_block
+
+# Puts together attention over blocks of keys: what makes ring attention exact.
+
+
+def merge_block(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: Tensor) -> None:
+    """Take one more block of keys into the attention of some queries, in place.
+
+    ``L = log(exp(L_1) + exp(L_2))``, ``O = exp(L_1 - L) O_1 + exp(L_2 - L) O_2``, in which the second weight is
+    ``sigmoid(L_2 - L_1)`` and the first what is left of 1 (Liu et al. 2023; FlashAttention-2, section 3.1).
+
+    Args:
+        out: (..., S_q, D) over the keys so far, float32 or float64.
+        logsumexp: (..., S_q) of their scores, of the dtype of ``out``; -inf for a query that has seen no key.
+        block_out: (..., S_q, D) over the keys of the block, of any dtype.
+        block_logsumexp: (..., S_q).
+    """
+    weight = torch.sigmoid(block_logsumexp - logsumexp)
+    # -inf - -inf is NaN where neither has seen a key.
+    weight.masked_fill_(block_logsumexp == -math.inf, 0.0)
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
+
+
+# What ring attention needs of an attention kernel: forward with logsumexp, and backward with both given.
+
+
+class BlockAttention(Protocol):
+    """Attention of some queries to one block of the keys, where the softmax goes over more keys than these.
+
+    Shapes: query (..., H, S_q, D), key and value (..., H_kv, S_k, D), of any strides; logsumexp and delta
+    (..., H, S_q), in float32, or float64 of float64 inputs.
+    :func:`cs336sys.kernels.attention.flash_attention` and ``flash_attention_backward`` are such a pair.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        """The output over these keys alone, (..., H, S_q, D), and the logsumexp of their scores; no autograd."""
+        ...
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor,
+        logsumexp: Tensor,
+        delta: Tensor,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of dq, and its dk and dv, from the logsumexp over all keys and delta = rowsum(dO * O)."""
+        ...
+
 
 _BLOCKS, _GRADIENTS = "keys and values", "the gradients of keys and values"
 

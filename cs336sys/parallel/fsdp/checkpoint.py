@@ -4,7 +4,7 @@ A checkpoint is a folder of ``torch.distributed.checkpoint``: one file for each 
 ``.metadata``, which says what is where. Its keys are ``model/<name>`` for tensors of the module's state dict and
 ``data/<name>`` for what else is in it (extra state), ``versions`` of the modules, ``optimizer/<state>/<name>``,
 ``optimizer_groups`` and ``extra``. All ranks must share a file system. Loading runs no code that is in it
-(``plain_data.py``).
+(``parallel/safe_unpickle.py``).
 
 What is saved is what the module holds then, with the names that it has then. State-dict hooks of its parts are called,
 as in ``state_dict()`` and ``load_state_dict()``; what they make of slices is refused.
@@ -28,11 +28,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel.checkpoint_state import is_cut, load_named_state, named_groups
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
-from cs336sys.parallel.fsdp.plain_data import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
-from cs336sys.parallel.optimizer_state import is_cut, load_named_state, named_groups
-from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
+from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
+from cs336sys.parallel.safe_unpickle import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
 
 _EXTRA_STATE = "_extra_state"
 

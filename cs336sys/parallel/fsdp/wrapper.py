@@ -20,21 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
-from cs336sys.late_compiler import importing_no_compiler
+from cs336sys.lazy_dynamo import importing_no_compiler
+from cs336sys.parallel.buckets import GradientBucket
+from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
-from cs336sys.parallel.fsdp.gather_timing import GatherWatch
+from cs336sys.parallel.fsdp.gather_order import GatherWatch
 from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters, hook_refusal
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan, plan_sharding
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
-from cs336sys.parallel.gradient_buckets import GradientBucket
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
-from cs336sys.parallel.wrapped_state import StateDictOfWrapped, mark_share
+from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
 
 
 class FSDP(StateDictOfWrapped):
@@ -75,7 +75,7 @@ class FSDP(StateDictOfWrapped):
       wrapping: gathering stays outside the compiled code.
     - Several backward passes may run before :meth:`finish_gradient_synchronization`: their gradients add up. Under
       :meth:`no_sync` they add up without communication, but then every rank holds whole gradients.
-    - Scale the loss for fp16 by a :class:`~cs336sys.parallel.gradient_scaler.ShardedGradScaler`; others are refused.
+    - Scale the loss for fp16 by a :class:`~cs336sys.parallel.gradient_slices.ShardedGradScaler`; others are refused.
     - If a step raises on all ranks alike, the next forward pass discards it; drop the gradients that it has added.
 
     Attributes:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from cs336sys.errors import CapabilityError, CaptureError, UsageError, choose_from
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.ranks.process import join_process_group, leave_process_group
-from cs336sys.parallel.ranks.spawned import SpawnedRanks
+from cs336sys.parallel.ranks.spawned import SpawnedRanks, join_process_group, leave_process_group
 from cs336sys.processes import RankIdentity, started_outside
 
 BACKENDS = ("gloo", "nccl")

@@ -1,11 +1,10 @@
 """Optimizer-state sharding (ZeRO stage 1); ``docs/sharded_optimizer.md`` describes it.
 
-- ``optimizer.py``: ``ShardedOptimizer``, used like any other optimizer. Which classes can it shard
-  (``optimizer_class.py``), and what is in its parameter groups (``groups.py``)?
-- ``partition.py``: what must a way of sharing out the work be able to do? There are ``whole_parameters.py`` and
-  ``slices.py``, which also averages gradients.
-- ``local.py``: what does this rank update?
-- ``agreement.py`` and ``zeroing.py``: do ranks do the same in a step, and when they drop gradients?
+- ``optimizer.py``: ``ShardedOptimizer``, used like any other optimizer. What is in its parameter
+  groups, and do ranks agree on it (``groups.py``)?
+- ``partition.py``: what must a way of sharing out the work be able to do? There are whole parameters, and slices
+  (``slices.py``), which also averages gradients.
+- ``local.py``: what does this rank update, and by which classes of optimizers?
 - ``exchange.py``: how do updated parameters reach all ranks while the next forward pass runs?
 - ``checkpoint.py``: how is the state put together, and cut up for another number of ranks?
 """

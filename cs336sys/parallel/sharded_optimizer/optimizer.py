@@ -18,15 +18,14 @@ from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
-from cs336sys.parallel.gradient_scaler import refuse_other_scalers
-from cs336sys.parallel.gradient_slices import refuse_clipping_alone
+from cs336sys.parallel.gradient_slices import refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
-from cs336sys.parallel.same_on_ranks import describe_module, same_on_every_rank
-from cs336sys.parallel.sharded_optimizer.agreement import StepAgreement
+from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,
+    StepAgreement,
     check_parameters,
     describe_groups,
     describe_options,
@@ -38,11 +37,9 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     parameters_of,
     require_whole,
 )
-from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer
-from cs336sys.parallel.sharded_optimizer.optimizer_class import CheckedOptions, require_optimizer
-from cs336sys.parallel.sharded_optimizer.partition import Partition
+from cs336sys.parallel.sharded_optimizer.local import CheckedOptions, LocalOptimizer, require_optimizer
+from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition, Partition
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
-from cs336sys.parallel.sharded_optimizer.whole_parameters import ParameterPartition
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -74,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     In addition, with ``flat=True``:
 
     - Backward passes consume the gradients: ``grad`` of a parameter is None afterwards. Clip with
-      :meth:`clip_grad_norm_`. Scale the loss by a :class:`~cs336sys.parallel.gradient_scaler.ShardedGradScaler`;
+      :meth:`clip_grad_norm_`. Scale the loss by a :class:`~cs336sys.parallel.gradient_slices.ShardedGradScaler`;
       others are refused.
     - All backward passes of a step but the last must run under :meth:`no_sync`.
     - Between two steps, gradients must be dropped by :meth:`zero_grad`, or by that of the model.

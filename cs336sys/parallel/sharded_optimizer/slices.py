@@ -6,6 +6,10 @@ https://arxiv.org/abs/1910.02054, section 7.2.1). A parameter that divides into 
 nothing is copied on the way; the others of a bucket are moved into one padded buffer, and are views of it from then on.
 """
 
+import functools
+import itertools
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
@@ -15,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from cs336sys.accounting.sharding.partition import flat_pieces
 from cs336sys.errors import UsageError
+from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.collectives import (
     MeanScatter,
     SliceGather,
@@ -25,14 +31,83 @@ from cs336sys.parallel.collectives import (
     is_capturing,
     is_dense,
     memory_view,
+    require_process_group,
     sum_over_ranks,
 )
-from cs336sys.parallel.gradient_buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
-from cs336sys.parallel.sharded_optimizer.zeroing import HoldsGradients, HostAgreement, notice_zero_grad
+
+# Notices ``zero_grad()`` of modules, and lets ranks agree on dropping gradients.
+#
+# Backward passes leave no gradient with a parameter whose gradient is averaged in slices, so ``zero_grad()`` of a
+# module
+# would find nothing to drop: it is wrapped, and tells those that hold the slices.
+
+
+class HoldsGradients(ABC):
+    """What has gradients that are not with their parameters."""
+
+    @abstractmethod
+    def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
+        """Drop or zero the gradients of the parameters with these ids, which a module has zeroed."""
+
+
+_holders: "weakref.WeakSet[HoldsGradients]" = weakref.WeakSet()
+
+
+def notice_zero_grad(holder: HoldsGradients) -> None:
+    """Let ``holder`` drop its gradients, too, whenever a module drops those of its parameters."""
+    _wrap_zero_grad()
+    _holders.add(holder)
+
+
+@functools.cache
+def _wrap_zero_grad() -> None:
+    zero_grad = nn.Module.zero_grad
+
+    @functools.wraps(zero_grad)
+    def noticed(module: nn.Module, set_to_none: bool = True) -> None:
+        holders = list(_holders)
+        if holders:
+            parameters = frozenset(map(id, module.parameters()))
+            for holder in holders:
+                holder.drop_gradients_of_module(parameters, set_to_none)
+        zero_grad(module, set_to_none)
+
+    nn.Module.zero_grad = noticed  # type: ignore[assignment]
+
+
+class HostAgreement:
+    """Asks all ranks whether something holds on any of them, without the collectives that they are in the middle of.
+
+    Collectives are matched by the order of calls, which differs between ranks that have launched some and others. So
+    this goes through the store by which the ranks found each other. It takes some tenths of a millisecond, and no GPU.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        require_process_group(type(self).__name__)
+        # Every rank makes these in the same order.
+        self._name = f"cs336sys/agreement/{next(self._numbers)}"
+        self._rounds = 0
+
+    def any_rank(self, fact: bool) -> bool:
+        """Whether ``fact`` holds on any rank. Every rank must call it."""
+        store, world_size = _get_default_store(), dist.get_world_size()
+        key = f"{self._name}/{self._rounds}"
+        answers = store.add(key, 1 + fact * (world_size + 1))
+        holding, answered = divmod(answers, world_size + 1)
+        if answered == world_size:
+            if self._rounds:
+                # All ranks have read the answer of the round before.
+                store.delete_key(f"{self._name}/{self._rounds - 1}")
+                store.delete_key(f"{self._name}/{self._rounds - 1}/answer")
+            store.set(f"{key}/answer", str(holding))
+        self._rounds += 1
+        return store.get(f"{key}/answer") != b"0"
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
+from cs336sys.parallel.checkpoint_state import is_cut, load_named_state, named_groups
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
-from cs336sys.parallel.fsdp.plain_data import require_plain
 from cs336sys.parallel.fsdp.wrapper import FSDP
-from cs336sys.parallel.optimizer_state import is_cut, load_named_state, named_groups
-from cs336sys.parallel.same_on_ranks import on_first_rank, same_on_every_rank
+from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
+from cs336sys.parallel.safe_unpickle import require_plain
 from cs336sys.parallel.tensor_parallel.weights import part_of, whole_tensor
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single
-from cs336sys.parallel.gradient_scaler import refuse_other_scalers
-from cs336sys.parallel.gradient_slices import mark_slice
+from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
 
 
 def require_shareable(model: nn.Module, world_size: int) -> None:

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from itertools import product
 
 from cs336sys.accounting.activations import attention_memory
-from cs336sys.accounting.answers.checkpointing import checkpointing_answers
-from cs336sys.accounting.answers.model import (
-    attention_answers,
-    block_answers,
-    flops_answers,
-    tensor_answers,
+from cs336sys.accounting.checkpointing import (
+    SUBLAYERS,
+    checkpointing_answers,
+    predicted_peak,
+    recomputed_blocks,
+    recomputed_flops,
 )
-from cs336sys.accounting.checkpointing import SUBLAYERS, predicted_peak, recomputed_blocks, recomputed_flops
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
 from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.sizes import ModelSize
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "flash")

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parallelism import (
-    PASSES,
-    Layer,
-    best_split,
-    communication_s,
-    layer_flops,
-    most_devices,
-)
+from cs336sys.accounting.parallelism import PASSES, Layer, best_split, communication_s, layer_flops, most_devices
 from cs336sys.accounting.sharding.step import ShardedStep, rank_peak
 from cs336sys.report.outputs import write_figure
 

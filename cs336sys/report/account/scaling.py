@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cs336sys.accounting.cluster import Cluster
+from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import (
@@ -19,7 +19,7 @@ from cs336sys.accounting.scaling import (
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.sizes import ModelSize
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.

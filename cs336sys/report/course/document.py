@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Part, Problem
-from cs336sys.report.course.target import Target
-from cs336sys.report.foreign_cells import FAULTS, fault_words
-from cs336sys.report.tables import Table
-from cs336sys.results import Run
+from cs336sys.report.course.problem import Answer, Part, Problem, Target
+from cs336sys.report.registry import FAULTS, fault_words
+from cs336sys.report.table import Table
+from cs336sys.results.model import Run
 
 # Options of a command line that say where results went, and not what was measured; True: followed by a value.
 _OF_FILES = {

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.report.saved import (
+from cs336sys.report.registry import (
     SAVED_COMMANDS,
     Invocation,
     Pictures,
@@ -16,10 +16,9 @@ from cs336sys.report.saved import (
     saved_tables,
     shown_cells,
 )
-from cs336sys.report.selection import select_columns, select_tables
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table, select_columns, select_tables
 from cs336sys.report.titles import setting_of
-from cs336sys.results import Cell, Results, Run, configuration_key
+from cs336sys.results.model import Cell, Results, Run, configuration_key
 
 # How often something was measured, where its files went: no part of what was measured.
 _OF_MEASURING = (

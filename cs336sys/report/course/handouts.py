@@ -21,24 +21,19 @@ from cs336sys.report.course.problems.code import (
     OPTIMIZER_STATE_SHARDING,
 )
 from cs336sys.report.course.problems.ddp import (
+    DDP_BUCKETED_BENCHMARKING,
     DDP_OVERLAP_BENCHMARKING,
     MINIMAL_DDP_FLAT_BENCHMARKING,
     NAIVE_DDP_BENCHMARKING,
 )
-from cs336sys.report.course.problems.ddp_buckets import DDP_BUCKETED_BENCHMARKING
 from cs336sys.report.course.problems.distributed_communication import DISTRIBUTED_COMMUNICATION
 from cs336sys.report.course.problems.flash_benchmarking import FLASH_BENCHMARKING, LEADERBOARD_2025, WEIGHTED_SUM
-from cs336sys.report.course.problems.fsdp import FSDP_ACCOUNTING
 from cs336sys.report.course.problems.gradient_checkpointing import GRADIENT_CHECKPOINTING
-from cs336sys.report.course.problems.memory_profiling import (
-    MEMORY_PROFILING_2025,
-    MEMORY_PROFILING_2026,
-)
+from cs336sys.report.course.problems.memory_profiling import MEMORY_PROFILING_2025, MEMORY_PROFILING_2026
 from cs336sys.report.course.problems.mixed_precision import BENCHMARKING_MIXED_PRECISION, MIXED_PRECISION_ACCUMULATION
 from cs336sys.report.course.problems.nsys_profile import NSYS_PROFILE
-from cs336sys.report.course.problems.pytorch_attention import PYTORCH_ATTENTION
-from cs336sys.report.course.problems.sharding import OPTIMIZER_STATE_SHARDING_ACCOUNTING
-from cs336sys.report.course.problems.torch_compile import TORCH_COMPILE
+from cs336sys.report.course.problems.pytorch_attention import PYTORCH_ATTENTION, TORCH_COMPILE
+from cs336sys.report.course.problems.sharding import FSDP_ACCOUNTING, OPTIMIZER_STATE_SHARDING_ACCOUNTING
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 PROBLEMS: dict[int, tuple[Problem, ...]] = {

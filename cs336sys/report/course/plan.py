@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.measure.system import cpu_cores, memory_gib, read_gpus
-from cs336sys.report.course.problem import Problem
-from cs336sys.report.course.target import Command, Handout, Target
+from cs336sys.report.course.problem import Command, Handout, Problem, Target
 from cs336sys.report.numbers import format_duration
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 
 # fp32 without tensor cores of a GPU that is in no table, and of a CPU core, in TFLOP/s.
 _GPU_TFLOPS = 20.0

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.report.noise import ratio
 from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
-from cs336sys.results import Cell, Samples
+from cs336sys.results.model import Cell, Samples
+from cs336sys.results.statistics import ratio
 
 # Times that differ by less are called the same.
 ALIKE = 0.05

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.numbers import format_number, in_shown_unit
 from cs336sys.report.outputs import write_figure
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,19 +1,225 @@
 """The tables of ``nsys``, built from its cells or from one report; columns are described in ``docs/columns.md``."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.measure.profile.summary import Profile
-from cs336sys.report.profile.attention import attention_table
-from cs336sys.report.profile.kernels import kernel_table, share_table, top_kernel_table
-from cs336sys.report.profile.measured import Measured
-from cs336sys.report.profile.phases import phase_table, precision_table
-from cs336sys.report.profile.plots import plot_shares
-from cs336sys.report.tables import Column, Table, with_rows
+from cs336sys.accounting.flops import attention_matmuls, attention_softmax
+from cs336sys.measure.profile.summary import Profile, RangeTime
+from cs336sys.measure.profile.taxonomy import MATMUL, category_of
+from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
+from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
+from cs336sys.report.profile.kernels import Measured, kernel_table, plot_shares, share_table, top_kernel_table
+from cs336sys.report.table import Column, Table, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
-from cs336sys.results import Cell, Run
+from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import ProfileWorkload, Workload
+
+# Softmax against the matrix products inside attention, on the forward pass.
+
+
+_OTHER = "other"
+
+
+def attention_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table | None:
+    """Time, FLOPs and bytes of both; None where no profile shows the parts of attention."""
+    rows = [{**m.labels, **_row(m)} for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
+    if not rows:
+        return None
+    columns = (
+        *labels,
+        Column("scores_ms", "Q K^T", "ms"),
+        Column("final_ms", "P V", "ms"),
+        Column("softmax_ms", "softmax", "ms"),
+        Column("other_ms", "scale, mask, copies", "ms"),
+        Column("time_ratio", "softmax / matmuls: time", "ratio"),
+        Column("flops_ratio", "FLOPs", "ratio"),
+        Column("bytes_ratio", "bytes", "ratio"),
+        Column("matmul_tflops", "matmuls", "tflops"),
+        Column("softmax_tflops", "softmax", "tflops"),
+        Column("matmul_gbps", "matmuls", "gbps"),
+        Column("softmax_gbps", "softmax", "gbps"),
+    )
+    notes = (
+        "kernel time of all layers in a forward pass; FLOPs: 4 B H S^2 D for the matmuls, 5 B H S^2 for the softmax; "
+        "bytes: the least that must be moved, each matrix read or written once",
+        "The ratio of FLOPs is what arithmetic alone would make of the time. A time ratio far above it says that the "
+        "softmax spends its time on moving the scores, one above the ratio of bytes that it moves them several times.",
+    )
+    return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
+
+
+def _row(measured: Measured) -> dict[str, Any]:
+    totals: Counter[str] = Counter()
+    for kernel in measured.profile.part_kernels:
+        is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == MATMUL
+        totals[kernel.range if is_meant else _OTHER] += kernel.total_ns
+    # A step has one forward pass.
+    ms = {part: totals[part] / measured.steps / 1e6 for part in (SCORES, FINAL_MATMUL, SOFTMAX, _OTHER)}
+    row = {"scores_ms": ms[SCORES], "final_ms": ms[FINAL_MATMUL], "softmax_ms": ms[SOFTMAX], "other_ms": ms[_OTHER]}
+    matmul_ms, softmax_ms = ms[SCORES] + ms[FINAL_MATMUL], ms[SOFTMAX]
+    if not matmul_ms or not softmax_ms:
+        return row
+    row["time_ratio"] = softmax_ms / matmul_ms
+    if measured.profile.configuration:
+        workload = Workload.from_configuration(measured.profile.configuration)
+        if not workload.is_ours:
+            return row
+        matmuls = attention_matmuls(workload.size, workload.precision)
+        softmax = attention_softmax(workload.size, workload.precision)
+        row |= {
+            "flops_ratio": softmax.flops / matmuls.flops,
+            "bytes_ratio": softmax.bytes / matmuls.bytes,
+            "matmul_tflops": matmuls.flops / matmul_ms / 1e9,
+            "softmax_tflops": softmax.flops / softmax_ms / 1e9,
+            "matmul_gbps": matmuls.bytes / matmul_ms / 1e6,
+            "softmax_gbps": softmax.bytes / softmax_ms / 1e6,
+        }
+    return row
+
+
+# Time of each phase, and fp32 against bf16.
+
+
+# From here on, two decimals would say 100.00.
+_ALL_PERCENT = 99.995
+
+
+def phase_table(
+    measured: Sequence[Measured],
+    failed: Sequence[dict[str, Any]],
+    labels: Sequence[Column],
+    title: str,
+    notes: Sequence[str],
+) -> Table:
+    """How long each phase takes, how long the GPU was busy in it, and whether the CPU held it up.
+
+    Args:
+        failed: rows of cells without a profile.
+        labels: the columns that say what was run.
+    """
+    on_gpu = all(m.profile.is_gpu for m in measured)
+    work = "kernels" if on_gpu else "operations"
+    columns = (
+        *labels,
+        Column("phase", "phase"),
+        *([Column("gpu", "GPU")] if any(m.profile.of_gpus for m in measured) else []),
+        Column("unprofiled_ms", "without profiler", "ms"),
+        Column("annotated_ms", "annotated", "ms"),
+        Column("wall_ms", "CPU wall", "ms"),
+        Column("span_ms", "GPU span" if on_gpu else "span", "ms"),
+        Column("busy_ms", "GPU busy" if on_gpu else "busy", "ms"),
+        Column("kernel_ms", f"sum of {work}", "ms"),
+        Column("idle_percent", "idle", "percent"),
+        Column("launch_bound", "launch-bound"),
+        Column("kernels", work),
+        Column("status", "status"),
+    )
+    rows = [{**m.labels, **_phase_row(m, row), "status": "ok"} for m in measured for row in m.ranges]
+    return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_notes(measured)))
+
+
+def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
+    unprofiled = measured.unprofiled(row.name)
+    wall_ms, busy_ms = row.wall_ns / row.count / 1e6, row.busy_ns / row.count / 1e6
+    # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
+    # operations of a CPU are themselves slowed down.
+    whole_ms = unprofiled.median if unprofiled and measured.profile.is_gpu else wall_ms
+    idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms))
+    verdict = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
+    return {
+        "phase": row.name,
+        "gpu": row.gpu,
+        "unprofiled_ms": unprofiled,
+        "annotated_ms": measured.unprofiled("annotated") if row.name == STEP else None,
+        "wall_ms": wall_ms,
+        "span_ms": row.span_ns / row.count / 1e6,
+        "busy_ms": busy_ms,
+        "kernel_ms": row.kernel_ns / row.count / 1e6,
+        "idle_percent": idle_percent,
+        "launch_bound": verdict if measured.profile.is_gpu else None,
+        "kernels": row.kernels / row.count,
+    }
+
+
+def _notes(measured: Sequence[Measured]) -> list[str]:
+    """How much of the work has a phase, and what is unusual."""
+    if not measured:
+        return []
+    notes = []
+    if all(m.profile.is_gpu for m in measured):
+        least = min(m.profile.attributed_percent for m in measured)
+        placed, rest = "all", ""
+        if least < _ALL_PERCENT:
+            placed, rest = f"at least {least:.2f} %", "; the rest has no recorded launch, or one between phases"
+        notes.append(
+            f"a kernel belongs to the phase that launched it: {placed} of the kernels' time could be given to phases"
+            + rest
+        )
+    else:
+        notes.append(
+            "no GPU: operations of the CPU stand in the place of kernels, each with the time that it ran without those "
+            "that it calls; idle is the time between them, Python's own"
+        )
+    for m in measured:
+        kernels = {row.name: row.kernels for row in m.profile.phases}
+        if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
+            notes.append(f"warning: {_words(m)}the backward pass has fewer launches than the forward pass")
+    if any(m.profile.of_gpus for m in measured):
+        notes.append("the tables of kernels add up what all GPUs ran")
+    if any(m.profile.configuration and not m.profile.parts for m in measured):
+        notes.append(
+            "softmax against matmuls is shown with --attention reference --compile off, for an attention that calls "
+            "cs336_basics.model.softmax"
+        )
+    return notes
+
+
+def _words(measured: Measured) -> str:
+    words = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
+    return f"{' '.join(words)}: " if words else ""
+
+
+def precision_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table:
+    """Each phase and each part of attention in fp32 and in bf16, all else equal."""
+    pairs: dict[str, dict[str, Measured]] = {}
+    for m in measured:
+        all_else = configuration_key(m.labels, ignore=("precision",))
+        pairs.setdefault(all_else, {})[m.labels["precision"]] = m
+    rows = []
+    for pair in pairs.values():
+        if set(pair) == {"fp32", "bf16"}:
+            rows += _precision_rows(pair["fp32"], pair["bf16"])
+    columns = (
+        *labels,
+        Column("phase", "phase"),
+        Column("fp32_busy_ms", "busy in fp32", "ms"),
+        Column("bf16_busy_ms", "busy in bf16", "ms"),
+        Column("busy_speedup", "busy speed-up", "ratio"),
+        Column("fp32_ms", "without profiler in fp32", "ms"),
+        Column("bf16_ms", "without profiler in bf16", "ms"),
+        Column("speedup", "speed-up", "ratio"),
+    )
+    note = "Where kernels gain more than the phase they belong to, the CPU does not launch them fast enough."
+    return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))
+
+
+def _precision_rows(fp32: Measured, bf16: Measured) -> list[dict[str, Any]]:
+    others = {row.name: row for row in (*bf16.ranges, *bf16.profile.parts)}
+    rows = []
+    for row in (*fp32.ranges, *fp32.profile.parts):
+        if row.name not in others:
+            continue
+        busy = [row.busy_ns / fp32.steps / 1e6, others[row.name].busy_ns / bf16.steps / 1e6]
+        values: dict[str, Any] = {"phase": row.name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
+        values["busy_speedup"] = busy[0] / busy[1] if busy[1] else None
+        before, after = fp32.unprofiled(row.name), bf16.unprofiled(row.name)
+        if before and after:
+            values |= {"fp32_ms": before, "bf16_ms": after, "speedup": before.median / after.median}
+        rows.append({**fp32.labels, **values})
+    return rows
+
 
 # Beside the number of kernels that a phase launched.
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model")

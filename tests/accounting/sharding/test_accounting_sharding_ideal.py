@@ -2,8 +2,13 @@
 
 import pytest
 
-from cs336sys.accounting.answers.memory import state_answers
-from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES, IdealState, ideal_state, sent_bytes
+from cs336sys.accounting.sharding.ideal import (
+    OWN_SHARDING_STRATEGIES,
+    IdealState,
+    ideal_state,
+    sent_bytes,
+    state_answers,
+)
 from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES
 

@@ -8,12 +8,11 @@ import pytest
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB, TrainingState, widest_moments
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
-from cs336sys.accounting.sharding.optimizer import flat_optimizer_state
-from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments, rank_peak
+from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
 from cs336sys.errors import UsageError
 from cs336sys.report.account.memory import rank_memory_tables
-from cs336sys.report.parallel.shard import memory_of
-from cs336sys.results import read_results
+from cs336sys.report.shard import memory_of
+from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.workload import FULLY_SHARDED, SHARDING_STRATEGIES
 

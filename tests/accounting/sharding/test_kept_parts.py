@@ -7,7 +7,7 @@ import pytest
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import gathered_bytes
-from cs336sys.accounting.sharding.kept_parts import (
+from cs336sys.accounting.sharding.selective_checkpointing import (
     KeptStep,
     choose_kept_blocks,
     flops_again,

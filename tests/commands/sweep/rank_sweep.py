@@ -16,7 +16,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 
 
 def measure(configuration, progress):

@@ -17,7 +17,7 @@ from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.processes import RankIdentity
-from cs336sys.results import Cell, read_results
+from cs336sys.results.model import Cell, read_results
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "rank_sweep.py")

@@ -15,7 +15,7 @@ import types
 import pytest
 import typer
 
-from cs336sys.commands.invocation import faults
+from cs336sys.commands import faults
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import progress as progress_module
 from cs336sys.commands.sweep.progress import showing_progress
@@ -23,10 +23,10 @@ from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome, _Child
 from cs336sys.measure.environment import new_run
-from cs336sys.report.rendering import render
-from cs336sys.report.tables import Column, Table
-from cs336sys.results import Cell, Run, read_results
-from cs336sys.results_file import ResultsFile
+from cs336sys.report.render import render
+from cs336sys.report.table import Column, Table
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell, Run, read_results
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
 STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
@@ -439,7 +439,7 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
         "import os, subprocess, sys, time\n"
         "from pathlib import Path\n"
         "from cs336sys.commands.sweep.progress import showing_progress\n"
-        "from cs336sys.results import Cell\n"
+        "from cs336sys.results.model import Cell\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
         "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning >&2', shell=True)\n"
         "    waiting = subprocess.Popen('read x; echo later >&2', shell=True, stdin=subprocess.PIPE)\n"

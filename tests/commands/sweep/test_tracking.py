@@ -14,7 +14,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.commands.sweep.tracking import start_tracking
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.cells import Outcome
-from cs336sys.results import Cell, Run, Samples
+from cs336sys.results.model import Cell, Run, Samples
 
 MACHINE = Run("abc123", "now", ("bench",), {"gpu": "NVIDIA H200", "gpus": 2, "torch": None}, {"source_digest": "1"})
 

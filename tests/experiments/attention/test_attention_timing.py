@@ -7,11 +7,15 @@ import torch
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.attention import implementations, measurement
-from cs336sys.experiments.attention.exact import attention_errors, reference_results
-from cs336sys.experiments.attention.implementations import implementation
+from cs336sys.experiments.attention.implementations import FLASH_ATTENTION_4, flash_attention_4, implementation
 from cs336sys.experiments.attention.inputs import random_inputs
-from cs336sys.experiments.attention.installed import FLASH_ATTENTION_4, flash_attention_4
-from cs336sys.experiments.attention.measurement import TOLERANCES, measure_attn, measure_flash
+from cs336sys.experiments.attention.measurement import (
+    TOLERANCES,
+    attention_errors,
+    measure_attn,
+    measure_flash,
+    reference_results,
+)
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.workload import AttentionWorkload
@@ -27,7 +31,7 @@ def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, he
     "more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2, "window": 7}, {"heads": 2, "kv_heads": 1, "window": 30}]
 )
 def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
-    monkeypatch.setattr("cs336sys.experiments.attention.exact._REFERENCE_ROWS", 20)
+    monkeypatch.setattr("cs336sys.experiments.attention.measurement._REFERENCE_ROWS", 20)
     shape = workload(**more)
     inputs = random_inputs(shape, CPU)
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]

@@ -13,9 +13,14 @@ from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks,
 from cs336sys.accounting.flops import model_flops
 from cs336sys.errors import UsageError
 from cs336sys.experiments.memory.measurement import counted_peaks, measure_memory, record
-from cs336sys.experiments.memory.prediction import predict_memory, traced_timeline
+from cs336sys.experiments.memory.prediction import (
+    block_changes,
+    predict_memory,
+    summary,
+    timeline_peaks,
+    traced_timeline,
+)
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.memory.summary import block_changes, summary, timeline_peaks
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import ModelSize, choose_size

@@ -9,7 +9,7 @@ from cs336sys.experiments.parallel.rank import verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
 from cs336sys.experiments.training import TrainStep
 from cs336sys.parallel.collectives import gather_numbers
-from cs336sys.parallel.context_parallel import merging, ring
+from cs336sys.parallel.context_parallel import ring
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def _merge_by_halves(patched):
 def _add_without_rescaling(patched):
     def merge(out, logsumexp, block_out, block_logsumexp):
         before = logsumexp.clone()
-        merging.merge_block(out, logsumexp, block_out, block_logsumexp)
+        ring.merge_block(out, logsumexp, block_out, block_logsumexp)
         # The old output keeps its weight of 1.
         out += out * (1 - torch.exp(before - logsumexp)).unsqueeze(-1)
 
@@ -68,7 +68,7 @@ def _keep_the_first_logsumexp(patched):
     """The forward pass is right, the backward pass computes with the logsumexp over the own block."""
 
     def merge(out, logsumexp, block_out, block_logsumexp):
-        merging.merge_block(out, logsumexp.clone(), block_out, block_logsumexp)
+        ring.merge_block(out, logsumexp.clone(), block_out, block_logsumexp)
 
     patched.setattr(ring, "merge_block", merge)
 

@@ -7,8 +7,7 @@ import torch
 
 from cs336sys.experiments.parallel import sharded_strategies
 from cs336sys.experiments.parallel.communication import recorded_communication
-from cs336sys.experiments.parallel.memory import build_recorded
-from cs336sys.experiments.parallel.rank import verify_on_rank
+from cs336sys.experiments.parallel.rank import build_recorded, verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
 
 _RIGHT = dict(sharded_strategies.PREPARE_SHARDED)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import board_ranks
 import pytest
 
-from cs336sys.accounting.sharding.kept_parts import flops_again
+from cs336sys.accounting.sharding.selective_checkpointing import flops_again
 from cs336sys.errors import UsageError
 from cs336sys.experiments.parallel import board
 from cs336sys.experiments.parallel.gradient_check import with_few_blocks

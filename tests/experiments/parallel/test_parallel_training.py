@@ -13,15 +13,15 @@ import torch
 import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel import measurement, timeline
 from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.experiments.parallel.timeline import _timeline
-from cs336sys.experiments.weight_check import TOLERANCES
 from cs336sys.measure.cells import Worker, guarded
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
-from cs336sys.results import Samples
+from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
 

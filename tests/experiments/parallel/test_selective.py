@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.accounting.sharding.kept_parts import KeptStep, flops_again
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
 from cs336sys.experiments.models import build_model
-from cs336sys.experiments.parallel.selective import keep_by_parts
+from cs336sys.experiments.parallel.strategies import keep_by_parts
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import Workload
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cs336sys.kernels.attention.hopper import availability
+from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
 from cs336sys.kernels.attention.reference import reference_attention
 
@@ -27,7 +27,7 @@ STRIDES = {
 def _why_no_hopper():
     if not ON_GPU:
         return "no CUDA GPU"
-    return availability.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
+    return settings.why_unavailable(torch.empty(1, 64, dtype=torch.bfloat16, device="cuda"))
 
 
 # Of a test, or of one parameter's, that needs a GPU which has the Hopper kernels.

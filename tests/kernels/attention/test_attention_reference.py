@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.kernels.attention.reference import plain_attention, reference_attention
-from cs336sys.kernels.attention.tiled import FlashAttentionTorch
-from cs336sys.kernels.attention.validation import check_attention_inputs
+from cs336sys.kernels.attention.problem import check_attention_inputs
+from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention, reference_attention
 
 # (leading dimensions, S_q, S_k, D)
 SHAPES = [((), 1, 1, 4), ((2,), 17, 17, 8), ((2, 3), 5, 33, 16), ((2, 1, 2), 33, 5, 3)]

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.kernels.attention import tiled
-from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.kernels.attention.tiled import FlashAttentionCompiledBackward, FlashAttentionTorch
+from cs336sys.kernels.attention import reference
+from cs336sys.kernels.attention.reference import (
+    FlashAttentionCompiledBackward,
+    FlashAttentionTorch,
+    reference_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty", "small_tiles")
 
@@ -27,8 +30,8 @@ CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causa
 
 
 def set_tiles(monkeypatch, query_tile, key_tile):
-    monkeypatch.setattr(tiled, "CPU_TILE", (query_tile, key_tile))
-    monkeypatch.setattr(tiled, "GPU_TILE", (query_tile, key_tile))
+    monkeypatch.setattr(reference, "CPU_TILE", (query_tile, key_tile))
+    monkeypatch.setattr(reference, "GPU_TILE", (query_tile, key_tile))
 
 
 @pytest.fixture
@@ -242,7 +245,7 @@ def test_second_derivative_and_function_transforms_are_refused(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(65, 33), (17, 65)])
 def test_untiled_backward(num_queries, num_keys, dtype, is_causal, device, monkeypatch):
-    monkeypatch.setattr(tiled, "_compiled_backward", lambda: tiled._untiled_backward)
+    monkeypatch.setattr(reference, "_compiled_backward", lambda: reference._untiled_backward)
     inputs = random_inputs((2, 2), num_queries, num_keys, 16, dtype, device)
     assert_matches_float64(inputs, is_causal, attention=FlashAttentionCompiledBackward)
 

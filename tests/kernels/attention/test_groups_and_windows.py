@@ -12,7 +12,7 @@ from attention_checks import HOPPER_MARKS, ON_GPU, assert_close_to_float64, asse
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, tiled
+from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, reference
 from cs336sys.kernels.attention.operators import FlashAttentionTriton, _number_of
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
@@ -39,8 +39,8 @@ BACKWARD_FORMS = pytest.mark.parametrize("form", FORMS)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several in both directions for the implementation in PyTorch, too."""
-    monkeypatch.setattr(tiled, "CPU_TILE", (32, 16))
-    monkeypatch.setattr(tiled, "GPU_TILE", (32, 16))
+    monkeypatch.setattr(reference, "CPU_TILE", (32, 16))
+    monkeypatch.setattr(reference, "GPU_TILE", (32, 16))
 
 
 def force(monkeypatch, form):

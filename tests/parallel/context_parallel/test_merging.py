@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.parallel.context_parallel.merging import merge_block
+from cs336sys.parallel.context_parallel.ring import merge_block
 
 
 def whole(blocks, scale=1.0):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cs336sys.parallel import collectives
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.fsdp import gradients as fsdp_gradients
+from cs336sys.parallel.fsdp import unit as fsdp_gradients
 
 
 def train_alone(optimizer="adamw", steps=4, dtype=torch.float64):

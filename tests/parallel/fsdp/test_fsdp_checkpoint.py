@@ -10,7 +10,7 @@ from same_tensors import assert_same
 from torch.distributed.checkpoint import metadata
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.fsdp import plain_data
+from cs336sys.parallel import safe_unpickle
 
 
 def names_in(folder):
@@ -246,7 +246,7 @@ class AskedByGetattr:
 
 def test_metadata_may_ask_for_members_of_enumerations_alone():
     def load(owner, name):
-        return plain_data._MetadataUnpickler(io.BytesIO(pickle.dumps(AskedByGetattr(owner, name)))).load()
+        return safe_unpickle._MetadataUnpickler(io.BytesIO(pickle.dumps(AskedByGetattr(owner, name)))).load()
 
     encoding = metadata._MEM_FORMAT_ENCODING
     member = next(iter(encoding))

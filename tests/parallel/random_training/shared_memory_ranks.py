@@ -139,20 +139,20 @@ def copies_of_a_transformer(wrapper: str) -> int:
     """How many gradients of a Transformer's step are copied because their memory has other users."""
     from cs336_basics.model import BasicsTransformerLM
 
-    from cs336sys.parallel import gradient_buckets
+    from cs336sys.parallel import buckets
 
     module = BasicsTransformerLM(
         vocab_size=50, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32, rope_theta=1e4
     )
     shared = []
-    owns_memory = gradient_buckets.owns_memory
+    owns_memory = buckets.owns_memory
 
     def noted(gradient: Tensor) -> bool:
         owns = owns_memory(gradient)
         shared.extend([] if owns else [gradient.shape])
         return owns
 
-    gradient_buckets.owns_memory = noted
+    buckets.owns_memory = noted
     try:
         wrapped = WRAPPERS[wrapper](module)
         for _ in range(2):
@@ -160,7 +160,7 @@ def copies_of_a_transformer(wrapper: str) -> int:
             wrapped.finish_gradient_synchronization()
             wrapped.zero_grad()
     finally:
-        gradient_buckets.owns_memory = owns_memory
+        buckets.owns_memory = owns_memory
     return len(shared)
 
 

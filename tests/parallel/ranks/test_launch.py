@@ -21,8 +21,15 @@ from small_models import wait_at_most
 
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError
 from cs336sys.parallel.ranks import launch, spawned
-from cs336sys.parallel.ranks.process import Failure, _failure, stacks_path
-from cs336sys.parallel.ranks.spawned import RankError, SpawnedRanks, _cause_before_consequence, _Rank
+from cs336sys.parallel.ranks.spawned import (
+    Failure,
+    RankError,
+    SpawnedRanks,
+    _cause_before_consequence,
+    _failure,
+    _Rank,
+    stacks_path,
+)
 from cs336sys.processes.folders import remove_abandoned
 
 HERE = pathlib.Path(__file__).parent

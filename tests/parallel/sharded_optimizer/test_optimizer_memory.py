@@ -9,8 +9,8 @@ import torch
 from optimizer_models import MODES
 from same_tensors import assert_same
 
-from cs336sys.accounting.sharding.optimizer import flat_optimizer_state, sharded_optimizer_state
 from cs336sys.accounting.sharding.partition import greedy_partition
+from cs336sys.accounting.sharding.step import flat_optimizer_state, sharded_optimizer_state
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.ranks import launch
 

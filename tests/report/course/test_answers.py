@@ -6,9 +6,9 @@ from course_answers import answers, changed, saved, scaled, words
 
 from cs336sys.report.course.document import build_document
 from cs336sys.report.course.evidence import evidence_of
+from cs336sys.report.course.problem import HANDOUTS, Target
 from cs336sys.report.course.problems.benchmarking_script import BENCHMARKING_SCRIPT
-from cs336sys.report.course.target import HANDOUTS, Target
-from cs336sys.results import Results, Samples
+from cs336sys.results.model import Results, Samples
 
 
 def test_timings_follow_the_samples():

@@ -9,11 +9,8 @@ from course_answers import RESULTS, answers, changed, document, saved, scaled, w
 
 from cs336sys.report.course.document import command_line
 from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.writing.latex import to_latex
-from cs336sys.report.course.writing.markdown import to_markdown
-from cs336sys.report.course.writing.page import to_html
-from cs336sys.report.course.writing.typst import to_typst
-from cs336sys.results import Results
+from cs336sys.report.course.writing import to_html, to_latex, to_markdown, to_typst
+from cs336sys.results.model import Results
 
 # Names and letters as the handouts have them, 2025 (1.0.5) and 2026 (26.1): "Problem (name)", then "(a)", "(b)", ...
 ASKED = {

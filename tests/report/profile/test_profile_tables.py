@@ -6,7 +6,7 @@ import pytest
 
 from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
 from cs336sys.report.profile import profile_tables
-from cs336sys.results import Cell, Samples
+from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ProfileWorkload, Workload
 

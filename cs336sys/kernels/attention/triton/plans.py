@@ -19,15 +19,9 @@ from cs336sys.kernels.attention.plan import (
 )
 from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.triton.backward import backward_kernel
-from cs336sys.kernels.attention.triton.convert import convert_grad_query_kernel
+from cs336sys.kernels.attention.triton.backward_sums import convert_grad_query_kernel, prepare_kernel
 from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
-from cs336sys.kernels.attention.triton.prepare import prepare_kernel
-from cs336sys.kernels.attention.triton.settings import (
-    BackwardPass,
-    TileSettings,
-    backward_settings,
-    forward_settings,
-)
+from cs336sys.kernels.attention.triton.settings import BackwardPass, TileSettings, backward_settings, forward_settings
 
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
 ELEMENTWISE_TILE = 4096

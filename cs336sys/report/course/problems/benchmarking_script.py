@@ -3,10 +3,9 @@
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.target import Command, Handout, Sweep, Target, arithmetic
+from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Sweep, Target, arithmetic, runs_of
 from cs336sys.report.course.words import as_long, change, failures, gib, joined, ms, percent, spread, times
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
 

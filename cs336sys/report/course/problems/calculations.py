@@ -3,19 +3,16 @@
 import re
 from collections.abc import Callable, Sequence
 
-from cs336sys.accounting.answers.communication import ring_answers
-from cs336sys.accounting.answers.parallelism import TP_BACKWARD, Mesh, parallelism_answers
-from cs336sys.accounting.answers.xxl import batch_answers, memory_answers
+from cs336sys.accounting.communication import ring_answers
 from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
-from cs336sys.accounting.parallelism import Layer
-from cs336sys.accounting.xxl import XXL, TpuMesh
+from cs336sys.accounting.parallelism import TP_BACKWARD, Layer, Mesh, parallelism_answers
+from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Part, Problem
-from cs336sys.report.course.target import Handout, arithmetic
+from cs336sys.report.course.problem import Answer, Handout, Part, Problem, arithmetic
 from cs336sys.report.course.words import derived_sentence
-from cs336sys.report.tables import Column, Table
+from cs336sys.report.table import Column, Table
 from cs336sys.sizes import SIZES
 
 # As `account xxl` and `account parallel` have them, where the handout gives no number.

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, runs_of, simple
 from cs336sys.report.course.problems.flash_benchmarking import flash_commands
-from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms, times
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """``distributed_communication_single_node``: all-reduces by size, ranks and backend."""
 
+from cs336sys.report.allreduce import fit_of, groups_of
 from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.target import Command, Handout, Target, simple
+from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, runs_of, simple
 from cs336sys.report.course.words import change, failures, joined, spread, times, trend
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.parallel.allreduce import fit_of, groups_of
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 
 _MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
 

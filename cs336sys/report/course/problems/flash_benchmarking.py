@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from cs336sys.report.course.evidence import Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, pictures_of, runs_of
+from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, pictures_of, runs_of, simple
 from cs336sys.report.course.problems.pytorch_attention import shape_words
-from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms, speed, times, trend
-from cs336sys.report.saved import Presentation
-from cs336sys.report.tables import Column
-from cs336sys.results import Cell
+from cs336sys.report.registry import Presentation
+from cs336sys.report.table import Column
+from cs336sys.results.model import Cell
 
 # What the handouts call our kernels' competitor.
 _PYTORCH = "eager"

@@ -1,14 +1,23 @@
 """``gradient_checkpointing``: what checkpoints save of the peak, and the least that groups of blocks hold."""
 
-from cs336sys.accounting.answers.checkpointing import checkpointing_answers
-from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
+from cs336sys.accounting.checkpointing import best_group_size, checkpointing_answers, predicted_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
-from cs336sys.report.course.target import GIB, Command, Handout, Sweep, Target, arithmetic
+from cs336sys.report.course.problem import (
+    GIB,
+    Answer,
+    Command,
+    Handout,
+    Part,
+    Problem,
+    Sweep,
+    Target,
+    arithmetic,
+    runs_of,
+)
 from cs336sys.report.course.words import as_long, derived_sentence, failures, gib, joined, times
 from cs336sys.report.numbers import format_quantity
-from cs336sys.results import Cell
+from cs336sys.results.model import Cell
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload
 

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Part, Problem, runs_of
+from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, runs_of, simple
 from cs336sys.report.course.problems.benchmarking_script import timing_commands
-from cs336sys.report.course.target import Command, Handout, Target, simple
 from cs336sys.report.course.words import failures, joined, ms, percent, speed, spread, times, trend
-from cs336sys.report.tables import Column
-from cs336sys.results import Cell
+from cs336sys.report.table import Column
+from cs336sys.results.model import Cell
 from cs336sys.workload import Workload
 
 _PARTS = {

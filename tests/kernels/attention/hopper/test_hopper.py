@@ -25,7 +25,7 @@ from cs336sys.kernels.attention import (
     flash_attention_backward,
     operators,
 )
-from cs336sys.kernels.attention.hopper import availability, plans
+from cs336sys.kernels.attention.hopper import plans, settings
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan, HopperForwardPlan
 from cs336sys.kernels.attention.hopper.schedule import (
@@ -41,7 +41,7 @@ from cs336sys.kernels.attention.problem import Operand, Problem
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-HEAD_DIMS = pytest.mark.parametrize("head_dim", availability.HEAD_DIMS)
+HEAD_DIMS = pytest.mark.parametrize("head_dim", settings.HEAD_DIMS)
 
 
 def pretend_query(**changes):
@@ -57,7 +57,7 @@ def pretend_hopper(monkeypatch):
 
 
 def test_takes_what_it_was_made_for(pretend_hopper):
-    assert availability.why_unavailable(pretend_query()) is None
+    assert settings.why_unavailable(pretend_query()) is None
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_takes_what_it_was_made_for(pretend_hopper):
     ids=["cpu", "dtype", "head dim", "too long"],
 )
 def test_says_what_it_does_not_take(changes, text, pretend_hopper):
-    assert text in availability.why_unavailable(pretend_query(**changes))
+    assert text in settings.why_unavailable(pretend_query(**changes))
 
 
 def test_other_gpus_are_refused_by_name(monkeypatch, pretend_hopper):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0" in availability.why_unavailable(
+    assert "needs a GPU of compute capability 9.0 (H100, H200), NVIDIA A100 has 8.0" in settings.why_unavailable(
         pretend_query()
     )
 
 
 @pytest.mark.parametrize(("version", "found"), [((3, 5), "3.5"), ((), "none")])
 def test_old_triton_is_refused(version, found, monkeypatch, pretend_hopper):
-    monkeypatch.setattr(availability, "_triton_version", lambda: version)
-    assert availability.why_unavailable(pretend_query()).endswith(f"needs triton 3.6 or later, found {found}")
+    monkeypatch.setattr(settings, "_triton_version", lambda: version)
+    assert settings.why_unavailable(pretend_query()).endswith(f"needs triton 3.6 or later, found {found}")
 
 
 def test_refusal_reaches_the_user():
@@ -380,7 +380,7 @@ def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, grou
 @pytest.mark.parametrize(("num_sequences", "chosen"), [(16, True), (1, False)])
 def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, monkeypatch):
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
-    monkeypatch.setattr(availability, "why_unavailable", lambda query: None)
+    monkeypatch.setattr(settings, "why_unavailable", lambda query: None)
 
     def problem_on_hopper(query, key, operands, *options):
         fits = all(operand.fits_tma for operand in operands)
@@ -475,7 +475,7 @@ def test_pieces_of_grad_key_and_value_are_summed(num_tiles, head_dim, columns, n
 @on_hopper
 @CAUSAL
 @HEAD_DIMS
-@pytest.mark.parametrize("dtype", availability.DTYPES, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", settings.DTYPES, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("num_queries", "num_keys"),
     [(1, 1), (1, 300), (300, 1), (64, 128), (129, 129), (17, 700), (700, 17), (333, 517), (1000, 1000)],

@@ -1,0 +1,351 @@
+"""Collectives and gradient buckets on paper: bytes, times, and how much of them a step hides."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
+from cs336sys.errors import UsageError, choose_from
+
+# Collective operations on paper: one call, the memory and bandwidth it needs, and a line through measured times.
+#
+# The size of a message, ``S``, is that of the whole array: what one rank contributes to an all-reduce or broadcasts,
+# what
+# an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
+# NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``. Times of ring algorithms are in :mod:`cs336sys.accounting.communication`.
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: what part of ``S`` the busiest link must carry, whatever the algorithm.
+
+    With ``n`` ranks each element of an all-reduce takes ``n - 1`` additions and ``n - 1`` deliveries, which ``n`` links
+    share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``. A broadcast sends all
+    through the root's link: 1. One rank alone communicates nothing: 0.
+
+    Raises:
+        UsageError: the collective is none of :data:`COLLECTIVES`, or there is no rank.
+    """
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks: must be at least 1")
+    if collective not in COLLECTIVES:
+        raise UsageError(f"unknown collective '{collective}': {choose_from(collective, COLLECTIVES)}")
+    share = (ranks - 1) / ranks
+    if collective == "all_reduce":
+        return 2 * share
+    if collective == "broadcast":
+        return 1.0 if ranks > 1 else 0.0
+    return share
+
+
+def buffer_bytes(collective: str, message_bytes: int, ranks: int) -> int:
+    """Bytes that one rank's tensors take: all-reduce and broadcast work in place, the others need a part besides."""
+    if collective in ("all_gather", "reduce_scatter"):
+        return message_bytes + message_bytes // ranks
+    return message_bytes
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """How long messages take: ``latency_s + message_bytes / bytes_per_s``.
+
+    The first term is known as alpha, the inverse of ``bytes_per_s`` as beta (Hockney 1994, "The communication challenge
+    for MPP"). ``bytes_per_s`` is the algorithm bandwidth of endless messages, infinite if larger ones take no longer.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def time_s(self, message_bytes: float) -> float:
+        return self.latency_s + message_bytes / self.bytes_per_s
+
+    @property
+    def half_bandwidth_bytes(self) -> float:
+        """The message that takes as long to start as to transfer, so that it reaches half of the bandwidth."""
+        return self.latency_s * self.bytes_per_s
+
+    def largest_deviation(self, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> float:
+        """The largest relative difference of the line from a measured time."""
+        points = zip(sizes_bytes, times_s, strict=True)
+        return max(abs(self.time_s(size) / time_s - 1) for size, time_s in points)
+
+
+def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
+    """The line of the least sum of relative deviations: small messages count as large ones do, outliers hardly.
+
+    It minimizes ``sum(|a + b S - t| / t)``. Such a line goes through two of the points (Bloomfield and Steiger 1983),
+    so all pairs are tried. Latency and slope are not negative: lines through one point that are level, or go through
+    the origin, are tried, too.
+
+    Raises:
+        UsageError: fewer than two different sizes, or a time or size that is not positive.
+    """
+    points = list(zip(sizes_bytes, times_s, strict=True))
+    if len({size for size, _ in points}) < 2:
+        raise UsageError("a latency and a bandwidth cannot be told apart with fewer than two message sizes")
+    if not all(size > 0 and time_s > 0 for size, time_s in points):
+        raise UsageError("message sizes and times must be positive")
+    lines = [(time_s, 0.0) for _, time_s in points] + [(0.0, time_s / size) for size, time_s in points]
+    for (size, time_s), (other_size, other_s) in itertools.combinations(points, 2):
+        if size != other_size:
+            slope = (other_s - time_s) / (other_size - size)
+            lines.append((time_s - slope * size, slope))
+
+    def deviation(line: tuple[float, float]) -> float:
+        return sum(abs(line[0] + line[1] * size - time_s) / time_s for size, time_s in points)
+
+    latency_s, slope = min((line for line in lines if min(line) >= 0), key=deviation)
+    return AlphaBeta(latency_s, 1 / slope if slope else math.inf)
+
+
+# How long collectives on a ring of devices take, bandwidth alone.
+#
+# Source: CS336 assignment 2 (2026), section 8.1. ``N`` devices each send ``W`` bytes/s to their neighbour and
+# receive as
+# much at the same time; ``S`` bytes is the whole tensor, one device's share ``S / N``. Latency is left out.
+#
+# Arguments may be numbers or symbols (:mod:`cs336sys.accounting.derivation`).
+
+
+def ring_all_gather_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
+    """Every device starts with a share and ends with all: ``N - 1`` steps, each passing on ``S / N`` bytes."""
+    return (devices - 1) / devices * size_bytes / bytes_per_s
+
+
+def ring_reduce_scatter_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
+    """Every device starts with a tensor and ends with a share of the sum: an all-gather backwards, at its cost."""
+    return ring_all_gather_s(size_bytes, devices, bytes_per_s)
+
+
+def ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
+    """Every device starts with a tensor and ends with the sum: a reduce-scatter, then an all-gather."""
+    return 2 * (devices - 1) / devices * size_bytes / bytes_per_s
+
+
+def alternate_ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
+    """Whole tensors passed round, each device adding up what comes by: ``N - 1`` steps of ``S`` bytes each.
+
+    Source: problem ``alternate_ring_all_reduce``. It takes ``N / 2`` times as long as :func:`ring_all_reduce_s`.
+    """
+    return (devices - 1) * size_bytes / bytes_per_s
+
+
+# What bucket size data parallel training should use, on paper: the handout's model of bucketed communication.
+#
+# Source: CS336 assignment 2 (2025), problem ``ddp_bucketed_benchmarking`` (b). Gradients of ``s`` bytes in ``n_b``
+# equal
+# buckets are all-reduced during the backward pass at ``w`` bytes/s, and every call costs ``o`` seconds besides. The
+# model
+# assumes that a bucket's gradients take as long to compute as to communicate. Then bucket ``i`` travels while bucket
+# ``i + 1`` is computed, and only the last bucket's transfer, ``s / (n_b w)``, and the cost of the calls, ``n_b o``,
+# remain after the backward pass::
+#
+#     overhead = s / (n_b w) + n_b o
+#
+# Its derivative by ``n_b``, ``o - s / (n_b^2 w)``, is zero at ``n_b = sqrt(s / (w o))``, that is at buckets of
+# ``b = s / n_b = sqrt(s w o)`` bytes, where both terms are equal: ``overhead = 2 sqrt(s o / w)``.
+
+
+def bucketing_overhead_s(gradient_bytes: Number, buckets: Number, bytes_per_s: Number, call_s: Number) -> Number:
+    """Seconds that a step takes beyond its backward pass: ``s / (n_b w) + n_b o``; arguments may be symbols.
+
+    Args:
+        gradient_bytes: all gradients of one rank, ``s``.
+        buckets: their number, ``n_b``; the model holds for fractions too.
+        bytes_per_s: algorithm bandwidth of the all-reduce, ``w``: one rank's bytes over the time of the call.
+        call_s: cost of one call besides the transfer, ``o``.
+
+    Raises:
+        UsageError: a value is not positive (``call_s`` may be zero).
+    """
+    _check_positive(gradient_bytes=gradient_bytes, buckets=buckets, bytes_per_s=bytes_per_s)
+    if not call_s >= 0:
+        raise UsageError(f"call_s {call_s}: must be at least 0")
+    return gradient_bytes / (buckets * bytes_per_s) + buckets * call_s
+
+
+def optimal_bucket_bytes(gradient_bytes: Number, bytes_per_s: Number, call_s: Number) -> Number:
+    """The bucket size with the least overhead, ``sqrt(s w o)`` bytes.
+
+    It is never more than all gradients (one bucket) and approaches 0 as calls become free. Arguments as in
+    :func:`bucketing_overhead_s`.
+
+    Raises:
+        UsageError: a value is not positive.
+    """
+    _check_positive(gradient_bytes=gradient_bytes, bytes_per_s=bytes_per_s, call_s=call_s)
+    return minimum(gradient_bytes, (gradient_bytes * bytes_per_s * call_s) ** 0.5)
+
+
+def overhead_on_link_s(gradient_bytes: float, bucket_bytes: float, link: AlphaBeta) -> float:
+    """:func:`bucketing_overhead_s` with a measured link: a call costs its latency, the transfer its bandwidth.
+
+    Args:
+        bucket_bytes: the size of a bucket; one larger than all gradients holds them all.
+
+    Raises:
+        UsageError: a size is not positive.
+    """
+    _check_positive(bucket_bytes=bucket_bytes)
+    buckets = max(1.0, gradient_bytes / bucket_bytes)
+    return number_of(bucketing_overhead_s(gradient_bytes, buckets, link.bytes_per_s, link.latency_s))
+
+
+def optimal_bucket_on_link_bytes(gradient_bytes: float, link: AlphaBeta) -> float:
+    """:func:`optimal_bucket_bytes` with a measured link; 0 where calls are free: the smaller the better.
+
+    Raises:
+        UsageError: ``gradient_bytes`` is not positive.
+    """
+    if link.latency_s == 0:
+        _check_positive(gradient_bytes=gradient_bytes)
+        return 0.0
+    return number_of(optimal_bucket_bytes(gradient_bytes, link.bytes_per_s, link.latency_s))
+
+
+def _check_positive(**values: Number) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise UsageError(f"{name} {value}: must be positive")
+
+
+# What communication costs a step, and how much of it that hides.
+
+
+def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | None = None) -> dict[str, float | None]:
+    """How much longer the step is than the same one without communication, and what of the communication that hides.
+
+    Args:
+        medians_ms: of ``step``, and where they were measured of ``unsynchronized``, the step without communication,
+            and of ``communication``, alone.
+        running_ms: how long communication ran in a profiled step. Alone, launches may hold it up: 436 all-reduces of xl
+            took 61 ms launched one after another, and 35 in a CUDA graph. The shorter of both is what there is to hide.
+
+    Returns:
+        ``exposed_ms`` = step - unsynchronized; ``exposed_percent`` of the step; ``hidden_percent``, the part of the
+        communication that is not exposed, 0 to 100; each None where it is not known.
+    """
+    exposed_ms = hidden_percent = None
+    step_ms, alone_ms = medians_ms["step"], medians_ms.get("communication")
+    if "unsynchronized" in medians_ms:
+        exposed_ms = step_ms - medians_ms["unsynchronized"]
+        if alone_ms is not None:
+            to_hide_ms = min(alone_ms, running_ms or alone_ms)
+            hidden_percent = 100 * (1 - min(max(exposed_ms, 0), to_hide_ms) / to_hide_ms)
+    return {
+        "exposed_ms": exposed_ms,
+        "exposed_percent": None if exposed_ms is None else 100 * exposed_ms / step_ms,
+        "hidden_percent": hidden_percent,
+    }
+
+
+# What the handouts ask about collectives and gradient buckets, with numbers.
+#
+# Problems ``alternate_ring_all_reduce`` (2026, 8.1) and ``ddp_bucketed_benchmarking`` (b) (2025, 2.3.3).
+
+
+def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:
+    """How long the ring collectives take, and the alternate all-reduce beside the usual one."""
+    setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
+    source = "2026 handout, 8.1"
+    usual = Derived(
+        "ring all-reduce",
+        ring_all_reduce_s(*setting),
+        "s",
+        symbol="T",
+        reason="A reduce-scatter, then an all-gather.",
+        source=source,
+    )
+    alternate = Derived(
+        "alternate ring all-reduce",
+        alternate_ring_all_reduce_s(*setting),
+        "s",
+        symbol="T_alternate",
+        reason="In each of N - 1 steps every device sends a whole tensor of S bytes.",
+        source=source,
+        question="alternate_ring_all_reduce",
+    )
+    rows = [
+        Derived(
+            "ring all-gather",
+            ring_all_gather_s(*setting),
+            "s",
+            reason="In each of N - 1 steps every device sends a share of S / N bytes.",
+            source=source,
+        ),
+        Derived(
+            "ring reduce-scatter",
+            ring_reduce_scatter_s(*setting),
+            "s",
+            reason="The same steps, adding up on the way.",
+            source=source,
+        ),
+        usual,
+        alternate,
+    ]
+    if devices > 1:
+        ratio = alternate.as_symbol() / usual.as_symbol()
+        rows.append(
+            Derived(
+                "alternate over usual",
+                ratio,
+                "times",
+                reason="N / 2: it sends whole tensors, not shares.",
+                source=source,
+            )
+        )
+    return rows
+
+
+def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, float | None]:
+    """One row of a table of sizes and devices: milliseconds, and the all-reduce's bandwidths in 1e9 bytes/s."""
+    setting = size_bytes, devices, bytes_per_s
+    all_reduce_s = number_of(ring_all_reduce_s(*setting))
+    algorithm_gbps = size_bytes / all_reduce_s / 1e9 if all_reduce_s else None
+    return {
+        "all_gather_ms": 1e3 * number_of(ring_all_gather_s(*setting)),
+        "reduce_scatter_ms": 1e3 * number_of(ring_reduce_scatter_s(*setting)),
+        "all_reduce_ms": 1e3 * all_reduce_s,
+        "alternate_all_reduce_ms": 1e3 * number_of(alternate_ring_all_reduce_s(*setting)),
+        "algbw_gbps": algorithm_gbps,
+        "busbw_gbps": algorithm_gbps and algorithm_gbps * bus_factor("all_reduce", devices),
+    }
+
+
+def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call_s: float) -> list[Derived]:
+    """The overhead of so many buckets, and the size and number with the least."""
+    s, w, o = symbol("s", gradient_bytes), symbol("w", bytes_per_s), symbol("o", call_s)
+    problem = "ddp_bucketed_benchmarking (b)"
+    source = "2025 handout, 2.3.3"
+    best = Derived(
+        "bucket size with the least overhead",
+        optimal_bucket_bytes(s, w, o),
+        "decimal_bytes",
+        symbol="b",
+        reason="The derivative by n_b, o - s / (n_b^2 w), is zero at n_b = sqrt(s / (w o)); b = s / n_b, at most s.",
+        source=source,
+        question=problem,
+    )
+    count = Derived("buckets of that size", s / best.as_symbol(), "buckets", symbol="n_b", source=source)
+    return [
+        Derived(
+            f"overhead of {buckets} bucket{'s' * (buckets != 1)}",
+            bucketing_overhead_s(s, symbol("n_b", buckets), w, o),
+            "s",
+            reason="All but the last bucket travel while the next one is computed; every call costs o.",
+            source=source,
+            question=problem,
+        ),
+        best,
+        count,
+        Derived(
+            "overhead of these",
+            bucketing_overhead_s(s, count.as_symbol(), w, o),
+            "s",
+            reason="2 sqrt(s o / w): the last bucket's transfer and all calls cost the same.",
+            source=source,
+        ),
+    ]

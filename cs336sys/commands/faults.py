@@ -1,0 +1,132 @@
+"""How a command ends that cannot go on: one sentence on standard error and an exit code, for all commands alike."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+from cs336sys.errors import (
+    INTERRUPTED,
+    READER_LEFT,
+    TERMINATED,
+    CapabilityError,
+    OutputError,
+    ReaderLeft,
+    Terminated,
+    UsageError,
+    did_you_mean,
+)
+from cs336sys.processes import started_outside
+from cs336sys.report.outputs import writing_stdout
+from cs336sys.results.foreign import printable
+
+
+def say(sentence: str) -> None:
+    """Write a line to standard error, if that can be written; no measurement is lost because its log cannot be."""
+    with contextlib.suppress(OSError):
+        # Files and ranges may be named by strangers.
+        typer.echo(printable(sentence), err=True)
+
+
+def exit_code_of(run: Callable[[], Any]) -> int:
+    """Run a command to its end and return what it exits with, its error printed."""
+    try:
+        with writing_stdout():
+            code = run()
+    except ReaderLeft as left:
+        return left.exit_code
+    except (UsageError, CapabilityError, OutputError) as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        return interruption_code(interrupt)
+    except SystemExit as ended:
+        # So rich ends where nobody reads the help that it prints.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return READER_LEFT
+        raise
+    except Exception as error:
+        # What typer finds wrong is raised as click's errors, which are its own copies of click's or click itself.
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message().strip()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            # Its message is the help, unless rich has printed that already.
+            typer.echo(message or None, err=True, nl=bool(message))
+        else:
+            say(f"error: {_in_our_words(error) or message[:1].lower() + message[1:].rstrip('.')}")
+        return getattr(error, "exit_code", 1)
+    # Without typer's own endings it returns the code of a typer.Exit.
+    return code if isinstance(code, int) else 0
+
+
+def _in_our_words(error: Any) -> str | None:
+    """What typer says of an option that does not exist, with the nearest as elsewhere; None of other errors."""
+    if type(error).__name__ != "NoSuchOption":
+        return None
+    return f"no such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or [])}"
+
+
+def interruption_code(interrupt: KeyboardInterrupt) -> int:
+    """What a command exits with after Ctrl-C or SIGTERM."""
+    return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
+
+
+def end_like_ctrl_c_on_sigterm() -> None:
+    """From now on SIGTERM raises :class:`Terminated` in this process, once: batch systems send several.
+
+    Ranks that torchrun started are ended by it at once, as before: it sends SIGTERM where another rank has failed, and
+    a rank that waits for that one in a collective would not come to raise anything.
+    """
+    outside = None
+    # A command that starts ranks says what is wrong with their variables.
+    with contextlib.suppress(UsageError):
+        outside = started_outside()
+    if outside is None:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+@contextlib.contextmanager
+def interruptions_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that come during this context raise what they raise at its end."""
+    came: list[Callable[[], Any]] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Python runs handlers in its main thread alone, which alone may set them.
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: handler for number, handler in before.items() if is_main and callable(handler)}
+    for number, handler in handlers.items():
+        signal.signal(number, lambda *told, handler=handler: came.append(functools.partial(handler, *told)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for raise_now in came:
+            raise_now()
+
+
+def _terminate(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def open_closed_streams() -> None:
+    """Put something behind standard streams that are closed, ``>&-``, or the next files to be opened would become them.
+
+    ``sys.stdout`` stays None, so that results have nowhere to go; what is logged goes nowhere.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # open() takes the lowest free number, which is the missing one. Workers inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        # print and warnings would take standard output in its place.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends

@@ -1,0 +1,184 @@
+"""Groups of commands that are imported only when they are asked for, so that help stays fast."""
+
+import ast
+import copy
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from cs336sys.commands.options.reading import with_read_options
+from cs336sys.commands.options.settings_file import (
+    check_tables,
+    check_variables,
+    defaults_of,
+    overruled_settings,
+    tell_settings,
+    with_own_variables,
+)
+from cs336sys.errors import UsageError, choose_from
+
+# The rows in which ``--help`` shows a command's options: fewer than options, so that it fits on a screen.
+
+
+# Options that share a row, by the name of the first, and what it says of them.
+_TOGETHER = {
+    "--d-model": (("--d-ff",), "Model and inner width. Default: by size."),
+    "--num-layers": (("--num-heads",), "Blocks and heads. Default: by size."),
+    "--bf16": (("--fp16",), "Short for --precision bf16, --precision fp16."),
+    "--loss": (("--batch",), "Its loss, its batches: FILE.py:NAME, too."),
+    "--resume": (("--resume-any",), "Skip what --save has; any: however measured."),
+    "--cell-timeout": (("--cool-down",), "Limit of a cell; wait between cells."),
+    "--table": (("--columns",), "Only these tables; columns: size,step_ms."),
+}
+
+
+def _shows_default(option: Any) -> bool:
+    return bool(option.show_default and option.default)
+
+
+def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
+    """The options as help shows them: companions in one row, no ``--no-`` beside a flag that is off, no ``--help``."""
+    by_name = {option.opts[0]: option for option in options if option.param_type_name == "option"}
+    within = {
+        companion: name
+        for name, (companions, _) in _TOGETHER.items()
+        for companion in companions
+        if name in by_name
+        and companion in by_name
+        and not any(map(_shows_default, (by_name[name], by_name[companion])))
+    }
+    rows = []
+    for option in options:
+        name = option.opts[0]
+        if name in within or "--help" in option.opts:
+            continue
+        shown = copy.copy(option)
+        if getattr(option, "secondary_opts", None) and option.default is False:
+            shown.secondary_opts, shown.show_default = [], False
+        companions = [one for one in within if within[one] == name]
+        if companions:
+            shown.opts = [*option.opts, *companions]
+            shown.help = _TOGETHER[name][1]
+        if name in by_name:
+            # Beside the name, what the value is called costs its own width alone, and not that of a column.
+            value = "" if option.is_flag else option.metavar or ""
+            shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
+        rows.append(shown)
+    return rows
+
+
+@contextmanager
+def narrow_columns() -> Iterator[None]:
+    """While it lasts typer shows options with one space after a column: four of its six are empty in our rows."""
+    from typer import rich_utils
+
+    wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
+    rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
+    try:
+        yield
+    finally:
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = wide
+
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+class _Command(TyperCommand):
+    def format_help(self, ctx, formatter):
+        shown = copy.copy(self)
+        shown.help = self.help or _docstring_of(self.callback)
+        vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
+        with narrow_columns():
+            super(_Command, shown).format_help(ctx, formatter)
+
+    def get_params(self, ctx):
+        return with_own_variables(super().get_params(ctx), ctx)
+
+    def parse_args(self, ctx, args):
+        if ctx.default_map:
+            ctx.default_map = defaults_of(ctx, self.get_params(ctx))
+        rest = super().parse_args(ctx, list(args))
+        if overruled := overruled_settings(ctx):
+            ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
+            ctx.params.clear()
+            rest = super().parse_args(ctx, list(args))
+        if not ctx.resilient_parsing:
+            check_variables(ctx, self.get_params(ctx))
+            tell_settings(ctx)
+        return rest
+
+
+class LazyGroup(TyperGroup):
+    """A group of commands in modules of their own.
+
+    Attributes:
+        modules: for each command's name its module, in which it is a function, or a group (a Typer app), of that name.
+            Settings that click needs for it alone are the module's ``CONTEXT_SETTINGS``.
+    """
+
+    modules: ClassVar[dict[str, str]] = {}
+
+    def get_params(self, ctx):
+        return with_own_variables(super().get_params(ctx), ctx)
+
+    def parse_args(self, ctx, args):
+        if ctx.default_map:
+            check_tables(ctx, self.modules)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            check_variables(ctx, self.get_params(ctx), self.modules)
+        return rest
+
+    def list_commands(self, ctx):
+        return list(self.modules)
+
+    def get_command(self, ctx, cmd_name):
+        if cmd_name not in self.modules:
+            return None
+        module = importlib.import_module(self.modules[cmd_name])
+        found = getattr(module, cmd_name)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
+        command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        settings = HELP_OPTIONS | getattr(module, "CONTEXT_SETTINGS", {})
+        command.command(cmd_name, cls=_Command, context_settings=settings)(with_read_options(found))
+        return typer.main.get_command(command)
+
+    def format_help(self, ctx, formatter):
+        # A list of commands needs what each says of itself, and that can be read without its imports and its options.
+        listed = copy.copy(self)
+        listed.help = self.help or _docstring_of(self.callback)
+        vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
+        vars(listed)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
+        with narrow_columns():
+            super(LazyGroup, listed).format_help(ctx, formatter)
+
+    def _described(self, name):
+        """A command that does nothing, with the docstring of the one in its module; None if that is a group."""
+        described = _docstring(self.modules[name], name)
+        return None if described is None else TyperCommand(name, help=described)
+
+    def resolve_command(self, ctx, args):
+        if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise UsageError(f"unknown command '{args[0]}': {choose_from(args[0], self.modules)}")
+        return super().resolve_command(ctx, args)
+
+
+def _docstring_of(callback):
+    return _docstring(callback.__module__, callback.__name__)
+
+
+def _docstring(module, function):
+    """The docstring of a function, from its source: not imported, and without docstrings under ``python -OO``, too."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == function:
+            return ast.get_docstring(statement)
+    return None

@@ -1,0 +1,305 @@
+"""Whether a training step that is not plainly done, in CUDA graphs or of our kernels, trains what a plain one does."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.cuda_graphs import require_graphs
+from cs336sys.experiments import user_models
+from cs336sys.experiments.checks.weights import (
+    OPTIMIZER_SETTINGS,
+    STEPS,
+    Difference,
+    difference,
+    plainly_trained,
+    tolerance,
+)
+from cs336sys.experiments.models import build_compared_model, build_model
+from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
+from cs336sys.experiments.training import TrainStep, train_for_check
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.memory import free_gpu_memory
+from cs336sys.workload import Workload
+
+# Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
+# how often they are launched to find that distance.
+_REPEATED = 3.0
+_MOST_REPEATS = 3
+
+# Of the tolerance, what replays may be off wherever launched steps differ by a single bit. Where few sums are in no
+# fixed order, one run differs from another by now nothing, now much: with 30 elements of the embedding's gradient one
+# bit off in each step (4 blocks, bf16), pairs of 30 runs were 0 to 4e-7 apart, and 16 % of right replays more than
+# three times as far off as the first launched steps that differed.
+_ROUNDED = 0.01
+
+# How much of a GPU's free memory training may be predicted to take beside weights that wait there.
+_FILLED = 0.8
+
+# Blocks that are checked for what looks into steps: with two, a norm also computes the addition that ends a block.
+_FEW_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How far a workload's training is from others of the same model on the same batches.
+
+    Attributes:
+        off: from PyTorch's operations, launched.
+        replayed: replayed steps from launched ones of the same kernels; None if steps are launched.
+        repeated: launched steps from the same launched again, where replayed ones are not the same bit by bit; the
+            farthest.
+    """
+
+    off: Difference
+    replayed: Difference | None = None
+    repeated: Difference | None = None
+
+    def columns(self) -> dict[str, float]:
+        columns = _difference_columns(self.off)
+        for name, other in (("replayed", self.replayed), ("repeated", self.repeated)):
+            if other is not None:
+                columns[f"{name}_difference_percent"] = 100 * other.relative
+        return columns
+
+
+# What was found for steps that are looked into in several ways.
+_of_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
+
+
+def check_few_blocks(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
+    """:func:`check_training` of a model of few blocks, before a step of ours is looked into by what compares nothing.
+
+    Returns:
+        what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
+        what was found.
+    """
+    workload = replace(workload, warmup=0, steps=1)
+    if workload.is_ours:
+        few = min(_FEW_BLOCKS, workload.size.num_layers)
+        workload = replace(workload, size=replace(workload.size, num_layers=few))
+    if workload not in _of_few_blocks:
+        _of_few_blocks[workload] = check_training(workload, device, progress)
+    checked, wrong = _of_few_blocks[workload]
+    if checked is None:
+        return [], wrong
+    off = checked.off
+    blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"
+    return [
+        f"checked first, {blocks} against PyTorch's operations: after {STEPS} steps off by at most "
+        f"{100 * off.relative:.2g} % ({off.parameter})"
+    ], wrong
+
+
+def check_training(
+    workload: Workload, device: torch.device, progress: Progress
+) -> tuple[Checked | None, Outcome | None]:
+    """Train as the workload says and as it is plainly done, on the same batches, and compare weights and losses.
+
+    Kernels of ours are compared with PyTorch's operations, both launched; and steps in CUDA graphs with launched ones
+    of the same kernels. These must be the same bit by bit, or where launched steps do not repeat, not much farther off
+    than those are from each other. An optimizer that counts elsewhere for a graph is compared with itself as it is
+    where steps are launched, unless it is torch's.
+
+    Kernels are checked on one block where attention alone is ours: the others compute alike. Modes without an optimizer
+    are checked with one, as the loss of random weights hardly depends on what computes it; and mode ``forward`` on one
+    block, as a model that fits without gradients may not fit with them. (Of the user's models it compares losses.)
+
+    Returns:
+        how far they are apart, and a ``wrong`` outcome if rounding does not explain that; twice None for a workload
+        that is neither.
+
+    Raises:
+        CapabilityError: the step cannot be captured, or the kernels cannot run.
+    """
+    if plainly_trained(workload) == workload:
+        return None, None
+    if workload.is_ours and workload.mode == "forward":
+        workload = _of_one_block(workload)
+    if workload.mode == "forward-backward" or (workload.is_ours and workload.mode == "forward"):
+        # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
+        is_ours = workload.optimizer == "adamw" or (workload.kernels == "fused" and workload.precision != "fp16")
+        workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")
+    if workload.is_ours:
+        return _checked(workload, device, progress)
+    with user_models.nothing_dropped():
+        checked = _checked(workload, device, progress)
+    if workload.compile != "off":
+        # It was compiled without dropout.
+        torch.compiler.reset()
+    return checked
+
+
+def _checked(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
+    if workload.cuda_graph == "on":
+        require_graphs(device)
+    launched = replace(workload, cuda_graph="off")
+    kernels = weights = None
+    if plainly_trained(launched) != launched:
+        kernels, weights = _check_kernels(launched, workload, device, progress)
+        if not kernels.relative <= tolerance(workload):
+            return Checked(kernels), _wrong("with our kernels", kernels, workload)
+        if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
+            weights = None
+    elif _counts_otherwise(workload, launched):
+        off = _check_counting(launched, workload, device, progress)
+        if not off.relative <= tolerance(workload):
+            return Checked(off), _wrong("counting on the GPU, as for a graph", off, workload)
+    if workload.cuda_graph == "off":
+        assert kernels is not None, "nothing else could be checked"
+        return Checked(kernels), None
+    replayed, repeated = _check_replays(workload, launched, weights, device, progress)
+    checked = Checked(replayed if kernels is None else kernels, replayed, repeated)
+    if replayed.relative <= _allowed_of_replays(workload, repeated):
+        return checked, None
+    reason = _far_off("replayed", replayed)
+    if not replayed.relative <= tolerance(workload):
+        reason += f", more than rounding explains ({_allowed(workload)})"
+    else:
+        again = f"within {100 * repeated.relative:.3g} %" if repeated is not None else "bit by bit"
+        reason += f", and those repeat {again}"
+    return checked, Outcome("wrong", derived=checked.columns(), reason=reason)
+
+
+def _check_kernels(
+    launched: Workload, optimizer_of: Workload, device: torch.device, progress: Progress
+) -> tuple[Difference, dict[str, Tensor]]:
+    """Our kernels beside PyTorch's operations, and the weights that ours have trained."""
+    plain = plainly_trained(launched)
+    if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
+        launched, plain = _of_one_block(launched), _of_one_block(plain)
+    progress("checking: PyTorch's operations")
+    expected = _trained_for_check(plain, device, build_compared_model(launched, device))
+    expected = _put_aside(expected, launched, device)
+    progress("checking: our kernels")
+    found = _trained_for_check(launched, device, build_model(launched, device), optimizer_of)
+    return _apart(launched, device, expected, found), found
+
+
+def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
+    """Whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
+    if workload.mode != "train":
+        return False
+    optimizer_class, settings = choose_optimizer(workload)
+    return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
+
+
+def _check_counting(launched: Workload, workload: Workload, device: torch.device, progress: Progress) -> Difference:
+    """An optimizer as graphs have it beside the same as launched steps have it; both launched."""
+    if launched.is_ours:
+        launched = _of_one_block(launched)
+    progress("checking: the optimizer")
+    expected = _trained_for_check(launched, device, build_model(launched, device))
+    expected = _put_aside(expected, launched, device)
+    found = _trained_for_check(launched, device, build_model(launched, device), workload)
+    return _apart(launched, device, expected, found)
+
+
+def _check_replays(
+    workload: Workload,
+    launched: Workload,
+    expected: dict[str, Tensor] | None,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Difference, Difference | None]:
+    """Replayed steps beside launched ones, which have trained the weights ``expected`` if these are known already; and
+    where they are not the same bit by bit, launched ones beside the same again.
+    """
+
+    def train(how: Workload) -> dict[str, Tensor]:
+        # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
+        return _trained_for_check(how, device, build_model(how, device), workload)
+
+    if expected is None:
+        progress("checking: launched steps")
+        expected = train(launched)
+    expected = _put_aside(expected, workload, device)
+    progress("checking: replayed steps")
+    replayed = _apart(workload, device, expected, train(workload))
+    if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
+        return replayed, None
+    repeated = None
+    for _ in range(_MOST_REPEATS):
+        progress("checking: launched steps again")
+        again = _apart(workload, device, expected, train(launched))
+        if again.relative > (0 if repeated is None else repeated.relative):
+            repeated = again
+        if replayed.relative <= _allowed_of_replays(workload, repeated):
+            break
+    return replayed, repeated
+
+
+def _allowed_of_replays(workload: Workload, repeated: Difference | None) -> float:
+    """:attr:`Difference.relative` of replayed steps: none where launched ones repeat."""
+    if repeated is None:
+        return 0.0
+    return min(max(_REPEATED * repeated.relative, _ROUNDED * tolerance(workload)), tolerance(workload))
+
+
+def _apart(
+    workload: Workload, device: torch.device, expected: dict[str, Tensor], found: dict[str, Tensor]
+) -> Difference:
+    _free_memory(device)
+    start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
+    start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
+    # What the other side lacks is the difference of a copy from its weight, which should be zero.
+    expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
+    apart = difference(start, expected, found, workload.size.num_layers)
+    del start, expected
+    _free_memory(device)
+    return apart
+
+
+def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
+    """Where they wait while the workload trains: in host memory, if a GPU may not have room for both."""
+    _free_memory(device)
+    if device.type == "cuda" and workload.is_ours:
+        free, _ = torch.cuda.mem_get_info(device)
+        if workload.predicted_peak().total < _FILLED * free:
+            return weights
+    aside = {name: value.cpu() for name, value in weights.items()}
+    weights.clear()
+    _free_memory(device)
+    return aside
+
+
+def _of_one_block(workload: Workload) -> Workload:
+    return replace(workload, size=replace(workload.size, num_layers=1))
+
+
+def _wrong(how: str, off: Difference, workload: Workload) -> Outcome:
+    reason = f"{_far_off(how, off)}, more than rounding explains ({_allowed(workload)})"
+    return Outcome("wrong", derived=_difference_columns(off), reason=reason)
+
+
+def _far_off(how: str, off: Difference) -> str:
+    return (
+        f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched steps "
+        "move it"
+    )
+
+
+def _allowed(workload: Workload) -> str:
+    return f"{100 * tolerance(workload):g} %"
+
+
+def _difference_columns(off: Difference) -> dict[str, float]:
+    return {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative}
+
+
+def _trained_for_check(
+    workload: Workload, device: torch.device, model: nn.Module, optimizer_of: Workload | None = None
+) -> dict[str, Tensor]:
+    """The weights after :func:`train_for_check`, and the losses of its steps; with another workload's optimizer."""
+    optimizer = None
+    if workload.mode == "train":
+        optimizer = build_optimizer(optimizer_of or workload, model, **OPTIMIZER_SETTINGS)
+    step = TrainStep(workload, device, model=model, optimizer=optimizer)
+    losses = train_for_check(step, step.warmup_of_capture)
+    weights, stale = step.weights(dict(model.named_parameters()))
+    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights | stale
+
+
+def _free_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        free_gpu_memory()

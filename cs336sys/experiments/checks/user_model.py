@@ -1,0 +1,219 @@
+"""Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
+
+import contextlib
+import math
+import re
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.experiments import user_models
+from cs336sys.experiments.flop_counting import count_step
+from cs336sys.experiments.models import blocks_of, initializer_of
+from cs336sys.experiments.training import TrainStep
+from cs336sys.measure.diagnosis.software import Check
+from cs336sys.workload import Workload
+from cs336sys.workload.user_code import source_file
+
+_PAGE = "compare it with the examples of docs/your_model.md"
+
+_CPU = torch.device("cpu")
+
+
+def check_model(workload: Workload) -> list[Check]:
+    """What was found, one step after another; where one fails, it is the last.
+
+    Args:
+        workload: small, launched, with the user's model.
+    """
+    checks: list[Check] = []
+    try:
+        with user_models.telling_user_errors(workload):
+            for check in (_imports, _trains, _blocks, _attention, _compiles, _waits, _starts_in_parts):
+                checks += check(workload)
+    except (UsageError, CapabilityError, UserCodeError) as error:
+        failed = {_imports: "imports", _trains: "trains", _blocks: "blocks"}
+        checks.append(Check(failed.get(check, "model"), str(error), "missing", _PAGE))
+        return checks
+    return [*checks, *_commands(checks)]
+
+
+def _imports(workload: Workload) -> list[Check]:
+    named = user_models.references_of(workload)
+    for reference in named:
+        user_models.load(reference)
+    return [Check("imports", f"{', '.join(named)}, code {workload.user.code_digest}")]
+
+
+def _trains(workload: Workload) -> list[Check]:
+    step = TrainStep(workload, _CPU)
+    count = sum(parameter.numel() for parameter in step.model.parameters())
+    size = workload.size
+    checks = [
+        Check(
+            "builds",
+            f"{type(step.model).__name__}, {count:,} parameters at d_model {size.d_model}, d_ff {size.d_ff}, "
+            f"{size.num_layers} layers, {size.num_heads} heads",
+        )
+    ]
+    losses = []
+    for _ in range(3):
+        step.forward()
+        assert step.loss is not None
+        losses.append(step.loss.item())
+        try:
+            step.backward()
+        except RuntimeError as error:
+            raise UserCodeError(f"{_changed_in_place(workload) or workload.user.model}: {error!s:.160}") from error
+        step.optimizer_step()
+    batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
+    without = [name for name, parameter in _without_gradients(workload)]
+    found = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+    if all(map(math.isfinite, losses)):
+        checks.append(Check("trains", found))
+    else:
+        fix = "doctor trains 3 steps on one batch from random weights: divide by no zero, mask no whole row"
+        checks.append(Check("trains", f"{found}: a loss that is no number trains nothing", "warn", fix))
+    hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
+    checks += [
+        Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")
+        for warning in hidden
+    ]
+    if without:
+        checks.append(
+            Check(
+                "gradients",
+                f"none for {', '.join(without[:3])}" + (" ..." if without[3:] else ""),
+                "warn",
+                "leave out what the loss does not depend on: torch's DDP stops at it",
+            )
+        )
+    return checks
+
+
+def _without_gradients(workload: Workload) -> list[tuple[str, nn.Parameter]]:
+    step = TrainStep(workload, _CPU)
+    step.forward()
+    step.backward()
+    return [
+        (name, parameter)
+        for name, parameter in step.model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+
+
+def _changed_in_place(workload: Workload) -> str:
+    """The line of the user's whose result was changed before the backward pass, which needs it; or nothing."""
+    with warnings.catch_warnings(record=True) as told, torch.autograd.detect_anomaly(check_nan=False):
+        warnings.simplefilter("always")
+        step = TrainStep(workload, _CPU)
+        step.forward()
+        with contextlib.suppress(RuntimeError):
+            step.backward()
+    files = [str(source_file(reference).resolve()) for reference in user_models.references_of(workload)]
+    lines = re.findall(r'File "([^"]+)", line (\d+)', "".join(str(warning.message) for warning in told))
+    own = [f"{file.rpartition('/')[2]}, line {line}" for file, line in lines if str(Path(file).resolve()) in files]
+    return f"what {own[-1]} computes is changed in place" if own else ""
+
+
+def _blocks(workload: Workload) -> list[Check]:
+    model = TrainStep(workload, _CPU).model
+    blocks = blocks_of(workload, model)
+    if not blocks:
+        return [
+            Check(
+                "blocks", "no list of modules of one class", "warn", "name them by --blocks, as in 'encoder.layers.*'"
+            )
+        ]
+    first, *_, last = [*blocks, *blocks]
+    return [Check("blocks", f"{len(blocks)} of {type(next(iter(blocks.values()))).__name__}: {first} to {last}")]
+
+
+def _attention(workload: Workload) -> list[Check]:
+    step = TrainStep(workload, _CPU)
+    attention = user_models.AttentionCalls()
+    with torch.no_grad():
+        step.compute_logits(attention.watching())
+    calls = attention.calls
+    if not calls:
+        return [
+            Check(
+                "attention",
+                "torch's scaled_dot_product_attention is never called",
+                "warn",
+                "call it, and --attention flash replaces it",
+            )
+        ]
+    found = f"{calls.total()} calls of torch's scaled_dot_product_attention"
+    reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
+    return [
+        Check(
+            "attention",
+            f"{found}, {calls['']} of them --attention flash can compute",
+            "warn" if reasons else "ok",
+            reasons or None,
+        )
+    ]
+
+
+def _compiles(workload: Workload) -> list[Check]:
+    step = TrainStep(workload, _CPU)
+    try:
+        explained = torch._dynamo.explain(user_models.call_model)(step.model, step.inputs)
+    except Exception as error:
+        return [Check("compiles", f"{type(error).__name__}: {error!s:.120}", "warn", "choose --compile off")]
+    if explained.graph_break_count == 0:
+        return [Check("compiles", "the whole model, in one graph")]
+    if explained.graph_count == 0:
+        return [Check("compiles", "nothing of it: torch.compile leaves all as it is", "warn", "choose --compile off")]
+    reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
+    found = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
+    return [Check("compiles", found, "warn", "--compile block compiles what is between breaks")]
+
+
+def _waits(workload: Workload) -> list[Check]:
+    count = count_step(workload)
+    if count.failure:
+        return [Check("counts", f"no FLOPs: {count.failure:.160}", "warn", "the model should run on the meta device")]
+    if count.reads:
+        lines = ", ".join(count.reads)
+        return [Check("waits", f"a step reads numbers from tensors: {lines}", "warn", "no CUDA graph holds it")]
+    return [Check("waits", "a step reads no number from a tensor, so a CUDA graph can hold it")]
+
+
+def _starts_in_parts(workload: Workload) -> list[Check]:
+    model = TrainStep(workload, _CPU).model
+    checks = []
+    if initializer_of(workload) is not None:
+        checks.append(Check("initial values", "layer by layer, from the meta device"))
+    else:
+        checks.append(
+            Check(
+                "initial values",
+                f"of the whole model at once: {user_models.why_built_whole(str(workload.user.model), workload.size)}",
+                "warn",
+                "give each class with parameters a reset_parameters() that does all that its constructor does: each "
+                "rank of fsdp holds the model at first",
+            )
+        )
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        checks.append(Check("batch norm", "over a rank's share of the batch: checks compare with that"))
+    if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules()):
+        checks.append(Check("dropout", "ddp and shard train without it, so that their weights can be checked"))
+    return checks
+
+
+def _commands(checks: list[Check]) -> list[Check]:
+    found = {check.name: check.verdict == "ok" for check in checks}
+    graphs = "" if found.get("waits") else ", but --cuda-graph on"
+    blocks = "" if found["blocks"] else ", but --compile block, ranges and tables of blocks"
+    return [
+        Check("bench", f"all{graphs}{blocks}"),
+        Check("nsys", f"all{graphs}{blocks}"),
+        Check("memprof", "--checkpoint none, block" if found["blocks"] else "--checkpoint none"),
+        Check("ddp", f"all{graphs}"),
+        Check("shard", "all" if found["blocks"] else "all; fsdp gathers layer by layer"),
+    ]

@@ -1,0 +1,181 @@
+"""State dicts of wrappers, which are those of the wrapped module, and what checkpoints hold of an optimizer."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+
+# What checkpoints hold of an optimizer: its groups and state with the names of parameters in place of numbers.
+
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def is_cut(key: str, value: Any) -> bool:
+    """Whether a state has an element for each of its parameter's. "step" never has, as in torch itself."""
+    return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
+
+
+def named_groups(
+    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter], slices: Container[str]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with names in place of parameters.
+
+    Args:
+        held: the parameters of the module as it is now, by their first names.
+        slices: the names of those that are slices.
+
+    Raises:
+        UsageError: the optimizer has a parameter or a state of something that the module has not, or a state of
+            a slice that is neither of its shape nor a single number.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in held.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UsageError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module has not (any "
+                    "more): build it over parameters() of the wrapped module as it is"
+                )
+    for parameter, values in optimizer.state.items():
+        if parameter not in names:
+            of = f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+            raise UsageError(
+                f"the optimizer keeps state of {of}, which is no parameter of the module: remove it from "
+                "optimizer.state, or save it as extra"
+            )
+        for key, value in values.items():
+            if names[parameter] in slices and is_cut(key, value) and value.shape != parameter.shape:
+                raise UsageError(
+                    f"{key} of {names[parameter]} is {tuple(value.shape)} where the slice is "
+                    f"{tuple(parameter.shape)}: only state of the slice's shape can be shared out to other ranks"
+                )
+    return [dict(group) | {"params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
+    """Load a state by names of parameters, and groups as :func:`named_groups` returned them.
+
+    What was saved in fp32 of half-precision parameters stays so: ``Optimizer.load_state_dict`` alone would round it.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    by_number = {numbers[name]: dict(values) for name, values in state.items()}
+    numbered = [
+        {key: _on_device_of(current.get(key), value) for key, value in group.items()}
+        | {"params": [numbers[name] for name in group["params"]]}
+        for group, current in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": by_number, "param_groups": numbered})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in by_number.items():
+        kept = optimizer.state.get(parameters[number], {})
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device)
+
+
+def _on_device_of(current: Any, value: Any) -> Any:
+    """An option that was loaded, where the optimizer has it: a learning rate may be a tensor on a GPU."""
+    return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
+
+
+# State dicts of wrappers, which are those of the wrapped module, and marks that say whose slices are in them.
+
+
+# What nn.Module.load_state_dict puts into the metadata of a module, for lack of an argument.
+_ASSIGNS = "assign_to_params_buffers"
+
+
+class StateDictOfWrapped(nn.Module):
+    """A wrapper whose state dict is that of ``module``, also where the wrapper is a part of another module.
+
+    State dicts are loaded with or without ``module.`` before the names: torch's wrappers, for example, write it.
+    """
+
+    module: nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the wrapped module's state dict, without a prefix."""
+        state = self.module.state_dict(*args, **kwargs)
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        metadata = getattr(state, "_metadata", None)
+        if prefix and metadata is not None:
+            # The module around this one will look for them, but not for values, as if they had this wrapper's name.
+            inner = {name: one for name, one in metadata.items() if f"{name}.".startswith(prefix)}
+            metadata.update({f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: one for name, one in inner.items()})
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the wrapped module, with or without ``module.`` before every name."""
+        if self._has_prefix(state_dict, "module."):
+            metadata = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict((key.removeprefix("module."), value) for key, value in state_dict.items())
+            if metadata is not None:
+                metadata = {name.removeprefix("module").removeprefix("."): one for name, one in metadata.items()}
+                state_dict._metadata = metadata  # type: ignore[attr-defined]
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # nn.Module looks for the entries of a child under the child's name, here "module".
+        own = [key for key in state_dict if key.startswith(prefix)]
+        if not self._has_prefix(own, f"{prefix}module."):
+            for key in own:
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _has_prefix(self, keys: Any, prefix: str) -> bool:
+        return not hasattr(self.module, "module") and all(key.startswith(prefix) for key in keys)
+
+
+def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
+    """Let state dicts of ``module`` say which rank's slices they hold, and let it refuse those of another rank.
+
+    It also refuses ``assign=True``, which would put other parameters in the place of slices.
+
+    The mark is in the state dict's metadata, which ``torch.save`` keeps. A dictionary made of a state dict has none,
+    and is taken if shapes fit.
+
+    Args:
+        kind: the wrapper that has cut the parameters; each has a mark of its own.
+        group: the ranks that hold slices.
+    """
+    share = {"rank": group.rank(), "ranks": group.size()}
+    module.register_state_dict_post_hook(functools.partial(_write_mark, kind, share))
+    module.register_load_state_dict_pre_hook(functools.partial(_compare_mark, kind, share))
+
+
+def _write_mark(
+    kind: str,
+    share: dict[str, int],
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+) -> None:
+    metadata[kind] = share
+
+
+def _compare_mark(
+    kind: str,
+    share: dict[str, int],
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *of_errors: Any,
+) -> None:
+    # nn.Module leaves it in the state dict, where a later call would find it.
+    if metadata.pop(_ASSIGNS, False):
+        raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
+    saved = metadata.get(kind, share)
+    if saved != share:
+        raise UsageError(
+            f"the state dict holds the slices of rank {saved['rank']} of {saved['ranks']}, this is rank "
+            f"{share['rank']} of {share['ranks']}: load the one of this rank, or use save_checkpoint()"
+        )

@@ -1,0 +1,342 @@
+"""The tables of ``allreduce``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
+from cs336sys.errors import UsageError
+from cs336sys.report.numbers import format_number, format_quantity
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import reasons, shown_settings, title
+from cs336sys.results.model import Cell, Run
+from cs336sys.workload import CollectiveWorkload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# How calls were timed: the name in samples and derived columns, and in words.
+TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
+
+
+class Group(NamedTuple):
+    """What cells of one sweep over message sizes have in common."""
+
+    backend: str
+    world_size: int
+    dtype: str
+    collective: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.backend} {self.collective} of {self.dtype}, {self.world_size} ranks"
+
+
+_GROUP_COLUMNS = {
+    "backend": Column("backend", "backend"),
+    "world_size": Column("world_size", "ranks"),
+    "dtype": Column("dtype", "type"),
+    "collective": Column("collective", "collective"),
+}
+_SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))
+
+
+def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
+    varying = shown_settings(cells, _GROUP_COLUMNS)
+    shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
+    misfits = _misfits(cells, "back_to_back")
+    first = Table(
+        "allreduce",
+        title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
+        (
+            *shown.values(),
+            *_SIZE_COLUMNS,
+            *_time_columns(),
+            Column("misfit_percent", "off the fit", "percent"),
+            Column("in_place", "in place"),
+            Column("wrong_elements", "wrong", "count"),
+            Column("status", "status"),
+        ),
+        [_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
+        notes=(
+            *_notes(cells),
+            *reasons(cells),
+            *_less_than_asked([cell.configuration | cell.derived for cell in cells if cell.status == "ok"]),
+        ),
+    )
+    measured = [cell for cell in cells if cell.status == "ok"]
+    if not measured:
+        return [first]
+    misfits = _misfits(cells, "synchronized")
+    second = Table(
+        "latency",
+        "the same calls, each waited for",
+        (*shown.values(), *_SIZE_COLUMNS, *_time_columns(), Column("misfit_percent", "off the fit", "percent")),
+        [_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
+        notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
+    )
+    fits = _fit_table(measured, varying)
+    return [first, second, fits] if fits else [first, second]
+
+
+def groups_of(cells: Sequence[Cell]) -> dict[Group, list[Cell]]:
+    """The measured cells by backend, world size, dtype and collective, each in rising order of size."""
+    groups: dict[Group, list[Cell]] = {}
+    for cell in cells:
+        if cell.status == "ok":
+            groups.setdefault(Group(*(_of(cell, name) for name in Group._fields)), []).append(cell)
+    return {group: sorted(of_group, key=lambda cell: cell.derived["size_bytes"]) for group, of_group in groups.items()}
+
+
+def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
+    """Latency and bandwidth of one group's cells, fitted to the medians; None with fewer than two sizes.
+
+    Args:
+        timing: ``back_to_back`` or ``synchronized``.
+    """
+    try:
+        return fit_alpha_beta(*_points(cells, timing))
+    except UsageError:
+        return None
+
+
+def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
+    """How far each cell is from its group's line; none for groups of two sizes, through which there is always one."""
+    found = {}
+    for of_group in groups_of(cells).values():
+        line = fit_of(of_group, timing)
+        if line is not None and len(of_group) > 2:
+            for cell, size, time_s in zip(of_group, *_points(of_group, timing), strict=True):
+                # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
+                found[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
+    return found
+
+
+def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
+    """Sizes in bytes and median times in s."""
+    return [cell.derived["size_bytes"] for cell in cells], [cell.samples[timing].median / 1e6 for cell in cells]
+
+
+def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with the memory of its tensors."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"size_bytes": workload.message_bytes}
+        try:
+            of_rank = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
+            row |= {"size_bytes": workload.size_bytes, "elements": workload.elements}
+            row |= {"tensors_bytes": of_rank, "all_ranks_bytes": of_rank * workload.world_size}
+        except UsageError as error:
+            row["reason"] = str(error)
+        rows.append(row)
+    columns = (
+        *_GROUP_COLUMNS.values(),
+        *_SIZE_COLUMNS,
+        Column("tensors_bytes", "tensors of a rank", "bytes"),
+        Column("all_ranks_bytes", "of all ranks", "bytes"),
+        Column("reason", "reason"),
+    )
+    notes = tuple(_less_than_asked(rows))
+    return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows, notes)
+
+
+def _less_than_asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on messages that are no whole number of elements, or that ranks cannot share equally."""
+    less = {
+        f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)": None
+        for row in rows
+        if "elements" in row and row["size_bytes"] != row["message_bytes"]
+    }
+    if not less:
+        return []
+    return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(less)}"]
+
+
+def _of(cell: Cell, name: str) -> Any:
+    return cell.configuration[name]
+
+
+def _time_columns() -> tuple[Column, ...]:
+    return (
+        Column("time_us", "time", "us"),
+        Column("min_us", "min", "us"),
+        Column("max_us", "max", "us"),
+        Column("p99_us", "p99", "us"),
+        Column("algbw_gbps", "algbw", "gbps"),
+        Column("busbw_gbps", "busbw", "gbps"),
+    )
+
+
+def _row(cell: Cell, timing: str) -> dict[str, Any]:
+    row = dict(cell.configuration) | {"size_bytes": _of(cell, "message_bytes")} | cell.derived
+    row["status"] = cell.status
+    if cell.status != "ok":
+        return row
+    times = cell.samples[timing]
+    return row | {
+        "time_us": times,
+        "min_us": min(times.measured),
+        "max_us": max(times.measured),
+        "p99_us": times.percentile(99),
+        "algbw_gbps": cell.derived[f"{timing}_algbw_gbps"],
+        "busbw_gbps": cell.derived[f"{timing}_busbw_gbps"],
+    }
+
+
+def _notes(cells: Sequence[Cell]) -> list[str]:
+    links: dict[str, list[str]] = {}
+    for cell in cells:
+        if "link" in cell.derived:
+            links.setdefault(cell.derived["link"], []).append(
+                f"{_of(cell, 'world_size')} ranks of {_of(cell, 'backend')}"
+            )
+    notes = [f"link of {' and '.join(dict.fromkeys(of_ranks))}: {link}" for link, of_ranks in links.items()]
+    counts = {(_of(cell, "iterations"), _of(cell, "warmup")) for cell in cells if cell.status == "ok"}
+    notes += [
+        f"mean ± standard deviation of {iterations} calls after {warmup} warm-up, each the slowest rank's"
+        for iterations, warmup in sorted(counts)
+    ]
+    groups = groups_of(cells)
+    if len(groups) == 1 and (average := _average_busbw(*groups.values())) is not None:
+        notes.append(f"average bus bandwidth: {format_quantity(average, 'gbps')}")
+    return notes
+
+
+def _average_busbw(cells: Sequence[Cell]) -> float | None:
+    """The mean over all sizes, as nccl-tests prints it; None for one rank, which has no bus."""
+    busbw = [cell.derived["back_to_back_busbw_gbps"] for cell in cells]
+    return None if None in busbw else sum(busbw) / len(busbw)
+
+
+def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | None:
+    rows = []
+    for group, of_group in groups_of(cells).items():
+        average = _average_busbw(of_group)
+        for timing, words in TIMINGS.items():
+            line = fit_of(of_group, timing)
+            if line is None:
+                continue
+            factor = bus_factor(group.collective, group.world_size)
+            # Otherwise larger messages took no longer, and nothing is known of the bandwidth.
+            is_finite = math.isfinite(line.bytes_per_s)
+            # Through two sizes there is always a line.
+            deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
+            rows.append(
+                group._asdict()
+                | {
+                    "timing": words,
+                    "latency_us": 1e6 * line.latency_s,
+                    "bandwidth_gbps": line.bytes_per_s / 1e9 if is_finite else None,
+                    "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor and is_finite else None,
+                    "half_bandwidth_bytes": line.half_bandwidth_bytes if is_finite else None,
+                    "average_busbw_gbps": average if timing == "back_to_back" else None,
+                    "deviation_percent": None if deviation is None else 100 * deviation,
+                }
+            )
+    if not rows:
+        return None
+    columns = (
+        *varying.values(),
+        Column("timing", "calls"),
+        Column("latency_us", "latency", "us"),
+        Column("bandwidth_gbps", "bandwidth", "gbps"),
+        Column("bus_bandwidth_gbps", "bus bandwidth", "gbps"),
+        Column("half_bandwidth_bytes", "half of it at", "decimal_bytes"),
+        Column("average_busbw_gbps", "average busbw", "gbps"),
+        Column("deviation_percent", "largest deviation", "percent"),
+    )
+    note = (
+        "time = latency + size / bandwidth, the least sum of relative deviations from the medians of all sizes; off "
+        "the fit, in the tables above: how far each of these is from it"
+    )
+    return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))
+
+
+# The picture of ``allreduce``: time and bus bandwidth over the size, and time over the ranks.
+
+
+# Of more sizes than this, time over the ranks is drawn for some: more lines cannot be told apart.
+_MOST_SIZES = 8
+
+_STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
+
+
+def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
+    """Rows of axes over a column for each collective, dtype and backend, so that backends stand side by side.
+
+    Times are medians, bandwidths those of the table, of calls back to back; dashed lines are the fitted latency and
+    bandwidth. Time over the ranks is drawn where several world sizes were measured.
+    """
+    from matplotlib.figure import Figure
+
+    groups = groups_of(cells)
+    columns = sorted({(group.collective, group.dtype, group.backend) for group in groups}) or [("", "", "")]
+    rows: list[Callable[[Axes, dict[Group, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
+    if len({group.world_size for group in groups}) > 1:
+        rows.append(_draw_time_over_ranks)
+    figure = Figure(figsize=(1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+    for number, column in enumerate(columns):
+        of_column = {
+            group: found for group, found in groups.items() if (group.collective, group.dtype, group.backend) == column
+        }
+        axes[0][number].set_title(" ".join(column), fontsize=10)
+        for row, draw in enumerate(rows):
+            drawing = axes[row][number]
+            draw(drawing, of_column)
+            drawing.set_yscale("log")
+            drawing.grid(alpha=0.3)
+            if drawing.get_legend_handles_labels()[1]:
+                drawing.legend(fontsize=7)
+            if number:
+                drawing.set_ylabel("")
+    write_figure(figure, path)
+
+
+def _draw_time_over_size(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+    for number, (group, cells) in enumerate(groups.items()):
+        sizes = [cell.derived["size_bytes"] for cell in cells]
+        medians = [cell.samples["back_to_back"].median for cell in cells]
+        drawing.plot(sizes, medians, label=_ranks(group), color=f"C{number}", **_STYLE)
+        line = fit_of(cells, "back_to_back")
+        if line is not None:
+            fitted = [1e6 * line.time_s(size) for size in sizes]
+            drawing.plot(sizes, fitted, color=f"C{number}", linestyle="--", linewidth=0.8)
+    drawing.set_xscale("log")
+    drawing.set_xlabel("size, bytes")
+    drawing.set_ylabel("time, us (dashed: fit)")
+
+
+def _draw_bus_bandwidth(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+    for number, (group, cells) in enumerate(groups.items()):
+        # One rank alone has none.
+        if group.world_size > 1:
+            points = [(cell.derived["size_bytes"], cell.derived["back_to_back_busbw_gbps"]) for cell in cells]
+            drawing.plot(*zip(*points, strict=True), label=_ranks(group), color=f"C{number}", **_STYLE)
+    drawing.set_xscale("log")
+    drawing.set_xlabel("size, bytes")
+    drawing.set_ylabel("bus bandwidth, GB/s")
+
+
+def _draw_time_over_ranks(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+    by_message: dict[int, list[tuple[int, float]]] = {}
+    for group, cells in groups.items():
+        for cell in cells:
+            points = by_message.setdefault(cell.configuration["message_bytes"], [])
+            points.append((group.world_size, cell.samples["back_to_back"].median))
+    messages = sorted(by_message)
+    step = -(-len(messages) // _MOST_SIZES)
+    # From the largest down, which are the ones that matter.
+    for number, message_bytes in enumerate(messages[::-1][::step]):
+        label = format_number(float(message_bytes), "decimal_bytes")
+        drawing.plot(*zip(*sorted(by_message[message_bytes]), strict=True), label=label, color=f"C{number}", **_STYLE)
+    drawing.set_xticks(sorted({group.world_size for group in groups}))
+    drawing.set_xlabel("ranks")
+    drawing.set_ylabel("time, us")
+
+
+def _ranks(group: Group) -> str:
+    return f"{group.world_size} ranks"

@@ -1,0 +1,147 @@
+"""The tables of ``shard --board``: the step as on the leaderboard, where its time went, and what it learns.
+
+See ``docs/board.md``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.sharding.selective_checkpointing import kept_peak
+from cs336sys.report.ddp import parallel_phase_table
+from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, shard_tables
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.results.model import Cell, Run
+from cs336sys.workload import ParallelWorkload
+
+_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | {
+    "strategy": Column("strategy", "strategy"),
+    "prefetch": Column("prefetch", "prefetch"),
+}
+_ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")
+
+_BOARD_COLUMNS = (
+    Column("wall_ms", "step", "ms"),
+    Column("median_ms", "median", "ms"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("mfu_percent", "MFU", "percent"),
+    Column("hfu_percent", "with what is computed again", "percent"),
+    Column("peaks", "peak of each GPU, GiB"),
+    Column("predicted_gib", "predicted peak", "gib"),
+    Column("ready_s", "ready", "s"),
+    Column("relative_difference_percent", "gradients off", "percent"),
+)
+
+_SHARES = {
+    "products": "products",
+    "attention": "attention",
+    "other": "other kernels",
+    "communication": "communication not hidden",
+    "idle": "idle",
+}
+
+
+def is_of_board(cell: Cell) -> bool:
+    """Whether it was measured by ``shard --board``."""
+    return bool(cell.configuration.get("board"))
+
+
+def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """The tables of ``shard``, with ``--board`` and without."""
+    of_board = [cell for cell in cells if is_of_board(cell)]
+    others = [cell for cell in cells if not is_of_board(cell)]
+    return [*(shard_tables(others, run) if others else []), *(board_tables(of_board, run) if of_board else [])]
+
+
+def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """The step, its phases, where the time of one went, its longest kernels, and the losses."""
+    shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
+    own = tuple(shown.values())
+    rows = [_row(cell) for cell in cells]
+    measured = [cell for cell in cells if cell.status == "ok"]
+    notes = [
+        "step: forward pass, loss, backward pass and update of all parameters, by the clock of the slowest rank",
+        "ready: from building the model to the end of the first step, with the compilation of kernels",
+    ]
+    notes += [
+        f"gradients of {cell.derived['checked_layers']} blocks with the whole vocabulary and context are within "
+        f"{cell.derived['relative_difference_percent']:.2g} % of fp32 arithmetic in one process "
+        f"({cell.derived['checked_parameter']}), the loss is {cell.derived['checked_loss']:.5f} beside "
+        f"{cell.derived['expected_loss']:.5f}; mean loss of the first step {cell.derived['first_loss']:.4f}, of the "
+        f"last {cell.derived['last_loss']:.4f}"
+        for cell in measured
+    ]
+    tables = [
+        Table(
+            "board",
+            title("shard --board", cells, run, _SETTING_COLUMNS, shown),
+            (*SIZE_COLUMNS, *own, *_BOARD_COLUMNS, Column("status", "status")),
+            rows,
+            notes=(*notes, *method_notes(cells)),
+        )
+    ]
+    if measured:
+        identity = (Column("size", "size"), *own)
+        tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
+    if any(cell.derived["shares"] for cell in measured):
+        tables += [_shares_table(measured, own), _kernels_table(measured, own)]
+    if any("losses" in cell.derived for cell in measured):
+        tables.append(_losses_table(measured, own))
+    return tables
+
+
+def _row(cell: Cell) -> dict[str, Any]:
+    workload = ParallelWorkload.from_configuration(cell.configuration)
+    row = cell.configuration | cell.derived | {"status": cell.status}
+    row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
+    if cell.status == "ok":
+        # How much torch's selective checkpoints hold at once is torch's own affair.
+        predicted_gib = kept_peak(workload.kept_step).total_gib if workload.writes_out_blocks else None
+        row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
+        row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
+    return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}
+
+
+def _shares_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows = []
+    for cell in cells:
+        shares = cell.derived["shares"] or {}
+        total = sum(shares.get(f"{name}_ms", 0.0) for name in _SHARES)
+        for name, words in _SHARES.items():
+            if total:
+                ms = shares[f"{name}_ms"]
+                rows.append(cell.configuration | {"part": words, "time_ms": ms, "share_percent": 100 * ms / total})
+    columns = (
+        *own,
+        Column("part", "part"),
+        Column("time_ms", "time", "ms"),
+        Column("share_percent", "share", "percent"),
+    )
+    notes = ("one profiled step of rank 0; where several ran at once, the moment counts for the first of them",)
+    return Table("shares", "where the time of a step went", columns, rows, notes)
+
+
+def _kernels_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows = [
+        cell.configuration | {"kernel": name, "time_ms": time_ms, "launches": launches}
+        for cell in cells
+        for name, time_ms, launches in (cell.derived["shares"] or {"kernels": []})["kernels"]
+    ]
+    columns = (
+        *own,
+        Column("kernel", "kernel"),
+        Column("time_ms", "time", "ms"),
+        Column("launches", "launches", "count"),
+    )
+    return Table("kernels", "kernels that took most time", columns, rows)
+
+
+def _losses_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows = [
+        cell.configuration | {"number": number, "loss": loss}
+        for cell in cells
+        for number, loss in enumerate(cell.derived.get("losses", ()), 1)
+    ]
+    columns = (*own, Column("number", "step", "count"), Column("loss", "loss", "nats"))
+    notes = ("the mean over ranks, from the first step to the last timed one, all on one batch",)
+    return Table("losses", "loss of every step", columns, rows, notes)

@@ -1,0 +1,427 @@
+"""The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336sys.accounting.communication import (
+    AlphaBeta,
+    bucketing_overhead_s,
+    exposed_communication,
+    optimal_bucket_on_link_bytes,
+    overhead_on_link_s,
+)
+from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.report.numbers import format_number, format_quantity, format_value
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    notes_of_run,
+    plan_settings,
+    rate_columns,
+    setting_of,
+    shown_settings,
+    title,
+    unknown_memory,
+    wall_columns,
+)
+from cs336sys.results.model import Cell, Run, Samples, configuration_key
+from cs336sys.results.statistics import Interval, difference, ratio
+from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PARALLEL_SETTING_COLUMNS = {
+    "world_size": Column("world_size", "ranks"),
+    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
+    "gradient_dtype": Column("gradient_dtype", "gradients sent in"),
+    "high_priority": Column("high_priority", "high priority"),
+    "transport": Column("transport", "sent by"),
+}
+_ALWAYS_SHOWN = ("precision", "compile")
+
+# Settings by which the cells of one comparison differ.
+_COMPARED = ("strategy", "bucket_mb", "trace", "rounds")
+
+STEADIER = "more --steps, fewer ranks than cores"
+_STEADIER = f"--rounds 3, {STEADIER}"
+
+_PHASES = ("forward", "backward", "synchronize", "optimizer")
+
+
+def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.rounds.pool_cells`).
+
+    Rates and what is exposed are of all steps together, the peak is the largest, and what is left (the timeline, the
+    link, the check) the first round's.
+    """
+    return pool_cells(cells, _derived_of_rounds)
+
+
+def _derived_of_rounds(
+    rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
+) -> dict[str, Any]:
+    if not samples:
+        return {}
+    training = ParallelWorkload.from_configuration(configuration).training
+    return (
+        rounds[0].derived
+        | _exposed(samples, rounds[0].derived)
+        | training.throughput(samples["step"])
+        | {"peak_gib": largest_known(rounds, "peak_gib")}
+    )
+
+
+def _exposed(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
+    return exposed_communication({name: series.median for name, series in samples.items()}, _running_ms(derived))
+
+
+def _running_ms(derived: Mapping[str, Any]) -> float | None:
+    """How long communication ran in the profiled step of a cell."""
+    return (derived.get("timeline") or {}).get("communication_ms")
+
+
+def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Steps and what they communicate, their phases, and a sweep of bucket sizes beside the model of its overhead."""
+    settings = PARALLEL_SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
+    shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
+    own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
+    rows = step_rows(cells, "naive", _COMPARED)
+    tables = [
+        Table(
+            "ddp",
+            title("ddp", cells, run, settings, shown),
+            (
+                *SIZE_COLUMNS,
+                *own,
+                *_STEP_COLUMNS,
+                *rate_columns(cells),
+                *OFF_COLUMNS,
+                *graph_columns(cells),
+                Column("status", "status"),
+            ),
+            rows,
+            notes=(*_step_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
+            steadier=_STEADIER,
+        )
+    ]
+    measured = [cell for cell in cells if cell.status == "ok"]
+    if measured:
+        tables.append(parallel_phase_table(rows, (Column("size", "size"), *own), "torch's DDP does"))
+    bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
+    if bucketed:
+        tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
+    return tables
+
+
+_STEP_COLUMNS = (
+    Column("step_ms", "step", "ms"),
+    Column("unsynchronized_ms", "without communication", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("exposed_percent", "of the step", "percent"),
+    Column("communication_ms", "communication alone", "ms"),
+    Column("running_ms", "as it ran", "ms"),
+    Column("hidden_percent", "hidden", "percent"),
+    Column("speedup", "over naive", "ratio"),
+    Column("calls", "calls", "count"),
+    Column("communicated_bytes", "communicated", "decimal_bytes"),
+    Column("peak_gib", "peak", "gib"),
+)
+
+OFF_COLUMNS = (
+    Column("largest_difference", "largest difference"),
+    Column("relative_difference_percent", "relative", "percent"),
+)
+
+
+def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
+
+    def comparison(cell: Cell) -> str:
+        return configuration_key(cell.configuration, ignore=compared)
+
+    baselines = {
+        comparison(cell): cell.samples["step"]
+        for cell in cells
+        if cell.configuration["strategy"] == baseline and cell.status == "ok"
+    }
+    rows = []
+    for cell in cells:
+        workload = ParallelWorkload.from_configuration(cell.configuration)
+        row = cell.configuration | {"parameters": workload.training.parameters}
+        row |= cell.derived | {"status": cell.status}
+        row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
+        if cell.status == "ok" and comparison(cell) in baselines:
+            row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
+        row["running_ms"] = _running_ms(cell.derived)
+        rows.append(row | exposure(cell))
+    return rows
+
+
+def exposure(cell: Cell) -> dict[str, Any]:
+    """What communication costs the step, and how much of it that hides, as far as these samples can tell."""
+    if "unsynchronized" not in cell.samples:
+        return {}
+    step_ms = cell.samples["step"].median
+    exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
+    # Communication cannot make computing cheaper, so a negative estimate is noise.
+    is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
+    if exposed.estimate < 0 and is_cost:
+        # And the noise is at least as large as that estimate.
+        exposed = replace(exposed, high=max(exposed.high, -exposed.low))
+    exposed = replace(exposed, is_cost=is_cost)
+    low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
+    found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
+    hidden_percent = _exposed(cell.samples, cell.derived)["hidden_percent"]
+    if hidden_percent is not None:
+        to_hide_ms = min(cell.samples["communication"].median, _running_ms(cell.derived) or math.inf)
+        most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
+        found["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
+    return found
+
+
+def _step_notes(cells: Sequence[Cell]) -> list[str]:
+    notes = []
+    if any(cell.status == "ok" for cell in cells):
+        notes.append(
+            "exposed: median step less the median of the same step without communication; "
+            "as it ran: how long communication ran in one profiled step, where no launch holds it up and it waits for "
+            "slower ranks; hidden: the part of the shorter of the two that is not exposed"
+        )
+    if any(0 < cell.derived.get("gradient_calls", 0) < cell.derived.get("calls", 0) for cell in cells):
+        notes.append(
+            "calls: one of them carries no gradients; it tells the ranks which parameters have any, and torch's DDP "
+            "has none such"
+        )
+    if any("rounds" in cell.configuration for cell in cells):
+        notes.append("rounds: to and fro through the whole sweep so many times, the steps of all rounds together")
+    return [*notes, *check_notes(cells)]
+
+
+def check_notes(cells: Sequence[Cell]) -> list[str]:
+    """Which models were checked with fewer layers."""
+    notes = []
+    for cell in cells:
+        size, layers = cell.configuration["size"], cell.configuration["num_layers"]
+        checked = cell.derived.get("checked_layers", layers)
+        if checked != layers:
+            why = "as asked" if checked == cell.configuration.get("check_layers") else "for want of memory"
+            notes.append(f"{size}: weights compared with {checked} of {layers} layers, {why}")
+    return list(dict.fromkeys(notes))
+
+
+def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
+    """The phases of measured steps.
+
+    Args:
+        rows: of :func:`step_rows`; those of cells that were not measured are left out.
+        identity: the columns that tell cells apart.
+        torchs: what of torch averages gradients in the backward pass, and does so, for a note.
+    """
+    measured = [row for row in rows if row["status"] == "ok"]
+    columns = (
+        *identity,
+        *(Column(f"{phase}_ms", phase, "ms") for phase in _PHASES),
+        *wall_columns(row["step_ms"] for row in measured),
+        Column("overlap_percent", "communication beside computing", "percent"),
+    )
+    notes = (
+        "synchronize: from the end of the backward pass until gradients are averaged; "
+        f"{torchs} it in the backward pass",
+        "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
+        "one profiled step of rank 0",
+    )
+    return Table("phases", "phases of the step", columns, measured, notes, STEADIER)
+
+
+def link_of(cell: Cell) -> AlphaBeta:
+    """Latency and bandwidth of all-reduces, measured with a cell of strategy ``bucketed``."""
+    return AlphaBeta(cell.derived["link_latency_s"], cell.derived["link_bytes_per_s"])
+
+
+def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The measured bucketed cells that differ in nothing but the bucket size, those with the smallest buckets first."""
+    sweeps: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.status == "ok" and cell.configuration["strategy"] == "bucketed":
+            sweeps.setdefault(configuration_key(cell.configuration, ignore=_COMPARED), []).append(cell)
+    return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps.values()]
+
+
+def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+    rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
+    sweeps = bucket_sweeps(cells)
+    differing = [column for column in own if len({setting_of(sweep[0], column.key) for sweep in sweeps}) > 1]
+    for sweep in sweeps:
+        for cell in sweep:
+            link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
+            predicted_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+            rows.append(
+                cell.configuration
+                | {
+                    "buckets": count,
+                    "mean_bucket_bytes": total / count,
+                    "predicted_ms": 1e3 * predicted_s,
+                    "exposed_ms": exposure(cell)["exposed_ms"],
+                    "step_ms": cell.samples["step"],
+                }
+            )
+        which = ", ".join(f"{column.header} {setting_of(sweep[0], column.key)}" for column in differing)
+        notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
+    columns = (
+        *own,
+        Column("bucket_mb", "bucket, MB"),
+        Column("buckets", "buckets", "count"),
+        Column("mean_bucket_bytes", "mean bucket", "decimal_bytes"),
+        Column("predicted_ms", "predicted overhead", "ms"),
+        Column("exposed_ms", "exposed", "ms"),
+        Column("step_ms", "step", "ms"),
+    )
+    heading = "bucket sizes and the model of their overhead"
+    return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), STEADIER)
+
+
+def _optimum(sweep: Sequence[Cell]) -> str:
+    link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+    best_bytes = optimal_bucket_on_link_bytes(total, link)
+    link_words = (
+        f"w {format_quantity(link.bytes_per_s / 1e9, 'gbps')} and o {format_quantity(1e6 * link.latency_s, 'us')}, "
+        "fitted to all-reduces just measured"
+    )
+    if best_bytes == 0:
+        return f"{link_words}: calls look free, so the model prefers the smallest buckets"
+    overhead_ms = 1e3 * overhead_on_link_s(total, best_bytes, link)
+    return (
+        f"{link_words}: least overhead, {format_quantity(overhead_ms, 'ms')}, predicted for buckets of "
+        f"{format_number(float(best_bytes), 'decimal_bytes')}"
+    )
+
+
+def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with the memory of a rank's training state."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
+        if workload.training.is_ours:
+            state = training_state(workload.training.size, workload.training.precision)
+            row |= {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
+        rows.append(row)
+    columns = (
+        *SIZE_COLUMNS,
+        *plan_settings([workload.training for workload in workloads], PARALLEL_SETTING_COLUMNS),
+        Column("strategy", "mode"),
+        Column("bucket_mb", "bucket, MB"),
+        Column("share", "sequences a rank"),
+        Column("state_gib", "parameters, gradients and optimizer of a rank", "gib"),
+        Column("gradients_gib", "gradients to average", "gib"),
+    )
+    notes = unknown_memory([workload.training for workload in workloads])
+    return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows, notes)
+
+
+# Pictures of ``ddp``: when a rank computed and communicated, and bucket sizes beside the model of their overhead.
+
+
+_LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
+_PHASE_SHADES = {"forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
+
+# Phases shorter than this part of the step are shaded without their name.
+_NARROWEST_LABEL = 0.1
+
+# Points of the model's curve.
+_CURVE_POINTS = 60
+
+
+def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
+    """For each measured cell, two lanes over one step of rank 0: kernels (on a CPU: operators) and communication.
+
+    Phases are shaded; where communication runs under the backward pass it is hidden.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
+    count = max(1, len(drawn))
+    figure = Figure(figsize=(11, 0.9 + 1.15 * count), layout="constrained")
+    axes = figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
+    settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    for drawing, cell in zip(axes, drawn, strict=False):
+        _draw_timeline(drawing, cell.derived["timeline"])
+        drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
+    axes[-1].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
+    write_figure(figure, path)
+
+
+def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
+    start, total = 0.0, max(timeline["phases"].values())
+    for phase, end in timeline["phases"].items():
+        drawing.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
+        if end - start > _NARROWEST_LABEL * total:
+            drawing.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
+        start = end
+    for lane, (height, color) in _LANES.items():
+        bars = [(begin, end - begin) for begin, end in timeline[lane]]
+        drawing.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
+    drawing.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
+    drawing.set_ylim(-0.5, 1.9)
+    drawing.tick_params(axis="x", labelsize=7)
+
+
+def _heading(cell: Cell, settings: dict[str, Any]) -> str:
+    configuration, timeline = cell.configuration, cell.derived["timeline"]
+    words = [configuration["strategy"]]
+    # Of `ddp` and of FSDP.
+    if configuration.get("bucket_mb") is not None:
+        words.append(bucket_name(configuration["bucket_mb"]))
+    if configuration.get("prefetch") is not None:
+        words.append(f"prefetch {configuration['prefetch']}")
+    words += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
+    exposed = exposure(cell).get("exposed_ms")
+    return (
+        f"{' '.join(words)}: communication {timeline['communication_ms']:.1f} ms, of which "
+        f"{timeline['overlap_ms']:.1f} ms beside computing; exposed {format_value(exposed, 'ms')} ms "
+        f"of a {cell.samples['step'].median:.1f} ms step"
+    )
+
+
+def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
+    """Overhead over the mean size of a bucket: exposed time as points, the model as a curve; axes for each sweep."""
+    from matplotlib.figure import Figure
+
+    sweeps = bucket_sweeps(cells)
+    count = max(1, len(sweeps))
+    figure = Figure(figsize=(0.5 + 4.2 * count, 4), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    for drawing, sweep in zip(axes, sweeps, strict=False):
+        total, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
+        sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
+        smallest = min(sizes) / 4
+        curve = [smallest * (total / smallest) ** (point / _CURVE_POINTS) for point in range(_CURVE_POINTS + 1)]
+        predicted = [1e3 * overhead_on_link_s(total, size, link) for size in curve]
+        drawing.plot([size / 1e6 for size in curve], predicted, color="C7", label="model: s / (n w) + n o")
+        exposed = [cell.derived["exposed_ms"] for cell in sweep]
+        drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")
+        for size, value, cell in zip(sizes, exposed, sweep, strict=True):
+            label = bucket_name(cell.configuration["bucket_mb"])
+            point = (size / 1e6, value)
+            drawing.annotate(label, point, textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
+        drawing.set_xscale("log")
+        # Half of the label of the largest bucket stands beside the curve's end, and a label is as high as this.
+        drawing.margins(x=0.08, y=0.08)
+        drawing.set_ylim(bottom=min(0.0, *exposed))
+        drawing.set_xlabel("mean bucket, MB")
+        drawing.set_ylabel("overhead, ms")
+        configuration = sweep[0].configuration
+        names = [configuration["size"], *(str(configuration[name]) for name in settings)]
+        drawing.set_title(" ".join(names), fontsize=9)
+        drawing.grid(alpha=0.3)
+        drawing.legend(fontsize=7)
+    write_figure(figure, path, option)

@@ -1,0 +1,413 @@
+"""Saved results shown again: which cells were one invocation of a command, and how each command's are shown."""
+
+import html
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.report.allreduce import allreduce_tables, plot_collectives
+from cs336sys.report.attention import attn_tables, flash_tables, plot_attn, plot_flash, pool_flash_rounds
+from cs336sys.report.bench import bench_tables, plot_bench, pool_bench_rounds
+from cs336sys.report.board import is_of_board, sharding_tables
+from cs336sys.report.ddp import bucket_sweeps, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
+from cs336sys.report.kernels import kernel_tables, plot_kernels
+from cs336sys.report.losses import loss_tables, plot_losses
+from cs336sys.report.memory.page import timeline_title
+from cs336sys.report.memory.plots import plot_timeline
+from cs336sys.report.memory.tables import memory_tables
+from cs336sys.report.page import html_page, html_picture, html_table
+from cs336sys.report.precision import precision_tables
+from cs336sys.report.profile import plot_profiles, profile_tables
+from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
+from cs336sys.report.shard import plot_memory
+from cs336sys.report.table import Table, grid_of
+from cs336sys.results.model import (
+    Cell,
+    Results,
+    Run,
+    Samples,
+    configuration_key,
+    differing_conditions,
+    distinguishing_settings,
+    same_code,
+)
+from cs336sys.results.statistics import Interval
+from cs336sys.workload import MemoryWorkload
+
+# How the cells of each command are shown again: a new command's entry is made here.
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """What commands are asked about how cells are shown; their options of these names, with their defaults."""
+
+    baseline: str = "eager"
+    percentiles: Sequence[float] = ()
+    top: int = 5
+    full_names: bool = False
+    compare_precision: bool = False
+
+
+# The pictures of some cells by name, each drawn to a file.
+Pictures = Mapping[str, Callable[[Path], None]]
+
+
+@dataclass(frozen=True)
+class SavedCommand:
+    """How the cells of a command are shown again.
+
+    Attributes:
+        tables: of cells that ``pooled`` has returned.
+        pictures: those that such cells have data for.
+        pooled: joins the rounds of ``--rounds``.
+    """
+
+    tables: Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
+    pictures: Callable[[Sequence[Cell], Run | None], Pictures] = lambda cells, run: {}
+    pooled: Callable[[Sequence[Cell]], list[Cell]] = list
+
+
+def _picture(
+    name: str, draw: Callable[[Sequence[Cell], Path], None]
+) -> Callable[[Sequence[Cell], Run | None], Pictures]:
+    """One picture of all cells, if any was measured."""
+    return lambda cells, run: {name: partial(draw, cells)} if _measured(cells) else {}
+
+
+def _measured(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.status == "ok"]
+
+
+def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+    timelines = any(cell.derived["timeline"] is not None for cell in _measured(cells))
+    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
+    if bucket_sweeps(cells):
+        pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
+    return {**pictures, **_scaling_picture(cells)}
+
+
+def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+    memory = _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
+    gathering = [cell for cell in _measured(cells) if cell.derived.get("gathers") and not is_of_board(cell)]
+    timelines = {"timelines": partial(plot_timelines, gathering)} if gathering else {}
+    return {**memory, **timelines, **_scaling_picture(cells)}
+
+
+def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
+    return {"scaling": partial(plot_scaling, cells, option="--plot")} if scaling_curves(cells) else {}
+
+
+def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+    return {
+        MemoryWorkload.from_configuration(cell.configuration).name: partial(
+            plot_timeline, cell, timeline_title(cell, run), option="--plot"
+        )
+        for cell in _measured(cells)
+    }
+
+
+SAVED_COMMANDS: dict[str, SavedCommand] = {
+    "bench": SavedCommand(
+        lambda cells, run, asked: bench_tables(cells, run, asked.percentiles),
+        _picture("bench", plot_bench),
+        pool_bench_rounds,
+    ),
+    "losses": SavedCommand(lambda cells, run, asked: loss_tables(cells, run), _picture("losses", plot_losses)),
+    "nsys": SavedCommand(
+        lambda cells, run, asked: profile_tables(
+            cells, run, top=asked.top, full_names=asked.full_names, compare_precision=asked.compare_precision
+        ),
+        _picture("shares", plot_profiles),
+    ),
+    "memprof": SavedCommand(lambda cells, run, asked: memory_tables(cells, run, asked.top), _memory_pictures),
+    "attn": SavedCommand(lambda cells, run, asked: attn_tables(cells, run), _picture("attn", plot_attn)),
+    "flash": SavedCommand(
+        lambda cells, run, asked: flash_tables(cells, run, asked.baseline),
+        _picture("flash", plot_flash),
+        pool_flash_rounds,
+    ),
+    "kernels": SavedCommand(
+        lambda cells, run, asked: kernel_tables(cells, run, asked.baseline), _picture("kernels", plot_kernels)
+    ),
+    "allreduce": SavedCommand(
+        lambda cells, run, asked: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
+    ),
+    "ddp": SavedCommand(
+        lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures, pool_ddp_rounds
+    ),
+    "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
+    "shard": SavedCommand(
+        lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
+    ),
+}
+
+# Which saved cells were one invocation of a command.
+
+
+@dataclass
+class Invocation:
+    """The cells that one invocation of a command printed.
+
+    Attributes:
+        runs: the one that measured them, after those that it resumed.
+        cells: by their configuration.
+    """
+
+    command: str
+    runs: list[Run] = field(default_factory=list)
+    cells: dict[str, Cell] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Run | None:
+        """The last run, whose machine a title may name; None where there were several machines."""
+        return self.runs[-1] if self.runs and all(run.machine == self.runs[-1].machine for run in self.runs) else None
+
+    @property
+    def name(self) -> str:
+        """What tells it from other invocations of the command."""
+        return f"run {self.runs[-1].run_id[:8]} of {self.runs[-1].time}" if self.runs else "a run not recorded"
+
+
+def invocations(files: Sequence[Results]) -> list[Invocation]:
+    """The invocations whose cells these files hold, in their order, every cell once.
+
+    A run with ``--resume`` goes on with what its file held before it, if that was measured alike; of cells that it
+    measured again the later ones are kept, as it printed them.
+    """
+    found: dict[tuple[str, str], Invocation] = {}
+    for results in files:
+        in_file: dict[str, list[Invocation]] = {}
+        for cell in results.cells:
+            run, key = results.runs.get(cell.run_id), (cell.command, cell.run_id)
+            earlier = in_file.setdefault(cell.command, [])
+            if key not in found:
+                resumed = next((one for one in reversed(earlier) if _is_resumed(one, run)), None)
+                found[key] = resumed or Invocation(cell.command)
+                found[key].runs += [run] if run is not None else []
+            if found[key] not in earlier:
+                earlier.append(found[key])
+            found[key].cells[configuration_key(cell.configuration)] = cell
+    return list({id(invocation): invocation for invocation in found.values()}.values())
+
+
+def _is_resumed(earlier: Invocation, run: Run | None) -> bool:
+    if run is None or not earlier.runs:
+        return False
+    before = earlier.runs[-1]
+    alike = not differing_conditions(before, run) and same_code(before, run) is not False
+    return "--resume-any" in run.arguments or ("--resume" in run.arguments and alike)
+
+
+# What tables and pictures raise of cells that another version, or another program, has written.
+
+
+FAULTS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, StopIteration)
+
+
+def fault_words(error: Exception) -> str:
+    """What the cells do, after their name: ``lack 'timeline'``."""
+    return f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
+
+
+# The cells, tables and pictures of an invocation, and what is said of cells that cannot be shown.
+
+
+Built = TypeVar("Built")
+
+# Of a setting and its value in a sentence.
+_NAME_CHARACTERS = 80
+
+
+def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Cell]:
+    """Its cells of these statuses (of any, without one), with their rounds pooled.
+
+    Raises:
+        UsageError: nothing knows how cells of its command are shown, or they lack what that needs.
+    """
+    if invocation.command not in SAVED_COMMANDS:
+        known = choose_from(invocation.command, SAVED_COMMANDS)
+        raise UsageError(f"cells of '{invocation.command}' cannot be shown by this cs336sys: {known}")
+    cells = _checked(invocation, lambda: SAVED_COMMANDS[invocation.command].pooled(list(invocation.cells.values())))
+    return [cell for cell in cells if not statuses or cell.status in statuses]
+
+
+def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Presentation) -> list[Table]:
+    """The tables of an invocation's :func:`shown_cells`.
+
+    Raises:
+        UsageError: the cells lack what the tables need.
+    """
+    build = SAVED_COMMANDS[invocation.command].tables
+    return _checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
+
+
+def marked(invocation: Invocation, tables: Sequence[Table]) -> list[Table]:
+    """The tables with titles that say which invocation it was."""
+    return [replace(table, title=f"{table.title} ({invocation.name})") for table in tables]
+
+
+def sound_cells_and_tables(
+    invocation: Invocation, statuses: Sequence[str], presentation: Presentation, say: Callable[[str], None]
+) -> tuple[list[Cell], list[Table]]:
+    """The :func:`shown_cells` and their :func:`saved_tables`, without cells that cannot be shown even by themselves.
+
+    Args:
+        say: is told of each that is left out.
+
+    Raises:
+        UsageError: no cell can be shown, or all can and are at odds with each other.
+    """
+
+    def build() -> tuple[list[Cell], list[Table]]:
+        cells = shown_cells(invocation, statuses)
+        return cells, saved_tables(invocation, cells, presentation) if cells else []
+
+    try:
+        return build()
+    except UsageError:
+        left_out = _leave_out_unsound(invocation, presentation)
+        if not left_out:
+            raise
+        for sentence in left_out:
+            say(sentence)
+        return build()
+
+
+def _plain(table: Table) -> Table:
+    for row in table.rows:
+        for column in table.columns:
+            if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
+                raise TypeError(f"{column.key} is {row[column.key]}")
+    grid_of(table)
+    return table
+
+
+def saved_pictures(invocation: Invocation, cells: Sequence[Cell]) -> Pictures:
+    """The pictures that an invocation's :func:`shown_cells` have data for.
+
+    Raises:
+        UsageError: the cells lack what that needs; also raised by drawing one.
+    """
+    draw = SAVED_COMMANDS[invocation.command].pictures
+    pictures = _checked(invocation, lambda: draw(cells, invocation.run))
+    return {name: partial(_draw, invocation, name, one) for name, one in pictures.items()}
+
+
+def _draw(invocation: Invocation, name: str, draw: Callable[[Path], None], path: Path) -> None:
+    _checked(invocation, lambda: draw(path), f"drawn as the picture '{name}'")
+
+
+def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> list[str]:
+    """Remove the cells that cannot be shown by themselves, unless none can; which they are and why."""
+
+    def fault(key: str) -> str | None:
+        alone = Invocation(invocation.command, invocation.runs, {key: invocation.cells[key]})
+        try:
+            saved_tables(alone, shown_cells(alone), presentation)
+        except UsageError as error:
+            return fault_words(error.__cause__) if isinstance(error.__cause__, FAULTS) else f"cannot be shown: {error}"
+        return None
+
+    faults = {key: found for key in invocation.cells if (found := fault(key)) is not None}
+    if len(faults) == len(invocation.cells):
+        return []
+    identifying = distinguishing_settings([cell.configuration for cell in invocation.cells.values()])
+    sentences = []
+    for key, found in faults.items():
+        settings = invocation.cells.pop(key).configuration
+        words = ", ".join(f"{name} {settings[name]}"[:_NAME_CHARACTERS] for name in identifying if name in settings)
+        which = f"{invocation.command}, {invocation.name}"
+        sentences.append(f"{which}: the values of {words or 'the cell'} {found}, and it is left out")
+    return sentences
+
+
+def _checked(invocation: Invocation, build: Callable[[], Built], done: str = "shown") -> Built:
+    """What ``build`` makes of cells that another version, or another program, may have written."""
+    try:
+        return build()
+    except FAULTS as error:
+        raise UsageError(
+            f"{invocation.command}, {invocation.name}: the saved cells {fault_words(error)}, so that they cannot be "
+            f"{done}; show them with the version that measured them, or measure again"
+        ) from error
+
+
+# The page of ``show --html``: the tables and pictures of saved results, by the invocation that measured them.
+
+
+# A picture takes a second, and a page may have hundreds.
+_SILENT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of an invocation."""
+
+    invocation: Invocation
+    tables: Sequence[Table]
+    pictures: Pictures
+
+
+def saved_page(title: str, shown: Sequence[Shown], say: Callable[[str], None]) -> str:
+    """The page's text.
+
+    Args:
+        say: is told which pictures cannot be drawn, and how many are, for those who wait.
+
+    Raises:
+        OutputError: a picture cannot be drawn, because no file can be written.
+    """
+    total = sum(len(one.pictures) for one in shown)
+    drawn, said = 0, time.monotonic()
+
+    def picture(draw: Callable[[Path], None], caption: str) -> str:
+        nonlocal drawn, said
+        try:
+            part = html_picture(draw, caption)
+        except UsageError as error:
+            say(f"warning: {error}")
+            part = f'<p class="note">{html.escape(str(error))}</p>'
+        drawn += 1
+        if drawn < total and time.monotonic() - said >= _SILENT_S:
+            said = time.monotonic()
+            say(f"{drawn} of {total} pictures are done")
+        return part
+
+    return html_page(title, [part for one in shown for part in _parts(one, picture)])
+
+
+def _parts(shown: Shown, picture: Callable[[Callable[[Path], None], str], str]) -> list[str]:
+    invocation = shown.invocation
+    heading = html.escape(f"{invocation.command}, {invocation.name}")
+    # What was not run by the command line has arguments that begin with something else.
+    lines = [shlex.join(["cs336sys", *run.arguments]) for run in invocation.runs if run.arguments]
+    return [
+        f"<h2>{heading}</h2>",
+        *(f"<pre>{html.escape(line)}</pre>" for line in dict.fromkeys(lines)),
+        *(picture(draw, f"{invocation.command}: {name}") for name, draw in shown.pictures.items()),
+        *(html_table(table, "h3") for table in shown.tables),
+    ]
+
+
+# Saved results shown again: which cells belong together (``invocation``), how a command's are shown (``commands``).
+
+
+__all__ = [
+    "SAVED_COMMANDS",
+    "Invocation",
+    "Pictures",
+    "Presentation",
+    "Shown",
+    "invocations",
+    "marked",
+    "saved_page",
+    "saved_pictures",
+    "saved_tables",
+    "shown_cells",
+    "sound_cells_and_tables",
+]

@@ -1,0 +1,201 @@
+"""How ``ddp`` and ``shard`` scale: their cells that differ in the number of ranks, as a table and as a picture."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336sys.report.ddp import PARALLEL_SETTING_COLUMNS, STEADIER, exposure
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, memory_of
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import rate_columns, shown_settings
+from cs336sys.results.model import Cell, configuration_key
+from cs336sys.results.statistics import Interval, ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# What differs along a curve, and what no step depends on.
+_ALONG = ("world_size", "mesh", "trace")
+
+# Settings of a strategy: on one rank there is nothing that they could change.
+_OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
+
+_SETTING_COLUMNS = {
+    name: column
+    for name, column in (PARALLEL_SETTING_COLUMNS | SHARDING_SETTING_COLUMNS).items()
+    if name not in (*_ALONG, "batch_size")
+} | {"prefetch": Column("prefetch", "prefetch"), "bucket_mb": Column("bucket_mb", "bucket, MB")}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured cells that are alike but for the number of ranks, the fewest first: it is what the others are held to.
+
+    Attributes:
+        scaling: ``strong``: the batch stays the same; ``weak``: the sequences of a rank do.
+    """
+
+    scaling: str
+    cells: tuple[Cell, ...]
+
+    def linear_percent(self, cell: Cell) -> Interval | None:
+        """The rate of a rank, of that on the fewest ranks; None on these."""
+        first = self.cells[0]
+        if cell is first:
+            return None
+        # rate of a rank = batch / (ranks step)
+        share, first_share = (
+            one.configuration["batch_size"] / one.configuration["world_size"] for one in (cell, first)
+        )
+        faster = ratio(first.samples["step"], cell.samples["step"])
+        part = 100 * share / first_share
+        return Interval(part * faster.estimate, part * faster.low, part * faster.high, neutral=100.0)
+
+
+def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
+    """Curves of at least two numbers of ranks; where a strategy lacks one rank, ``none`` on one rank will do."""
+    measured = [cell for cell in cells if cell.status == "ok"]
+    alone = {
+        configuration_key(cell.configuration, ignore=(*_ALONG, *_OF_STRATEGIES)): cell
+        for cell in measured
+        if cell.configuration["world_size"] == 1 and cell.configuration["strategy"] == "none"
+    }
+    found: dict[tuple[str, str, float], dict[int, Cell]] = {}
+    for cell in measured:
+        configuration = cell.configuration
+        ranks, batch = configuration["world_size"], configuration["batch_size"]
+        for scaling, ignored, share in (("strong", _ALONG, batch), ("weak", (*_ALONG, "batch_size"), batch / ranks)):
+            curve = found.setdefault((scaling, configuration_key(configuration, ignore=ignored), share), {})
+            one_rank = {**configuration, "batch_size": int(share)}
+            none = alone.get(configuration_key(one_rank, ignore=(*_ALONG, *_OF_STRATEGIES)))
+            if none is not None and share == int(share):
+                curve.setdefault(1, none)
+            curve[ranks] = cell
+    return [
+        Curve(scaling, tuple(curve[ranks] for ranks in sorted(curve)))
+        for (scaling, *_), curve in sorted(found.items(), key=lambda item: item[0][0])
+        if len(curve) > 1
+    ]
+
+
+def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
+    """The cells of every curve, if cells were measured on several numbers of ranks."""
+    curves = scaling_curves(cells)
+    if not curves:
+        return []
+    rows = [_row(curve, cell) for curve in curves for cell in curve.cells]
+    settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
+    columns = (
+        Column("scaling", "scaling"),
+        Column("size", "size"),
+        *settings.values(),
+        Column("strategy", "strategy"),
+        Column("world_size", "ranks"),
+        Column("batch_size", "batch"),
+        Column("step_ms", "step", "ms"),
+        *rate_columns(cells),
+        Column("linear_percent", "of linear", "percent"),
+        Column("exposed_percent", "exposed", "percent"),
+        Column("peak_gib", "peak", "gib"),
+        *([_PREDICTED] if any(row["predicted_peak_gib"] is not None for row in rows) else []),
+    )
+    notes = (
+        "strong: the same batch on more ranks; weak: as many sequences a rank; of linear: the rate of a rank, of that "
+        "on the fewest ranks",
+    )
+    return [Table("scaling", "speed and memory by ranks", columns, rows, notes, STEADIER)]
+
+
+_PREDICTED = Column("predicted_peak_gib", "predicted peak", "gib")
+
+
+def _row(curve: Curve, cell: Cell) -> dict[str, Any]:
+    return {
+        **cell.configuration,
+        **cell.derived,
+        **exposure(cell),
+        "scaling": curve.scaling,
+        "step_ms": cell.samples["step"],
+        "linear_percent": curve.linear_percent(cell),
+        "peak_gib": _peak_gib(cell, "measured"),
+        "predicted_peak_gib": _peak_gib(cell, "predicted"),
+    }
+
+
+def _peak_gib(cell: Cell, source: str) -> float | None:
+    """``measured`` or ``predicted``; on a CPU, where nothing counts a process's tensors, of ``shard``'s timeline."""
+    peaks = [peak for peak in (cell.derived.get("peak_gib"), *cell.derived.get("peaks_gib", ())) if peak is not None]
+    if source == "measured" and peaks:
+        return max(peaks)
+    moments = memory_of(cell)[source] if "memory" in cell.derived else []
+    return next((held.total_gib for held in moments if held.moment == "peak"), None)
+
+
+def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scaling") -> None:
+    """Over the ranks, axes of tokens/s, exposed communication and a rank's memory, for strong and for weak scaling."""
+    from matplotlib.figure import Figure
+
+    curves = scaling_curves(cells)
+    scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
+    figure = Figure(figsize=(12, 0.6 + 3.4 * len(scalings)), layout="constrained")
+    axes = figure.subplots(len(scalings), 3, squeeze=False)
+    rate = rate_columns(cells)[0].header
+    settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
+    for row, scaling in zip(axes, scalings, strict=True):
+        drawn = [curve for curve in curves if curve.scaling == scaling]
+        for curve in drawn:
+            _draw_curve(row, curve, _name(curve, list(settings)))
+        ranks = sorted({cell.configuration["world_size"] for curve in drawn for cell in curve.cells})
+        for drawing, quantity in zip(row, (rate, "exposed, % of the step", "peak of a rank, GiB"), strict=True):
+            drawing.set_xscale("log", base=2)
+            drawing.set_xticks(ranks, [str(count) for count in ranks])
+            drawing.minorticks_off()
+            drawing.set_xlabel("ranks")
+            drawing.set_ylabel(quantity)
+            drawing.set_ylim(bottom=0)
+            drawing.grid(alpha=0.3)
+        row[0].set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
+        row[2].set_title("dashed: predicted", fontsize=9)
+        if drawn:
+            row[0].legend(fontsize=7)
+    write_figure(figure, path, option)
+
+
+def _name(curve: Curve, settings: Sequence[str]) -> str:
+    configuration = curve.cells[-1].configuration
+    batch = configuration["batch_size"]
+    share = f"batch {batch}" if curve.scaling == "strong" else f"{batch / configuration['world_size']:g} a rank"
+    varied = (str(configuration[name]) for name in settings if configuration.get(name) is not None)
+    return ", ".join([configuration["strategy"], *varied, share])
+
+
+def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
+    rates, exposed, peaks = row
+    ranks = [cell.configuration["world_size"] for cell in curve.cells]
+    per_s = [_or_nan(cell.derived[rate_columns(curve.cells)[0].key]) for cell in curve.cells]
+    (line,) = rates.plot(ranks, per_s, marker="o", label=name)
+    color = line.get_color()
+    rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
+    shares = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
+    told = [(count, share) for count, share in shares if share is not None]
+    exposed.errorbar(
+        [count for count, _ in told],
+        [max(share.estimate, 0.0) for _, share in told],
+        [
+            [max(share.estimate, 0.0) - max(share.low, 0.0) for _, share in told],
+            [max(share.high, 0.0) - max(share.estimate, 0.0) for _, share in told],
+        ],
+        marker="o",
+        capsize=3,
+        color=color,
+    )
+    for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
+        held = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
+        peaks.plot(ranks, held, marker=marker, linestyle=line_style, color=color)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

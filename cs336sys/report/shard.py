@@ -1,0 +1,369 @@
+"""The tables of ``shard``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.parameters import parameter_shapes
+from cs336sys.accounting.sharding.context import SHARDED_CONTEXT_STRATEGIES, attention_sent_bytes
+from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
+from cs336sys.accounting.sharding.selective_checkpointing import kept_memory
+from cs336sys.accounting.sharding.step import (
+    MOMENTS,
+    RankMemory,
+    ShardedStep,
+    predicted_memory,
+    predicted_memory_of_state,
+    predicted_sent_bytes,
+)
+from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
+from cs336sys.report.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
+from cs336sys.report.numbers import format_quantity
+from cs336sys.report.outputs import legend_columns, write_figure
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    graph_columns,
+    method_notes,
+    notes_of_run,
+    plan_settings,
+    rate_columns,
+    shown_settings,
+    title,
+    unknown_memory,
+)
+from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.results.statistics import ratio
+from cs336sys.sizes import ELEMENT_BYTES
+from cs336sys.workload import ParallelWorkload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHARDING_SETTING_COLUMNS = {
+    "world_size": Column("world_size", "ranks"),
+    "mesh": Column("mesh", "mesh"),
+    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
+    "checkpointing": Column("checkpointing", "checkpointing"),
+    "keep_gathered": Column("keep_gathered", "blocks that stay gathered"),
+}
+_ALWAYS_SHOWN = ("precision", "compile")
+_STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
+
+# Settings by which the cells of one comparison differ.
+_COMPARED = ("strategy", "prefetch", "keep_gathered", "trace")
+
+COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "rest": "activations and buffers",
+}
+
+
+def sharded_step(workload: ParallelWorkload) -> ShardedStep:
+    """What ``accounting`` needs to know of a cell."""
+    training = workload.training
+    return ShardedStep(
+        workload.strategy,
+        training.size,
+        workload.world_size,
+        training.precision,
+        training.attention,
+        workload.checkpointing,
+        1 if workload.prefetch is None else workload.prefetch,
+        state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
+        keep_gathered=workload.keep_gathered,
+    )
+
+
+def _tensor_step(workload: ParallelWorkload) -> TensorStep:
+    training = workload.training
+    return TensorStep(
+        workload.strategy,
+        training.size,
+        workload.group_ranks,
+        workload.data_ranks,
+        training.precision,
+        workload.checkpointing,
+        training.compile != "off",
+    )
+
+
+def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
+    """What a rank sends in a step; None where that is torch's own affair."""
+    if workload.strategy in OWN_TENSOR_STRATEGIES:
+        return _tensor_step(workload).sent_bytes
+    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+        training, ranks = workload.training, workload.world_size
+        group = replace(training.size, batch_size=workload.share)
+        settings = training.precision, workload.checkpointing
+        weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
+        return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
+    known = not workload.shares_layers and workload.strategy != "torch-context"
+    return predicted_sent_bytes(sharded_step(workload)) if known else None
+
+
+def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
+    if workload.shares_layers:
+        return _predicted_where_layers_are_shared(workload)
+    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+        size = workload.training.size
+        return predicted_memory_of_state(fully_sharded_state(size, 0, workload.world_size), workload.share_size)
+    if workload.writes_out_blocks:
+        return kept_memory(workload.kept_step)
+    step = sharded_step(workload)
+    if kept_blocks(workload.checkpointing) is None:
+        return predicted_memory(step)
+    # How much torch's selective checkpoints hold at once is torch's own affair.
+    return [held for held in predicted_memory(replace(step, checkpointing="none")) if held.moment != "peak"]
+
+
+def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
+    """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
+    step, size = _tensor_step(workload), workload.training.size
+    moments = predicted_memory_of_state(step.state, size)
+    if workload.strategy in OWN_TENSOR_STRATEGIES and workload.uses_autocast:
+        peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
+        # Every rank has the batch of all groups.
+        rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context
+        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+    return moments
+
+
+def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Steps and what they send, their phases, memory at four moments, and how late gathers were."""
+    shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
+    own = (*shown.values(), *_STRATEGY_COLUMNS)
+    rows = _step_rows(cells)
+    scaling = [Column("scaling", "over one rank", "ratio")] if any("scaling" in row for row in rows) else []
+    measured = [cell for cell in cells if cell.status == "ok"]
+    tables = [
+        Table(
+            "shard",
+            title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
+            (
+                *SIZE_COLUMNS,
+                *own,
+                *_STEP_COLUMNS[:2],
+                *scaling,
+                *_STEP_COLUMNS[2:],
+                *rate_columns(cells),
+                *OFF_COLUMNS,
+                *graph_columns(cells),
+                Column("status", "status"),
+            ),
+            rows,
+            notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
+            steadier=STEADIER,
+        )
+    ]
+    if measured:
+        identity = (Column("size", "size"), *own)
+        tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
+        tables.append(_memory_table(measured, identity))
+        if any(cell.derived["gathers"] for cell in measured):
+            tables.append(_gather_table(measured, identity))
+    return tables
+
+
+_STEP_COLUMNS = (
+    Column("step_ms", "step", "ms"),
+    Column("speedup", "over none", "ratio"),
+    Column("unsynchronized_ms", "without communication", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("bare_ms", "nothing computed beside", "ms"),
+    Column("communication_ms", "communication alone", "ms"),
+    Column("calls", "calls", "count"),
+    Column("sent_bytes", "sent", "decimal_bytes"),
+    Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
+    Column("peak_gib", "peak", "gib"),
+)
+
+
+def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    rows = step_rows(cells, "none", _COMPARED)
+    for row, cell in zip(rows, cells, strict=True):
+        if cell.status == "ok" and "model" not in cell.configuration:
+            workload = ParallelWorkload.from_configuration(cell.configuration)
+            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
+    _add_scaling(cells, rows)
+    return rows
+
+
+def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
+    """Speed over one rank that computes the same batch, by the same strategy or else by ``none``."""
+
+    def batch(cell: Cell) -> str:
+        return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
+
+    alone = {
+        (batch(cell), cell.configuration["strategy"]): cell.samples["step"]
+        for cell in cells
+        if cell.configuration["world_size"] == 1 and cell.status == "ok"
+    }
+    for row, cell in zip(rows, cells, strict=True):
+        own = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
+        if own is not None and cell.configuration["world_size"] > 1 and cell.status == "ok":
+            row["scaling"] = ratio(own, cell.samples["step"])
+
+
+def _step_notes(cells: Sequence[Cell]) -> list[str]:
+    if not any(cell.status == "ok" for cell in cells):
+        return []
+    return [
+        "exposed: median step less the median of the same step without communication, which updates all parameters on "
+        "every rank: where ranks share the optimizer's work it can be negative",
+        "nothing computed beside: time of one profiled step of rank 0 in which communication alone ran",
+    ]
+
+
+def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
+    """What a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
+    workload = ParallelWorkload.from_configuration(cell.configuration)
+    return {
+        "measured": [RankMemory(**held) for held in cell.derived["memory"]],
+        "predicted": _predicted(workload) if workload.training.is_ours else [],
+    }
+
+
+def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    columns = (
+        *identity,
+        Column("moment", "moment"),
+        Column("source", "source"),
+        *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
+        Column("total_gib", "total", "gib"),
+    )
+    notes = [
+        "of the rank that holds most; predicted: tensors of eager execution, without the communication library's own",
+        "after the optimizer, gradients are dropped; all moments but the first are of the second step",
+    ]
+    rows = []
+    for cell in cells:
+        by_source = memory_of(cell)
+        if not by_source["measured"]:
+            notes.append(f"{cell.configuration['strategy']}: the allocator's history was too short for two steps")
+        for moment in MOMENTS:
+            for source, moments in by_source.items():
+                for held in moments:
+                    if held.moment == moment:
+                        parts = {f"{name}_gib": getattr(held, name) / GIB for name in COMPONENTS}
+                        row = {"moment": moment, "source": source, "total_gib": held.total_gib}
+                        rows.append(cell.configuration | row | parts)
+    return Table("memory", "memory of a rank", columns, rows, tuple(notes))
+
+
+def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
+    rows, notes = [], ["late: from the moment that a unit waits for nothing but its weights until they have arrived"]
+    for cell in cells:
+        late = {(gather["unit"], gather["is_backward"]): gather["late_ms"] for gather in cell.derived["gathers"]}
+        for unit in dict.fromkeys(unit for unit, _ in late):
+            forward, backward = late.get((unit, False)), late.get((unit, True))
+            rows.append(cell.configuration | {"unit": unit, "forward_late_ms": forward, "backward_late_ms": backward})
+        if late:
+            in_time = sum(value <= 0 for value in late.values())
+            waiting = sum(max(value, 0.0) for value in late.values())
+            notes.append(
+                f"{cell.configuration['size']}, prefetch {cell.configuration['prefetch']}: {in_time} of {len(late)} "
+                f"gathers ended before their use; all others together {format_quantity(waiting, 'ms')} late"
+            )
+    columns = (
+        *identity,
+        Column("unit", "unit"),
+        Column("forward_late_ms", "late in the forward pass", "ms"),
+        Column("backward_late_ms", "late in the backward pass", "ms"),
+    )
+    return Table("gathers", "gather end against use", columns, rows, tuple(dict.fromkeys(notes)))
+
+
+def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
+    """What ``--dry-run`` prints: each cell with what a rank is predicted to hold and to send."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
+        row["tokens"] = workload.share_size.context
+        if workload.training.is_ours:
+            row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
+            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
+        rows.append(row)
+    columns = (
+        *SIZE_COLUMNS,
+        *plan_settings([workload.training for workload in workloads], SHARDING_SETTING_COLUMNS),
+        *_STRATEGY_COLUMNS,
+        Column("share", "sequences a rank"),
+        Column("tokens", "tokens of each", "count"),
+        *(Column(f"{_column_name(moment)}_gib", moment, "gib") for moment in MOMENTS),
+        Column("predicted_sent_bytes", "sent", "decimal_bytes"),
+    )
+    notes = unknown_memory([workload.training for workload in workloads])
+    return Table("plan", "shard: cells and the memory of a rank (nothing was run)", columns, rows, notes)
+
+
+def _column_name(moment: str) -> str:
+    return moment.replace(" ", "_")
+
+
+# The picture of ``shard``: what a rank's memory holds at four moments, with what was predicted beside.
+
+
+_COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}
+
+# More beside each other cannot be read on a page.
+_AXES_IN_A_ROW = 6
+
+# Of the distance between moments: a measured and a predicted bar, and where they stand.
+_WIDTH = 0.4
+_OFFSETS = {"measured": -_WIDTH / 2, "predicted": _WIDTH / 2}
+
+
+def plot_memory(cells: Sequence[Cell], path: Path) -> None:
+    """Axes for each measured cell: a bar of components for each moment, and the predicted one beside it in outline."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
+    count = max(1, len(drawn))
+    columns = min(count, _AXES_IN_A_ROW)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(1 + 2.6 * columns, 4.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    settings = shown_settings(cells, {"size": Column("size", "size"), **SHARDING_SETTING_COLUMNS})
+    for drawing, cell in zip(axes, drawn, strict=False):
+        for source, moments in memory_of(cell).items():
+            _draw_bars(drawing, moments, source)
+        drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
+        drawing.set_title(_heading(cell, list(settings)), fontsize=8)
+        drawing.grid(axis="y", alpha=0.3)
+    for drawing in axes[::columns]:
+        drawing.set_ylabel("memory of the fullest rank, GiB")
+    for drawing in axes[count:]:
+        drawing.set_visible(False)
+    handles = [Patch(color=_COLORS[name], label=header) for name, header in COMPONENTS.items()]
+    handles.append(Patch(facecolor="none", edgecolor="black", linewidth=0.7, label="predicted"))
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=min(len(handles), legend_columns(figure)), fontsize=7
+    )
+    write_figure(figure, path)
+
+
+def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> None:
+    for held in moments:
+        bottom = 0.0
+        for name, color in _COLORS.items():
+            height = getattr(held, name) / GIB
+            fill = color if source == "measured" else "none"
+            middle = MOMENTS.index(held.moment) + _OFFSETS[source]
+            drawing.bar(middle, height, _WIDTH * 0.92, bottom, linewidth=0.8, facecolor=fill, edgecolor=color)
+            bottom += height
+
+
+def _heading(cell: Cell, settings: Sequence[str]) -> str:
+    configuration = cell.configuration
+    ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
+    return ", ".join([configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)])

@@ -1,0 +1,244 @@
+"""What a table is: columns with units, rows, notes; and its cells as text for people."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
+from cs336sys.results.foreign import printable
+from cs336sys.results.model import Samples
+from cs336sys.results.statistics import NOISY_PART, Interval, is_noisy
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: the name for programs, with its unit: ``forward_ms``, ``parameters``, ``peak_gib``.
+        header: the name for people, without it: ``forward``.
+        unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
+        exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
+            is a number of; rows of one kind are sorted among themselves.
+    """
+
+    key: str
+    header: str
+    unit: str | None = None
+    exact: str | None = None
+    kind: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Header and unit, ``forward, ms``; a header that is or ends with its unit (``tokens/s``) stands alone."""
+        label = unit_label(self.unit)
+        return self.header if self.header.endswith(label) else f"{self.header}, {label}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns.
+
+    Attributes:
+        name: the table's name for programs.
+        title: its caption for people.
+        rows: values by column key; a missing key is None, and a key that no column has is left out.
+        notes: sentences printed below the table.
+        steadier: what makes its measurements less noisy, as options of the command: ``more --steps``.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Value]]
+    notes: Sequence[str] = ()
+    steadier: str = ""
+
+    @property
+    def all_notes(self) -> list[str]:
+        """The notes, and what marks of noise in the table mean."""
+        values = [row.get(column.key) for row in self.rows for column in self.columns]
+        marks = []
+        if any(isinstance(value, Interval) and (value.is_noise or value.is_range) for value in values):
+            marks.append("~, <, or a range: what differs is within the noise, by the 95 % intervals of the medians")
+        if any(isinstance(value, Samples) and is_noisy(value) for value in values):
+            marks.append(f"!: the standard deviation is more than {100 * NOISY_PART:g} % of the mean")
+        advice = f"; steadier: {self.steadier}, and nothing else running" if self.steadier else ""
+        return [*self.notes, *(mark + advice for mark in marks)]
+
+
+def with_rows(*tables: Table | None) -> list[Table]:
+    """Those of the tables that there are, and that have a row."""
+    return [table for table in tables if table is not None and table.rows]
+
+
+def _is_empty(value: Value) -> bool:
+    return value is None or (isinstance(value, Samples) and not value.measured)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text for people: only the columns that have a value somewhere.
+
+    Attributes:
+        keys: how many of the first columns say which row it is, and not what was found.
+    """
+
+    headers: list[str]
+    rows: list[list[str]]
+    is_number: list[bool]
+    keys: int = 0
+
+    @property
+    def alignment(self) -> list[str]:
+        return ["right" if is_number else "left" for is_number in self.is_number]
+
+    def map(self, escape: Callable[[str], str]) -> "Grid":
+        return Grid(
+            [escape(text) for text in self.headers],
+            [[escape(text) for text in row] for row in self.rows],
+            self.is_number,
+            self.keys,
+        )
+
+
+def grid_of(table: Table) -> Grid:
+    values = {
+        column: [value for row in table.rows if not _is_empty(value := row.get(column.key))] for column in table.columns
+    }
+    shown = [column for column in table.columns if values[column] or not table.rows]
+    is_number = [
+        bool(values[column]) and not any(isinstance(value, str | bool) for value in values[column]) for column in shown
+    ]
+    units = shown_units([(column.unit, values[column]) for column in shown])
+    columns = [replace(column, unit=unit) for column, unit in zip(shown, units, strict=True)]
+    rows = [[one_line(format_value(row.get(column.key), column.unit)) for column in columns] for row in table.rows]
+    keys = itertools.takewhile(lambda column: column.unit in (None, "parameters"), columns)
+    return Grid([one_line(column.title) for column in columns], rows, is_number, sum(1 for _ in keys))
+
+
+def one_line(text: str) -> str:
+    """The text without newlines, nor what would command a terminal."""
+    return " ".join(printable(text).splitlines())
+
+
+# Parts of tables: some of them, some of their columns, their rows in another order.
+
+
+def select_in_groups(
+    groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
+) -> list[list[Table]]:
+    """What :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` leave of tables in groups.
+
+    Raises:
+        UsageError: no table of any group has what was asked for.
+    """
+    chosen = [list(group) for group in groups]
+
+    def all_tables() -> list[Table]:
+        return [table for group in chosen for table in group]
+
+    if names:
+        chosen = [select_tables(group, names, all_tables()) for group in chosen]
+    # Before columns are left out: rows may be sorted by another one.
+    if order is not None:
+        chosen = [sort_rows(group, order, all_tables()) for group in chosen]
+    if keys:
+        chosen = [select_columns(group, keys, all_tables()) for group in chosen]
+    return chosen
+
+
+def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
+    """The tables of these names.
+
+    Args:
+        among: the tables that the names must be of, where ``tables`` are some of them.
+
+    Raises:
+        UsageError: no table has one of the names.
+    """
+    _check(names, "--table", [table.name for table in among or tables])
+    return [table for table in tables if table.name in names]
+
+
+def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
+    """The tables with these columns alone, in this order; those that have none of them are left out.
+
+    A column is named by its key (``step_ms``), or by its header (``step``) in any case.
+
+    Args:
+        among: the tables that the columns must be of, where ``tables`` are some of them.
+
+    Raises:
+        UsageError: no table has one of the columns.
+    """
+    _check_columns(names, "--columns", among or tables)
+    chosen = [
+        replace(table, columns=list(dict.fromkeys(column for name in names for column in _named(table, name))))
+        for table in tables
+    ]
+    return [table for table in chosen if table.columns]
+
+
+def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
+    """The tables with their rows sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
+
+    Samples are sorted by their mean. Rows without a value come last in either order. Where rows have their own
+    units, bytes and seconds, those of one kind are sorted among themselves, and kinds keep their order.
+
+    Args:
+        among: the tables that the column must be of, where ``tables`` are some of them.
+
+    Raises:
+        UsageError: no table has the column.
+    """
+    name, is_descending = order.removeprefix("-"), order.startswith("-")
+    _check_columns([name], "--sort", among or tables)
+    return [
+        _sorted(table, columns[0], is_descending) if (columns := _named(table, name)) else table for table in tables
+    ]
+
+
+def _sorted(table: Table, column: Column, is_descending: bool) -> Table:
+    ranked = [(_rank(row.get(column.exact or column.key)), row) for row in table.rows]
+    known = sorted(
+        ((rank, row) for rank, row in ranked if rank is not None), key=lambda pair: pair[0], reverse=is_descending
+    )
+    if (kind := column.kind) is not None:
+        kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
+        known.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
+    return replace(table, rows=[row for _, row in known] + [row for rank, row in ranked if rank is None])
+
+
+def _rank(value: Value) -> tuple[bool, float, str] | None:
+    """Numbers, also those written as text (``1.2e-05``), before text; None for what has no place in an order."""
+    if isinstance(value, Samples):
+        value = value.mean if value.measured else None
+    elif isinstance(value, Interval):
+        value = value.estimate
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return True, 0.0, str(value)
+    return None if math.isnan(number) else (False, number, "")
+
+
+def _named(table: Table, name: str) -> list[Column]:
+    """The column of this key, or else those of this header."""
+    by_key = [column for column in table.columns if column.key == name]
+    return by_key or [column for column in table.columns if column.header.lower() == name.lower()]
+
+
+def _check_columns(names: Sequence[str], option: str, tables: Sequence[Table]) -> None:
+    unknown = [name for name in names if not any(_named(table, name) for table in tables)]
+    _check(unknown, option, [column.key for table in tables for column in table.columns])
+
+
+def _check(names: Sequence[str], option: str, choices: Collection[str]) -> None:
+    for name in names:
+        if name not in choices:
+            raise UsageError(f"{option} '{name}': {choose_from(name, list(dict.fromkeys(choices)))}")

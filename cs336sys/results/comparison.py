@@ -1,0 +1,311 @@
+"""Did it get faster: matches what results files hold of one configuration and compares the raw samples."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from cs336sys.errors import UsageError
+from cs336sys.results.foreign import TIME_UNITS
+from cs336sys.results.model import (
+    Cell,
+    Results,
+    Run,
+    Samples,
+    Status,
+    configuration_key,
+    differing_conditions,
+    same_code,
+)
+from cs336sys.results.statistics import FEW_SAMPLES, Difference, autocorrelation, mean_difference
+
+# Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
+SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
+
+HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
+
+Verdict = Literal["faster", "slower", "~", "undecided"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side holds of a configuration: its runs, and of each the rounds, in the order in which they were taken.
+
+    Attributes:
+        left_out: cells of the configuration that are not part of it: measured by other code or under other conditions
+            than the last one.
+    """
+
+    runs: tuple[tuple[Cell, ...], ...]
+    left_out: int = 0
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        return tuple(cell for run in self.runs for cell in run)
+
+    @property
+    def shown(self) -> Cell:
+        """The cell whose status is that of all: the first that is not ok."""
+        return next((cell for cell in self.cells if cell.status != "ok"), self.cells[-1])
+
+    @property
+    def status(self) -> Status:
+        return self.shown.status
+
+    def series(self) -> dict[str, tuple[tuple[Samples, ...], ...]]:
+        """The measured series that all cells have, by name and unit (``step_ms``): runs, and of each the rounds."""
+        by_cell = [_series(cell) for cell in self.cells]
+        names = [name for name in by_cell[-1] if all(name in series for series in by_cell)]
+        return {name: tuple(tuple(_series(cell)[name] for cell in run) for run in self.runs) for name in names}
+
+
+def _series(cell: Cell) -> dict[str, Samples]:
+    return {
+        name if name.endswith(f"_{samples.unit}") else f"{name}_{samples.unit}": samples
+        for name, samples in cell.samples.items()
+        if samples.measured
+    }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same configuration on both sides."""
+
+    a: Side
+    b: Side
+
+    @property
+    def is_measured(self) -> bool:
+        return self.a.status == self.b.status == "ok"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether A could be measured and B could not."""
+        return self.a.status == "ok" != self.b.status
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The cells of two sides by configuration: the pairs in the order of A, and what the other side lacks."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[Side, ...]
+    only_b: tuple[Side, ...]
+
+
+def match_cells(a: Results, b: Results) -> Matched:
+    """Pair the cells of equal command and configuration; steps, seed and round may differ."""
+    of_a, of_b = _sides(a), _sides(b)
+    return Matched(
+        pairs=tuple(Pair(side, of_b[key]) for key, side in of_a.items() if key in of_b),
+        only_a=tuple(side for key, side in of_a.items() if key not in of_b),
+        only_b=tuple(side for key, side in of_b.items() if key not in of_a),
+    )
+
+
+def nearest_difference(a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
+    """The settings in which those cells of two sides differ that differ in fewest, with both values.
+
+    Empty where no command has cells on both sides.
+    """
+    settings = [[cell.configuration | {"command": cell.command} for cell in side.cells] for side in (a, b)]
+    differences = (
+        {name: (one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
+        for one in settings[0]
+        for other in settings[1]
+        if one["command"] == other["command"]
+    )
+    return min(
+        ({name: pair for name, pair in found.items() if name not in SAMPLING_SETTINGS} for found in differences),
+        key=len,
+        default={},
+    )
+
+
+def _sides(results: Results) -> dict[tuple[str, str], Side]:
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    for cell in results.cells:
+        key = (cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS))
+        # A file given twice, or copied into another, is no second run.
+        if cell not in (found := cells.setdefault(key, [])):
+            found.append(cell)
+    return {key: _side(found, results.runs) for key, found in cells.items()}
+
+
+def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
+    last = runs.get(cells[-1].run_id)
+    alike = [cell for cell in cells if cell.run_id == cells[-1].run_id or _is_alike(runs.get(cell.run_id), last)]
+    latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
+    by_round: list[dict[int | None, Cell]] = []
+    for number, cell in enumerate(alike):
+        if cell.status != "ok" and latest[configuration_key(cell.configuration)] > number:
+            # It failed, and a resumed sweep measured it again.
+            continue
+        # Rounds of one run have numbers of their own; a run that an interruption cut in two is still one.
+        its_round = cell.configuration.get("round")
+        run = next((run for run in by_round if None not in (*run, its_round) and its_round not in run), None)
+        if run is None:
+            by_round.append(run := {})
+        run[its_round] = cell
+    return Side(tuple(tuple(run.values()) for run in by_round), left_out=len(cells) - len(alike))
+
+
+def _is_alike(run: Run | None, last: Run | None) -> bool:
+    return not differing_conditions(run, last) and same_code(run, last) is not False
+
+
+def shared_metrics(pair: Pair, asked: Sequence[str] = ()) -> list[str]:
+    """The series to compare, which both sides must have: the ``asked`` ones, ``step`` meaning ``step_ms`` as well.
+
+    Unless asked: ``step_ms``, or else every series that is a time.
+    """
+    of_a, of_b = pair.a.series(), pair.b.series()
+    shared = [name for name in of_a if name in of_b]
+    if asked:
+        return [name for name in shared if _is_asked(name, of_a[name][0][0].unit, asked)]
+    if "step_ms" in shared:
+        return ["step_ms"]
+    return [name for name in shared if of_a[name][0][0].unit in TIME_UNITS]
+
+
+def _is_asked(metric: str, unit: str, asked: Sequence[str]) -> bool:
+    return metric in asked or metric.removesuffix(f"_{unit}") in asked
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples of one quantity on one side: runs, and of each the rounds."""
+
+    runs: tuple[tuple[Samples, ...], ...]
+
+    @property
+    def rounds(self) -> tuple[Samples, ...]:
+        return tuple(samples for run in self.runs for samples in run)
+
+    @property
+    def unit(self) -> str:
+        return self.rounds[0].unit
+
+    @property
+    def method(self) -> str:
+        return " and ".join(dict.fromkeys(samples.method for samples in self.rounds))
+
+    @property
+    def count(self) -> int:
+        return sum(len(samples.measured) for samples in self.rounds)
+
+    @property
+    def values(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        return tuple(tuple(samples.measured for samples in run) for run in self.runs)
+
+    @property
+    def not_finite(self) -> int:
+        return sum(not math.isfinite(value) for samples in self.rounds for value in samples.measured)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Samples B against samples A of one quantity.
+
+    Attributes:
+        difference: of their means; None where samples are not finite.
+        autocorrelation_a, autocorrelation_b: of samples that follow one another.
+        verdict: ``~`` where the difference is not significant, ``undecided`` where the samples cannot tell. Of memory,
+            ``slower`` says that B needs more.
+        reason: why it is undecided.
+    """
+
+    a: Measured
+    b: Measured
+    difference: Difference | None
+    autocorrelation_a: float | None
+    autocorrelation_b: float | None
+    verdict: Verdict
+    reason: str | None = None
+
+    @property
+    def slower_percent(self) -> float:
+        """By how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
+        difference = self.difference
+        if difference is None or difference.ratio is None:
+            return math.inf if difference is None or _is_worse(difference, self.a.unit) else 0.0
+        return 100 * ((1 / difference.ratio if self._higher_is_better else difference.ratio) - 1)
+
+    @property
+    def slower_percent_at_most(self) -> float:
+        """The upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
+        difference = self.difference
+        if difference is None or difference.ratio_low is None or difference.ratio_high is None:
+            return math.inf
+        return 100 * ((1 / difference.ratio_low if self._higher_is_better else difference.ratio_high) - 1)
+
+    @property
+    def _higher_is_better(self) -> bool:
+        return self.a.unit in HIGHER_IS_BETTER
+
+
+def _is_worse(difference: Difference, unit: str) -> bool:
+    a, b = difference.mean_a, difference.mean_b
+    return b < a if unit in HIGHER_IS_BETTER else b > a
+
+
+# By metric, in the order in which the metrics first appear.
+Compared = dict[str, list[tuple[Pair, Comparison]]]
+
+
+def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
+    """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.mean_difference`."""
+    not_finite = [f"{count} of {name}" for name, count in (("A", a.not_finite), ("B", b.not_finite)) if count]
+    if not_finite:
+        return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
+    difference = mean_difference(a.values, b.values, confidence_percent=confidence_percent)
+    verdict: Verdict = "~"
+    reason = None
+    if difference.p_value is None:
+        verdict = "undecided"
+        reason = f"{a.count} against {b.count} samples of one run: {FEW_SAMPLES} are the least"
+    elif difference.ratio is None and a.unit in TIME_UNITS | HIGHER_IS_BETTER:
+        verdict = "undecided"
+        reason = f"means of {difference.mean_a:g} and {difference.mean_b:g} {a.unit}: nothing takes no time"
+    elif difference.p_value < significance_level(confidence_percent):
+        verdict = "slower" if _is_worse(difference, a.unit) else "faster"
+    return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
+
+
+def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidence_percent: float = 95.0) -> Compared:
+    """Compare every measured pair in its :func:`shared_metrics`.
+
+    Raises:
+        UsageError: there are measured pairs, but none of them has a series to compare or one that was asked for.
+    """
+    compared: Compared = {}
+    measured = [pair for pair in pairs if pair.is_measured]
+    for pair in measured:
+        of_a, of_b = pair.a.series(), pair.b.series()
+        for metric in shared_metrics(pair, asked):
+            comparison = compare_samples(
+                Measured(of_a[metric]), Measured(of_b[metric]), confidence_percent=confidence_percent
+            )
+            compared.setdefault(metric, []).append((pair, comparison))
+    units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
+    missing = [name for name in asked if not any(_is_asked(metric, unit, [name]) for metric, unit in units.items())]
+    if measured and (missing or not compared):
+        known = dict.fromkeys(name for pair in measured for name in pair.a.series() if name in pair.b.series())
+        choices = f"choose --metric from {', '.join(known)}" if known else "the files share no measured series"
+        raise UsageError(f"no cell has samples of {', '.join(missing) or 'a time'} in both files: {choices}")
+    return compared
+
+
+def significance_level(confidence_percent: float) -> float:
+    """The p from which on a difference is not significant: 0.05 for 95 %."""
+    return (100 - confidence_percent) / 100
+
+
+def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
+    """What differs between the machines, versions and settings of the two sides, by field: the first pair's values."""
+    differences: dict[str, tuple[Any, Any]] = {}
+    for pair in pairs:
+        of_pair = differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))
+        differences = of_pair | differences
+    return differences

@@ -1,0 +1,262 @@
+"""Appending to a results file: on a full disk, after a killed run, beside another process, under an editor."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cs336sys.errors import UsageError
+from cs336sys.results.gzip_members import as_member, is_compressed, read_members
+from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
+
+# Names that promise something else than JSON lines to whoever opens the file.
+_OTHER_ENDINGS = (".csv", ".tsv", ".json", ".md", ".markdown", ".txt", ".tex", ".typ", ".html", ".png", ".svg", ".pdf")
+
+
+def check_name(path: Path) -> None:
+    """Raise a UsageError if a file of this name should hold something else than JSON lines."""
+    if path.name.lower().removesuffix(".gz").endswith(_OTHER_ENDINGS):
+        raise UsageError(
+            f"--save {path}: holds JSON lines, whose names end in .jsonl or .jsonl.gz; give one of these (tables are "
+            "asked for by --output)"
+        )
+
+
+def check_appendable(path: Path) -> None:
+    """Find out whether :class:`ResultsFile` would open a file, without making or changing one.
+
+    Raises:
+        UsageError: as there.
+    """
+    check_name(path)
+    if not path.exists():
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise UsageError(f"cannot write results to {path}: {nearest} is no folder that can be written to")
+        return
+    try:
+        with path.open("r+b") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                return
+            if is_compressed(path):
+                members = read_members(stream.read())
+                if members.is_damaged:
+                    raise _of_something_else(path)
+                _check_first_line(path, (members.whole + members.cut).partition(b"\n")[0])
+            else:
+                _check_first_line(path, stream.readline(2**20))
+    except OSError as error:
+        raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
+
+
+class ResultsFile:
+    """Appends runs and cells to a JSON-lines file, which no other process may do meanwhile.
+
+    Where its name ends in ``.gz``, each record is compressed on its own (:mod:`cs336sys.results.gzip_members`).
+
+    A file that somebody removes, replaces or rewrites meanwhile gets what it lacks of the records, under its name.
+
+    Attributes:
+        fault: why the last records are not in the file (its disk is full). They are kept and tried again with the next;
+            until then the file holds whole records alone.
+        notices: what others have done to the file, to be told.
+
+    Raises:
+        UsageError: the file cannot be opened for appending, holds something else than results, or another process is
+            appending to it; raised by the constructor, before anything is measured.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fault: OSError | UsageError | None = None
+        self.notices: list[str] = []
+        self._records: list[tuple[str, bytes]] = []
+        self._unwritten: list[bytes] = []
+        check_name(path)
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that a failed write has written what the file's size says.
+            self._stream = self.path.open("a+b", buffering=0)
+        except OSError as error:
+            raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
+        try:
+            self._lock()
+            self._close_damaged_end()
+        except BaseException as error:
+            self._stream.close()
+            if isinstance(error, OSError):
+                raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
+            raise
+
+    def _close_damaged_end(self) -> None:
+        self._stream.seek(0)
+        if is_compressed(self.path):
+            self._check_members()
+        else:
+            _check_first_line(self.path, self._stream.readline(2**20))
+            self._end_truncated_line()
+        self._size = os.fstat(self._stream.fileno()).st_size
+
+    def append(self, record: Run | Cell) -> None:
+        """Write a record, after those that could not be written before; see :attr:`fault`."""
+        line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
+        text = json_text(line).encode() + b"\n"
+        self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
+        self._records.append((_key(line), self._unwritten[-1]))
+        self._write()
+
+    def catch_up(self) -> None:
+        """Write what could not be written before, and what others have taken away; see :attr:`fault`, `notices`."""
+        self._write()
+
+    def close(self) -> None:
+        self._write()
+        try:
+            self._stream.close()
+        except OSError as error:
+            self.fault = error
+
+    def _write(self) -> None:
+        self.fault = None
+        try:
+            self._find_changes()
+        except (OSError, UsageError) as error:
+            self.fault = error
+        while self._unwritten and self.fault is None:
+            line = self._unwritten[0]
+            size = self._stream.seek(0, 2)
+            try:
+                while line:
+                    line = line[self._stream.write(line) :]
+                del self._unwritten[0]
+            except OSError as error:
+                self.fault = error
+                with contextlib.suppress(OSError):
+                    self._stream.truncate(size)
+        self._size = self._stream.seek(0, 2)
+
+    def _find_changes(self) -> None:
+        """Open what the file's name names now, and let what that lacks be written, where somebody has changed it."""
+        opened = os.fstat(self._stream.fileno())
+        if not stat.S_ISREG(opened.st_mode):
+            return
+        try:
+            named = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._stream.seek(0)
+            content = self._stream.read()
+            self._open_again()
+            self._unwritten.insert(0, content)
+            self.notices.append(f"{self.path} was removed while cells were appended to it: it is written again")
+            return
+        is_replaced = not os.path.samestat(named, opened)
+        if is_replaced:
+            self._open_again()
+        elif named.st_size != self._size:
+            self._close_damaged_end()
+        else:
+            return
+        present = self._keys()
+        waiting = len(self._unwritten)
+        self._unwritten = [line for key, line in self._records if key not in present]
+        if is_replaced or len(self._unwritten) > waiting:
+            done = "replaced" if is_replaced else "rewritten"
+            self.notices.append(
+                f"{self.path} was {done} while cells were appended to it: what it lacks of them is appended again"
+            )
+
+    def _keys(self) -> set[str]:
+        self._stream.seek(0)
+        content = self._stream.read()
+        if is_compressed(self.path):
+            content = read_members(content).whole
+        return {_key(record) for line in content.splitlines() if (record := read_record(line)) is not None}
+
+    def _open_again(self) -> None:
+        earlier = self._stream
+        try:
+            self._open()
+        except BaseException:
+            self._stream = earlier
+            raise
+        earlier.close()
+
+    def _lock(self) -> None:
+        """Keep other processes out until the file is closed, where the system and the file's can do that."""
+        try:
+            import fcntl
+        except ModuleNotFoundError:
+            return
+        if not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+            return
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _lock_holder(os.fstat(self._stream.fileno()))
+            raise UsageError(
+                f"cannot write results to {self.path}: {holder} is writing to it; wait for that or give another file"
+            ) from None
+        except OSError:
+            # Some network file systems know no locks.
+            return
+
+    def _check_members(self) -> None:
+        """Check the first line, and close a line and a member that an earlier, killed run left half written."""
+        members = read_members(self._stream.read())
+        if members.is_damaged:
+            raise _of_something_else(self.path)
+        content = members.whole + members.cut
+        _check_first_line(self.path, content.partition(b"\n")[0])
+        # No program reads beyond a cut member: what it still holds is written again as a whole one.
+        self._stream.truncate(members.end)
+        lost = members.cut if content.endswith(b"\n") or not content else members.cut + b"\n"
+        if lost:
+            self._stream.write(as_member(lost))
+
+    def _end_truncated_line(self) -> None:
+        """Close a line that an earlier, killed run left half written, so that the next record starts its own."""
+        if self._stream.seek(0, 2) > 0:
+            self._stream.seek(-1, 2)
+            if self._stream.read(1) != b"\n":
+                self._stream.write(b"\n")
+
+
+def _check_first_line(path: Path, first_line: bytes) -> None:
+    if not first_line:
+        return
+    record = read_record(first_line)
+    if record is not None:
+        check_version(path, record["schema_version"])
+    # A killed run may have left half of its first line.
+    elif not first_line.startswith(b'{"schema_version"'):
+        raise _of_something_else(path)
+
+
+def _of_something_else(path: Path) -> UsageError:
+    return UsageError(f"cannot write results to {path}: it holds something else; give another file")
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    """What tells a record from the others of its file, also after somebody has edited what was measured."""
+    configuration = record.get("configuration")
+    key = configuration_key(configuration) if isinstance(configuration, Mapping) else ""
+    return f"{record['kind']} {record.get('run_id')} {record.get('command')} {key}"
+
+
+def _lock_holder(file: os.stat_result) -> str:
+    """Which process has locked a file, as far as the system says."""
+    inode = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2367490 0 EOF
+            match line.split():
+                case [_, "FLOCK", _, _, process_id, locked, *_] if locked == inode:
+                    command = Path("/proc", process_id, "cmdline").read_bytes().replace(b"\0", b" ")
+                    return f"process {process_id} ({command.decode(errors='replace').strip()})"
+    return "another process"

@@ -1,0 +1,162 @@
+"""What strangers wrote: read within limits, and checked or made harmless before anything shows it."""
+
+import math
+import os
+import re
+import select
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cs336sys.errors import UsageError
+
+# Text of strangers without the characters that command a terminal instead of being seen. Plain text, no torch.
+
+
+# C0 but for tab and newline, DEL, C1; marks, overrides and isolates that turn the direction of what follows; separators
+# that some programs take for newlines; tags, which nothing shows; halves of surrogate pairs, which no file can hold.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: ESC becomes ``\\x1b``. Tabs and newlines stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return _UNSEEN.sub(_spelled, text.replace("\r\n", "\n"))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+# What a saved line may hold, so that nothing that shows it needs guards of its own. Plain data, no torch.
+
+
+# The largest file in docs/results holds 2.3 MB in lines of at most 55 KB, nested 5 deep, with text of 982 characters.
+FILE_BYTES = 128 * 2**20
+LINE_BYTES = 32 * 2**20
+# A number takes 32 bytes of memory, a list or an object 100 to 300.
+FILE_LINES = 1_000_000
+FILE_VALUES = 16_000_000
+FILE_CONTAINERS = 500_000
+LINE_CONTAINERS = 200_000
+DEPTH = 32
+TEXT_CHARACTERS = 20_000
+
+# float32 ends at 3.4e38. Squares of squares of numbers up to here are still floats, so that no mean, variance or
+# standard error of samples overflows; likewise of their reciprocals.
+LARGEST = 1e60
+_MOST_INTEGER = 2**64
+
+TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
+
+
+def checked_value(value: Any, depth: int = DEPTH) -> Any:
+    """The value of a line, with its text :func:`~cs336sys.results.foreign.printable`.
+
+    Raises:
+        ValueError: it is nested too deep, or holds a number or a text that is too large; the sentence says which.
+    """
+    if isinstance(value, str):
+        if len(value) > TEXT_CHARACTERS:
+            raise ValueError(f"a text has {len(value):,} characters, more than {TEXT_CHARACTERS:,}")
+        return printable(value)
+    if isinstance(value, float):
+        if math.isfinite(value) and abs(value) > LARGEST:
+            raise ValueError(f"{value:g} is beyond {LARGEST:g}")
+    elif isinstance(value, int):
+        if abs(value) >= _MOST_INTEGER:
+            raise ValueError("an integer has more than 64 bits")
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(f"values are nested more than {DEPTH} deep")
+        if isinstance(value, dict):
+            return {checked_value(name): checked_value(item, depth - 1) for name, item in value.items()}
+        # Most are samples, in their thousands.
+        return [
+            item if type(item) is float and -LARGEST <= item <= LARGEST else checked_value(item, depth - 1)
+            for item in value
+        ]
+    return value
+
+
+def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) -> None:
+    """Check the numbers of one series.
+
+    Raises:
+        ValueError: there is none, or one is no number, is too small to be divided by, or is no time where all are.
+    """
+    if not measured:
+        raise ValueError(f"{name} has no sample")
+    numbers = (*measured, *warmup)
+    if not set(map(type, numbers)) <= {int, float}:
+        raise ValueError(f"a sample of {name} is no number")
+    if unit in TIME_UNITS and (none := next((value for value in numbers if value <= 0), None)) is not None:
+        raise ValueError(f"a sample of {name} is {none:g} {unit}, and a time is more than 0")
+    least = 1 / LARGEST
+    if (tiny := next((value for value in numbers if -least < value < least and value), None)) is not None:
+        raise ValueError(f"a sample of {name} is {tiny:g}, nearer to 0 than {least:g}")
+
+
+# Files of strangers read within limits: no device, no pipe that nobody writes to, no more than so many bytes.
+
+
+MIB = 2**20
+
+_READ_AT_ONCE = 2**18
+
+# What a shell needs to start the program that writes to a pipe, many times over.
+_WRITER_S = 5.0
+
+
+def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
+    """The content of a file or pipe, part by part.
+
+    A pipe (``<(zcat results.gz)``) is waited for as long as a program has it open for writing.
+
+    Raises:
+        OSError: it cannot be read.
+        UsageError: it is a device; nobody writes to the pipe; it holds more than ``limit`` bytes.
+    """
+    # A pipe without a writer would be opened when one comes, which may be never.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise UsageError(f"{path} is a device, not a file: give a file, or a pipe such as <(zcat FILE.gz)")
+        first = b""
+        if stat.S_ISFIFO(mode):
+            first = _first_byte(descriptor, path)
+            os.set_blocking(descriptor, True)
+        read = 0
+        while chunk := first + os.read(descriptor, _READ_AT_ONCE):
+            first = b""
+            read += len(chunk)
+            if read > limit:
+                raise UsageError(f"{path} holds more than {limit // MIB} MiB, which is the most that is read")
+            yield chunk
+    finally:
+        os.close(descriptor)
+
+
+def _first_byte(descriptor: int, path: Path) -> bytes:
+    """Wait until a program has opened the pipe for writing; what was read of it to find that out."""
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    given_up = time.monotonic() + _WRITER_S
+    # Ready, too, is a pipe whose writer has come and gone.
+    while not ready.poll(50):
+        try:
+            if byte := os.read(descriptor, 1):
+                return byte
+        except BlockingIOError:
+            # A program has it open and has not written yet; without one the pipe is at its end.
+            return b""
+        if time.monotonic() > given_up:
+            raise UsageError(f"{path} is a pipe that no program writes to: give a file, or start that program first")
+    return b""

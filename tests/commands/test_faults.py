@@ -1,0 +1,140 @@
+"""Commands whose output cannot be written, or that are ended: as a user sees them, in processes of their own."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell, Run, read_results
+
+COMMAND = [sys.executable, "-m", "cs336sys"]
+PAPER = ["account", "collectives", "--message", "1MB"]
+TINY = ["bench", "--size", "tiny", "--num-layers", "1", "--device", "cpu", "--batch-size", "1", "--warmup", "0"]
+
+
+def shell(redirected, *arguments, before=""):
+    """Run a command in a shell: ``redirected`` goes behind it, ``before`` is run first. Its output is buffered."""
+    command = ["bash", "-c", f'{before}"$@" {redirected}', "bash", *COMMAND, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("redirected", "arguments", "sentence"),
+    [
+        ("> /dev/full", PAPER, "error: cannot write standard output: No space left on device\n"),
+        (">&-", PAPER, "error: cannot write the result: standard output is closed; give a file with --output\n"),
+        ("> /dev/full", ["--help"], "error: cannot write standard output: No space left on device\n"),
+        ("> /dev/full", ["--version"], "error: cannot write standard output: No space left on device\n"),
+        (">&- 2>&-", PAPER, ""),
+    ],
+)
+def test_standard_output_that_cannot_be_written_is_one_sentence(redirected, arguments, sentence):
+    ended = shell(redirected, *arguments)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", sentence)
+
+
+def test_what_a_command_starts_has_standard_streams_where_its_own_are_closed():
+    """Else the first file that a worker opens would take their place, and get what is written to them."""
+    child = "import sys; sys.stderr.write(str(None in (sys.stdin, sys.stdout, sys.stderr)))"
+    script = (
+        "import subprocess, sys\n"
+        "from cs336sys.commands.faults import open_closed_streams\n"
+        "open_closed_streams()\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])\n"
+    )
+    command = ["bash", "-c", '"$@" <&- >&-', "bash", sys.executable, "-c", script]
+    assert subprocess.run(command, stderr=subprocess.PIPE, text=True).stderr == "False"
+
+
+def test_a_reader_that_left_hears_nothing():
+    ended = shell("| true; exit ${PIPESTATUS[0]}", *PAPER)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (141, "", "")
+
+
+def test_a_result_goes_to_its_file_where_standard_output_is_closed(tmp_path):
+    ended = shell(">&-", *PAPER, "--output", str(tmp_path / "result.md"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "all-reduce" in (tmp_path / "result.md").read_text()
+
+
+def fill_disk(monkeypatch):
+    def write_bytes(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+@pytest.mark.parametrize(("option", "name"), [("--output", "file.md"), ("--plot", "file.svg")])
+def test_the_table_is_printed_where_a_file_finds_no_room(monkeypatch, tmp_path, option, name):
+    arguments = ["account", "parallel"]
+    table = CliRunner().invoke(app, arguments).stdout
+    path = tmp_path / name
+    fill_disk(monkeypatch)
+    result = CliRunner().invoke(app, [*arguments, option, str(path)])
+    assert (result.exit_code, result.stdout) == (1, table)
+    assert result.stderr == f"error: cannot write {option} {path}: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", ["bench", "nsys", "memprof", "attn", "flash", "allreduce", "ddp", "shard"])
+def test_no_command_measures_what_it_could_not_save(tmp_path, command):
+    picture = tmp_path / "picture.jsonl"
+    picture.write_bytes(b"\x89PNG\r\n")
+    result = CliRunner().invoke(app, [command, "--device", "cpu", "--save", str(picture)])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: cannot write results to {picture}: it holds something else; give another file\n"
+    assert picture.read_bytes() == b"\x89PNG\r\n"
+
+
+def test_two_commands_do_not_write_to_one_file(tmp_path):
+    path = tmp_path / "r.jsonl"
+    held = ResultsFile(path)
+    ended = subprocess.run([*COMMAND, *TINY, "--save", path], capture_output=True, text=True, timeout=60)
+    held.close()
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"error: cannot write results to {path}: ")
+    assert ended.stderr.endswith(" is writing to it; wait for that or give another file\n")
+    if sys.platform == "linux":
+        assert f"process {os.getpid()} (" in ended.stderr
+
+
+def test_cells_that_find_no_room_are_printed_and_those_before_them_stay(tmp_path):
+    """The shell's limit on the size of files is the smallest of disks."""
+    path = tmp_path / "r.jsonl"
+    file = ResultsFile(path)
+    file.append(Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"torch": "2.13"}, {}))
+    file.append(Cell("bench", {"size": "tiny"}, "oom", run_id="r1"))
+    file.close()
+    before = path.read_bytes()
+    kilobytes = len(before) // 1024 + 1
+    arguments = [*TINY, "--steps", "1", "--context", "16,32", "--save", str(path), "--format", "csv"]
+    ended = shell("", *arguments, before=f"ulimit -f {kilobytes}; ")
+    sentence = f"cannot write results to {path}: File too large"
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(f"error: {sentence}\n")
+    assert f"warning: {sentence}; it is tried again after every cell\n" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stdout.splitlines()) == 3
+    assert path.read_bytes().startswith(before)
+    assert path.read_bytes().endswith(b"}\n")
+    assert len(read_results(path).cells) == 1
+
+
+def test_sigterm_prints_what_was_measured():
+    # A second cell that outlasts the way of the signal on a loaded machine.
+    arguments = [*TINY, "--context", "16,2048", "--steps", "50", "--format", "csv"]
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Every half minute a cell says what it has come to.
+    line = next(line for line in process.stderr if ", after " not in line)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert line.startswith("bench: 1 of 2: ok: context 16: ")
+    assert (process.returncode, err) == (143, "terminated: 1 of 2 cells measured\n")
+    assert len(out.splitlines()) == 2

@@ -1,0 +1,41 @@
+"""The tables of ``shard``, from cells that were never measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336sys.report.shard import shard_tables
+from cs336sys.results.model import Cell, Samples
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, Workload
+
+DERIVED = {"memory": [], "gathers": [], "timeline": None, "hidden_percent": None, "checked_layers": 2}
+
+
+def cell(strategy, world_size, step_ms, attention="flash"):
+    training = Workload(replace(choose_size("tiny"), batch_size=2), attention=attention)
+    workload = ParallelWorkload(training, strategy, world_size)
+    names = ("step", "forward", "backward", "synchronize", "optimizer", "wall", "communication")
+    samples = {name: Samples("ms", "cuda events, maximum over ranks", (step_ms, step_ms)) for name in names}
+    return Cell("shard", workload.configuration(), "ok", samples, DERIVED)
+
+
+def test_ranks_are_compared_with_one_that_has_the_whole_batch():
+    cells = [
+        cell("none", 1, 100.0),
+        cell("context-ring", 1, 110.0),
+        cell("context-ring", 2, 55.0),
+        cell("context-all-to-all", 2, 50.0),
+        cell("context-all-to-all", 2, 40.0, attention="sdpa"),
+    ]
+    table = shard_tables(cells, None)[0]
+    assert "scaling" in [column.key for column in table.columns]
+    found = [row.get("scaling") for row in table.rows]
+    assert found[0] is found[1] is found[4] is None
+    # The ring's own, and none for what was not measured on one rank.
+    assert [found[2].estimate, found[3].estimate] == pytest.approx([2.0, 2.0])
+
+
+def test_without_a_single_rank_there_is_no_such_column():
+    table = shard_tables([cell("context-ring", 2, 55.0)], None)[0]
+    assert "scaling" not in [column.key for column in table.columns]

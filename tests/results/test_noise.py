@@ -1,0 +1,153 @@
+"""Differences that the noise may have made are not shown as if they were known."""
+
+import json
+import math
+import random
+import statistics
+
+import pytest
+
+from cs336sys.report.bench import bench_tables
+from cs336sys.report.ddp import ddp_tables
+from cs336sys.report.numbers import format_value
+from cs336sys.report.render import render
+from cs336sys.report.table import Column, Table
+from cs336sys.results.model import Cell, Samples
+from cs336sys.results.statistics import Interval, difference, is_noisy, median_interval, ratio, ratio_of_pairs
+from cs336sys.sizes import choose_size
+from cs336sys.workload import ParallelWorkload, Workload
+
+
+def ms(*values):
+    return Samples("ms", "cpu clock", values)
+
+
+@pytest.mark.parametrize("count", [5, 6, 10, 25, 101])
+def test_the_interval_holds_the_median_in_95_of_100_cases(count):
+    """Of a distribution as skewed as times are; 2000 cases are known to 1 %."""
+    source = random.Random(count)
+    held = 0
+    for _ in range(2000):
+        low, high = median_interval([source.lognormvariate(0, 0.5) for _ in range(count)])
+        held += low <= 1.0 <= high
+    assert 0.92 <= held / 2000 <= 0.99
+
+
+def test_few_samples_tell_little():
+    assert median_interval([5.0]) == (-math.inf, math.inf)
+    # Student's t of two degrees of freedom, 4.303, times 1 / sqrt(3).
+    assert median_interval([3.0, 1.0, 2.0]) == pytest.approx((2 - 2.484, 2 + 2.484), abs=1e-3)
+    assert difference(ms(5.0), ms(1.0)).is_noise
+    assert ratio(ms(5.0), ms(1.0)).is_noise
+
+
+def test_intervals_of_equal_samples_say_so_and_of_others_not():
+    slow, fast = ms(10.0, 10.1, 9.9, 10.2, 10.0, 9.8), ms(8.0, 8.1, 7.9, 8.2, 8.0, 7.8)
+    assert difference(slow, fast).estimate == pytest.approx(2.0)
+    assert not difference(slow, fast).is_noise
+    assert not ratio(slow, fast).is_noise
+    assert ratio(slow, fast).low < 1.25 < ratio(slow, fast).high
+    # 9.8 to 10.2 and 7.8 to 8.2: errors of 0.2 add in squares.
+    assert difference(slow, fast).low == pytest.approx(2.0 - math.hypot(0.2, 0.2))
+    assert difference(slow, slow).is_noise
+    assert ratio(slow, ms(*slow.measured)).is_noise
+    assert not ratio(slow, slow).is_noise
+
+
+def test_pairs_see_a_difference_that_drifts_hide():
+    """Steps taken in turn on a machine that gets slower all the time: each is 5 % faster than the one beside it."""
+    slow = ms(*(10.0 + 2 * step for step in range(10)))
+    fast = ms(*((10.0 + 2 * step) / 1.05 for step in range(10)))
+    assert ratio(slow, fast).is_noise
+    assert ratio_of_pairs(slow, fast).estimate == pytest.approx(1.05)
+    assert not ratio_of_pairs(slow, fast).is_noise
+
+
+def test_what_noise_made_is_marked():
+    assert format_value(Interval(1.02, 0.9, 1.1, neutral=1.0), "ratio") == "~1.020x"
+    assert format_value(Interval(1.2, 1.1, 1.3, neutral=1.0), "ratio") == "1.200x"
+    assert format_value(Interval(-11.8, -30.0, 20.0, neutral=0.0), "ms") == "~-11.80"
+    assert format_value(Interval(100.0, 0.0, 100.0, is_range=True), "percent") == "0.00 to 100"
+    assert format_value(ms(506.0 - 381, 506.0, 506.0 + 381)) == "506 ± 381 !"
+    assert not is_noisy(ms(10.0, 11.0, 12.0))
+
+
+TABLE = Table(
+    "t",
+    "T",
+    (Column("step_ms", "step", "ms"), Column("over", "over", "ratio")),
+    [{"step_ms": ms(1.0, 3.0), "over": Interval(1.1, 0.5, 2.0, neutral=1.0)}, {"over": 1.0}],
+    steadier="more --steps",
+)
+
+
+def test_marks_are_explained_with_what_to_do():
+    for format in ("table", "markdown", "latex", "typst", "json"):
+        text = render([TABLE], format)
+        assert text.count("steadier: more --steps, and nothing else running") in (1, 2), format
+        assert "within the noise" in text
+    quiet = Table("t", "T", TABLE.columns, [{"step_ms": ms(1.0, 1.1), "over": 1.5}], steadier="more --steps")
+    assert "noise" not in render([quiet], "markdown")
+
+
+def test_programs_get_the_interval():
+    (row, other) = json.loads(render([TABLE], "json"))["tables"][0]["rows"]
+    assert (row["over"], row["over_low"], row["over_high"]) == (1.1, 0.5, 2.0)
+    assert (other["over"], other["over_low"]) == (1.0, None)
+    assert render([TABLE], "csv").splitlines()[0] == "table,step_ms_mean,step_ms_std,over,over_low,over_high"
+
+
+def bench_cell(attention, *step_ms):
+    workload = Workload(choose_size("tiny"), mode="forward", attention=attention)
+    derived = {"tflops": 1.0, "mfu_percent": None, "tokens_per_s": 1.0, "peak_gib": None, "gpu_busy_ms": None}
+    samples = {"forward": ms(*step_ms), "step": ms(*step_ms), "wall": ms(*step_ms)}
+    return Cell("bench", workload.configuration(), "ok", samples, derived)
+
+
+def test_bench_on_a_busy_machine_tells_no_speed_up():
+    """What was seen: 0.038x, with a standard deviation of 381 ms of 506."""
+    cells = [bench_cell("reference", 18.0, 19.0, 20.0), bench_cell("sdpa", 19.0, 500.0, 1000.0)]
+    times, speedups = bench_tables(cells, None)
+    assert speedups.rows[0]["step_speedup"].is_noise
+    text = render([times, speedups], "markdown")
+    assert "~0.038x" in text
+    assert "506 ± 491 !" in text
+    assert "--interleave SETTING, --rounds 5 or more --steps" in text
+
+
+def ddp_cell(step_ms, unsynchronized_ms, communication_ms):
+    workload = ParallelWorkload(Workload(choose_size("tiny")), "naive")
+    times = {"step": ms(*step_ms), "unsynchronized": ms(*unsynchronized_ms), "communication": ms(*communication_ms)}
+    exposed = statistics.median(step_ms) - statistics.median(unsynchronized_ms)
+    hidden = min(max(100 * (1 - exposed / statistics.median(communication_ms)), 0), 100)
+    phases = {name: ms(1.0, 1.0) for name in ("forward", "backward", "optimizer", "wall")}
+    derived = {"exposed_ms": exposed, "hidden_percent": hidden, "calls": 1, "overlap_percent": 0.0}
+    return Cell("ddp", workload.configuration(), "ok", times | phases, derived)
+
+
+def test_naive_on_a_busy_cpu_hides_no_one_knows_how_much():
+    """What was seen: exposed -11.8 ms, hidden 100 %, of a mode that hides nothing."""
+    busy = ddp_cell((60.0, 95.0, 88.2, 130.0, 70.0), (100.0, 61.0, 120.0, 140.0, 75.0), (20.0, 21.0, 22.0))
+    (row,) = ddp_tables([busy], None)[0].rows
+    text = render(ddp_tables([busy], None)[:1], "markdown")
+    assert row["exposed_ms"].estimate == pytest.approx(-11.8)
+    # The estimate is below nothing, which communication cannot cost.
+    assert "-11.80" not in text
+    assert f"< {row['exposed_ms'].high:.2f}" in text
+    assert "0.00 to 100" in text
+    assert "steadier: --rounds 3, more --steps" in text
+
+
+def test_a_step_that_communication_made_shorter_is_noise_however_sure_it_looks():
+    drifted = ddp_cell((64.9, 65.0, 65.1, 65.0, 64.9, 65.0), (95.0, 95.1, 95.2, 95.0, 95.1, 95.2), (30.0, 30.1, 30.2))
+    (row,) = ddp_tables([drifted], None)[0].rows
+    assert row["exposed_ms"].is_noise
+    assert (row["hidden_percent"].low, row["hidden_percent"].high) == (0.0, 100.0)
+    assert row["hidden_percent"].is_range
+
+
+def test_exposed_communication_that_is_sure_is_shown_as_before():
+    quiet = ddp_cell((90.0, 90.5, 91.0, 90.2, 90.1, 90.3), (80.0, 80.1, 80.2, 80.3, 80.1, 80.0), (20.0, 20.1, 19.9))
+    text = render(ddp_tables([quiet], None)[:1], "markdown")
+    assert "~" not in text.replace("|:-", "").split("\n\n")[1]
+    assert "49.2" in text

@@ -1,0 +1,175 @@
+"""How often ``compare`` is wrong: verdicts on samples of which the truth is known.
+
+    python -m pytest -n0 -s tests/results/test_verdicts_simulated.py --simulated-comparisons 10000
+
+prints the tables of docs/compare.md.
+"""
+
+import functools
+
+import numpy
+import pytest
+from other_statistics import STATISTICS
+
+from cs336sys.results.comparison import Measured, compare_samples
+from cs336sys.results.model import Samples
+
+# Of a step from one to the next, as a share of it.
+NOISE = 0.02
+
+STEPS = (10, 20, 50)
+
+
+@pytest.fixture(scope="module")
+def count(request):
+    return request.config.getoption("--simulated-comparisons")
+
+
+@pytest.fixture
+def draw():
+    return numpy.random.default_rng(0)
+
+
+def independent(draw, shape):
+    return 1 + NOISE * draw.standard_normal(shape)
+
+
+def drifting(draw, shape, autocorrelation):
+    """Normal, each sample ``autocorrelation`` of the one before."""
+    steps = draw.standard_normal(shape)
+    for index in range(1, shape[1]):
+        steps[:, index] = autocorrelation * steps[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * steps[:, index]
+    return 1 + NOISE * steps
+
+
+def with_spikes(draw, shape):
+    """One step in twenty takes half as long again."""
+    return independent(draw, shape) * numpy.where(draw.random(shape) < 0.05, 1.5, 1)
+
+
+def bimodal(draw, shape, fast=1.0, slow=1.1, share_slow=0.5):
+    return numpy.where(draw.random(shape) < share_slow, slow, fast) * (1 + 0.005 * draw.standard_normal(shape))
+
+
+NOISES = {
+    "independent": independent,
+    "lag 1 of 0.3": functools.partial(drifting, autocorrelation=0.3),
+    "lag 1 of 0.6": functools.partial(drifting, autocorrelation=0.6),
+    "lag 1 of 0.8": functools.partial(drifting, autocorrelation=0.8),
+    "spikes": with_spikes,
+    "two speeds": bimodal,
+}
+
+# The most false positives that are allowed; of what drifts longer, the docs say how many there are.
+MOST_FALSE_POSITIVES = dict.fromkeys(NOISES, 0.06) | {"lag 1 of 0.6": 0.10, "lag 1 of 0.8": 0.20}
+
+
+def at_most(limit, count):
+    """Twice the standard error of so many comparisons above the limit."""
+    return limit + 2 * (limit * (1 - limit) / count) ** 0.5
+
+
+def measured(runs):
+    """A row for each run, of one round."""
+    return Measured(tuple((Samples("ms", "cpu clock", tuple(run)),) for run in runs.tolist()))
+
+
+def verdicts(sides_a, sides_b):
+    """The share of each verdict; none may contradict its own ratio or interval."""
+    found = {"faster": 0, "slower": 0, "~": 0}
+    for a, b in zip(sides_a, sides_b, strict=True):
+        comparison = compare_samples(measured(a), measured(b))
+        difference = comparison.difference
+        assert difference.ratio_low <= difference.ratio <= difference.ratio_high
+        assert (comparison.verdict == "slower") == (difference.ratio_low > 1)
+        assert (comparison.verdict == "faster") == (difference.ratio_high < 1)
+        found[comparison.verdict] += 1
+    return {verdict: number / len(sides_a) for verdict, number in found.items()}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("noise", NOISES)
+def test_one_run_a_side(noise, steps, draw, count):
+    a, b = (NOISES[noise](draw, (count, steps))[:, None] for _ in range(2))
+    false_positives = 1 - verdicts(a, b)["~"]
+    power = verdicts(a, 1.05 * b)["slower"]
+    print(f"\n| {noise} | {steps} | {false_positives:.3f} | {power:.2f} |", end="")
+    assert false_positives <= at_most(MOST_FALSE_POSITIVES[noise], count)
+    if noise == "independent":
+        assert power >= 0.8
+
+
+def test_what_is_faster_in_the_mean_is_never_called_slower(draw, count):
+    """By ranks it is faster too, but its median is larger: B's faster mode is the rarer one."""
+    a = bimodal(draw, (count, 50), fast=10, slow=20, share_slow=0.45)
+    b = bimodal(draw, (count, 50), fast=9, slow=12, share_slow=0.55)
+    found = verdicts(a[:, None], b[:, None])
+    assert (found["slower"], found["faster"] > 0.95) == (0, True)
+    p_values, b_is_slower = STATISTICS["medians, Mann-Whitney"](a, b)
+    assert ((p_values < 0.05) & b_is_slower).mean() > 0.3, "which is what medians say that ranks find significant"
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_other_statistics(steps, draw, count):
+    """The simulation sees what is wrong with them; ``compare`` is the one of means and cosines."""
+    false_positives = {}
+    for name, p_values in STATISTICS.items():
+        found = []
+        for noise in NOISES.values():
+            a, b = (noise(draw, (count, steps)) for _ in range(2))
+            wrong = (p_values(a, b)[0] < 0.05).mean()
+            found.append((wrong, (p_values(a, 1.05 * b)[0] < 0.05).mean()))
+        false_positives[name] = dict(zip(NOISES, (wrong for wrong, _ in found), strict=True))
+        print(f"\n| {name} | {steps} |", *(f"{wrong:.3f} / {power:.2f} |" for wrong, power in found), end="")
+    assert false_positives["means, Welch of samples"]["lag 1 of 0.6"] > 0.25
+    assert false_positives["means, cosines"]["lag 1 of 0.6"] <= at_most(0.10, count)
+
+
+def runs_that_differ(draw, count, runs, spread, steps=10):
+    """Sides of several runs, whose means differ by ``spread``."""
+    levels = 1 + spread * draw.standard_normal((count, runs, 1))
+    return levels * independent(draw, (count, runs, steps))
+
+
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_several_runs_a_side(runs, draw, count):
+    a, b = (runs_that_differ(draw, count, runs, spread=0.01) for _ in range(2))
+    false_positives, power = 1 - verdicts(a, b)["~"], verdicts(a, 1.05 * b)["slower"]
+    print(f"\n| {runs} runs that differ by 1 % | 10 | {false_positives:.3f} | {power:.2f} |", end="")
+    assert false_positives <= at_most(0.06, count)
+    assert runs < 3 or power >= 0.8
+
+
+@pytest.mark.parametrize(("runs_a", "runs_b"), [(1, 5), (3, 10)])
+def test_unequal_numbers_of_runs(runs_a, runs_b, draw, count):
+    a, b = (runs_that_differ(draw, count, runs, spread=0.01) for runs in (runs_a, runs_b))
+    false_positives, power = 1 - verdicts(a, b)["~"], verdicts(a, 1.05 * b)["slower"]
+    print(f"\n| {runs_a} against {runs_b} runs that differ by 1 % | 10 | {false_positives:.3f} | {power:.2f} |", end="")
+    # Welch's test is a little too sure of so few against so many.
+    assert false_positives <= at_most(0.07, count)
+
+
+def test_one_run_a_side_says_nothing_of_the_next(draw, count):
+    """What the note of every table with one run a side warns of."""
+    a, b = (runs_that_differ(draw, count, 1, spread=0.01, steps=50) for _ in range(2))
+    false_positives = 1 - verdicts(a, b)["~"]
+    print(f"\n| 1 run, and runs differ by 1 % | 50 | {false_positives:.3f} | |", end="")
+    assert false_positives > 0.3
+
+
+@pytest.mark.parametrize("spread", [0.005, 0.01, 0.02])
+def test_how_many_runs_a_difference_needs(spread, draw, count):
+    """The fewest runs a side of 10 steps each that find a difference four times out of five."""
+    needed = {}
+    for difference in (0.05, 0.02, 0.01):
+        fewest = needed[0.02] if difference == 0.01 else 2
+        for runs in (2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 70, 100):
+            if runs < fewest:
+                continue
+            a, b = (runs_that_differ(draw, min(count // 3, 2000), runs, spread) for _ in range(2))
+            if verdicts(a, (1 + difference) * b)["slower"] >= 0.8:
+                break
+        needed[difference] = runs
+    print(f"\n| {100 * spread:g} % |", *(f"{needed[difference]} |" for difference in (0.01, 0.02, 0.05)), end="")
+    if spread == 0.01:
+        assert needed[0.05] <= 3

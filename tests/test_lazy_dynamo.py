@@ -1,0 +1,52 @@
+import importlib
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from cs336sys.lazy_dynamo import importing_no_compiler
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_what_was_left_out_before_the_compiler_was_imported_is_left_out_of_what_it_compiles(
+    monkeypatch, is_called_before
+):
+    calls = []
+    module = importlib.import_module("torch._dynamo")
+
+    def hook(layer, args):
+        calls.append(torch.compiler.is_compiling())
+
+    layer = nn.Linear(2, 2)
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "torch._dynamo")
+        layer.register_forward_pre_hook(importing_no_compiler(torch._disable_dynamo(hook)))
+        if is_called_before:
+            layer(torch.ones(2))
+            assert calls.pop() is False
+            assert "torch._dynamo" not in sys.modules, "to call it imports nothing"
+        # As an import statement looks for it.
+        for finder in sys.meta_path:
+            if finder.find_spec("torch._dynamo", torch.__path__):
+                break
+    assert sys.modules["torch._dynamo"] is module
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer.compile(backend="eager")
+    for _ in range(3):
+        layer(torch.ones(2))
+    # Only what is left out sees every call, and no frame of it is compiled.
+    assert calls == [False] * 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_whoever_is_decorated_once_the_compiler_is_there_stays_as_it_is():
+    importlib.import_module("torch._dynamo")
+
+    def function():
+        pass
+
+    left_out = torch._disable_dynamo(function)
+    assert importing_no_compiler(left_out) is left_out
+    assert not vars(function)
