@@ -8,11 +8,9 @@ from cs336sys.commands.invocation import LazyGroup
 
 # Subjects, and the commands that each module has.
 _MODULES = {
-    "memory": ("memory",),
-    "keep": ("keep",),
+    "memory": ("memory", "keep"),
     "model": ("activations", "attention", "flops", "checkpointing"),
-    "communication": ("collectives", "buckets"),
-    "devices": ("parallel", "xxl"),
+    "communication": ("collectives", "buckets", "parallel", "xxl"),
     "scaling": ("scaling",),
 }
 
