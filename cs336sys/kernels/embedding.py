@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336sys.kernels.operators import check_tensors, needs_operators, once_differentiable
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import check_tensors, needs_operators
 
 # So many tokens are put in order by comparing each with each, in one launch; more are sorted.
 MOST_COMPARED = 2**14

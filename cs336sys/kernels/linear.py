@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cs336sys.kernels.operators import as_rows, define_operator, needs_operators, once_differentiable
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
 
 
 def _empty_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

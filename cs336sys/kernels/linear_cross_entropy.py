@@ -10,15 +10,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.kernels.operators import (
-    DTYPES,
-    as_rows,
-    check_tensors,
-    define_gradient,
-    define_operator,
-    needs_operators,
-    once_differentiable,
-)
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import DTYPES, as_rows, check_tensors, define_gradient, define_operator, needs_operators
 
 
 @triton.jit

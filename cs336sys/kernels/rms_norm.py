@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
     as_rows,
     check_tensors,
@@ -13,7 +14,6 @@ from cs336sys.kernels.operators import (
     define_operator,
     needs_operators,
     num_multiprocessors,
-    once_differentiable,
     result_dtype,
     sum_of_partials,
 )

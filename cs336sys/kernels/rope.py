@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
     check_tensors,
     define_gradient,
     define_operator,
     needs_operators,
     num_multiprocessors,
-    once_differentiable,
     result_dtype,
 )
 

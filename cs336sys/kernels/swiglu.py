@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.linear import weight_gradient
 from cs336sys.kernels.operators import (
     as_rows,
@@ -13,7 +14,6 @@ from cs336sys.kernels.operators import (
     define_gradient,
     define_operator,
     needs_operators,
-    once_differentiable,
     result_dtype,
 )
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention import flash_attention
+from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.cublaslt_autotune import product
 from cs336sys.kernels.fuse import rotation_base
-from cs336sys.kernels.operators import as_rows, once_differentiable
+from cs336sys.kernels.operators import as_rows
 from cs336sys.kernels.rope import rope
 from cs336sys.kernels.swiglu import swiglu
 

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336sys.kernels.operators import as_rows, check_tensors, once_differentiable, sum_of_partials
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import as_rows, check_tensors, sum_of_partials
 
 # A tile is 16 x 128 elements, 16 in each of the 128 threads of a program; a row of it fills whole 128-byte cache lines.
 ROW_TILE = 16

@@ -86,8 +86,8 @@ def test_one_round_is_neither_saved_nor_shown(tmp_path):
     assert "rounds" not in title
     (cell,) = read_results(path).cells
     assert set(cell.configuration) == {
-        *("implementation", "batch_size", "heads", "context", "head_dim", "dtype", "causal", "device", "seed"),
-        *("warmup_ms", "repetition_ms"),
+        *("implementation", "batch_size", "heads", "kv_heads", "context", "head_dim", "window", "dtype", "causal"),
+        *("device", "seed", "warmup_ms", "repetition_ms"),
     }
     assert pool_flash_rounds([cell]) == [cell]
 

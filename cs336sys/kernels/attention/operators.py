@@ -25,7 +25,8 @@ from cs336sys.kernels.attention.choice import (
 )
 from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import Operand, check_attention_inputs, check_window
-from cs336sys.kernels.operators import needs_operators, once_differentiable
+from cs336sys.kernels.autograd import once_differentiable
+from cs336sys.kernels.operators import needs_operators
 
 # Where the functions are that torch.compile's code allocates with.
 _compiled_code = torch._C._dynamo.guards

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cs336sys.kernels.attention.problem import check_attention_inputs, check_window, group_size
-from cs336sys.kernels.operators import once_differentiable
+from cs336sys.kernels.autograd import once_differentiable
 
 # Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
 #
