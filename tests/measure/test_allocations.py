@@ -227,8 +227,9 @@ class Double(nn.Module):
         return self.second(torch.tanh(self.first(x) * 2))
 
 
-def record_double(history_of):
+def record_double(history_of, freeze=lambda model: None):
     model = Double()
+    freeze(model)
     x = torch.randn(3, 16)
     names = {module: name for name, module in model.named_modules()}
     history = history_of([x, *model.parameters()])
@@ -280,6 +281,12 @@ def test_recorded_step(record):
     assert totals[0] == 4 * (2 * 16 * 32 + 3 * 16)
     assert totals[-1] == totals[0] + 2 * 2048
     assert [region.name for region in timeline.regions] == ["forward", "backward"]
+
+
+def test_frozen_parameters_have_no_gradients():
+    with FakeTensorMode():
+        timeline = record_double(FakeHistory, lambda model: model.first.weight.requires_grad_(False))
+    assert {a.parameter for a in timeline.allocations if a.category == "gradients"} == {"second.weight"}
 
 
 def _line_of(text):

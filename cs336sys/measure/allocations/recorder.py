@@ -103,8 +103,9 @@ class StepRecorder:
     def __enter__(self) -> "StepRecorder":
         with contextlib.ExitStack() as stack:
             for name, parameter in self._parameters.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
-                stack.callback(hook.remove)
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
+                    stack.callback(hook.remove)
             stack.enter_context(self._history)
             if self._operations is not None:
                 stack.enter_context(self._operations)
