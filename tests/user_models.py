@@ -317,6 +317,20 @@ class InPlace(Encoder):
         return self.head(x * weights)
 
 
+class Skipping(Encoder):
+    """Uses a layer in every other step alone, as LayerDrop does."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.sometimes = nn.Linear(size.vocab_size, size.vocab_size)
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        logits = super().forward(tokens)
+        return self.sometimes(logits) if self.calls % 2 else logits
+
+
 class Synchronizing(Encoder):
     def forward(self, tokens):
         if tokens.sum().item() < 0:

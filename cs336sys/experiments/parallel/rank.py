@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
-from cs336sys.errors import DEBUG_VARIABLE, UserCodeError
+from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
 from cs336sys.experiments.checks.weights import Difference
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.communication import (
@@ -376,6 +376,11 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
         with telling_user_errors(workload.training):
             yield
     except UserCodeError as error:
+        if "Expected to have finished reduction" in str(error):
+            raise CapabilityError(
+                f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, of which a "
+                "step of this model used some alone; choose another strategy"
+            ) from error
         if DEBUG_VARIABLE in os.environ:
             error.add_note("".join(traceback.format_exception(error.__cause__ or error)))
         raise

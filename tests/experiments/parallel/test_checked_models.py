@@ -105,6 +105,13 @@ def test_a_traceback_of_a_rank_shows_the_users_line(monkeypatch):
     assert 'raise KeyError("no such size")' in "".join(traceback.format_exception(arrived))
 
 
+def test_parameters_that_torchs_ddp_waits_for_in_vain_are_one_sentence(ranks):
+    ranks()
+    with pytest.raises(CapabilityError, match="of which a step of this model used some alone; choose another strategy"):
+        outcome_of(cell("Skipping", "torch"))
+    assert outcome_of(cell("Skipping", "overlap")).status == "ok"
+
+
 def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence():
     user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
     training = Workload(SIZE, device="cpu", precision="bf16", user=user)
