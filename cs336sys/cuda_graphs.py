@@ -54,7 +54,7 @@ _REASONS = {
 
 
 class Recorder(Protocol):
-    """How launches are recorded; :class:`CudaRecorder` is the one for GPUs."""
+    """Record launches; :class:`CudaRecorder` is the one for GPUs."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Within this context, work is launched where it will be captured; the caller's stream waits for it."""
@@ -285,7 +285,7 @@ class GraphedStep:
 
 
 def _reason(error: BaseException) -> str:
-    """What a failed capture means, in words."""
+    """Explain a failed capture in words."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -309,7 +309,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the CPU decides in a step: the numbers in each group."""
+    """Return the numbers of each group that the CPU decides in a step."""
     return [
         {name: value for name, value in group.items() if isinstance(value, int | float)}
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What ends a command early: the errors that it ends with one sentence instead of a traceback, Ctrl-C and SIGTERM."""
+"""Errors that end a command early with one sentence instead of a traceback, and Ctrl-C and SIGTERM."""
 
 from collections.abc import Collection
 
@@ -13,13 +13,13 @@ DEBUG_VARIABLE = "CS336SYS_DEBUG"
 
 
 class UsageError(ValueError):
-    """What was asked for makes no sense: the command exits with 2."""
+    """A request that makes no sense: the command exits with 2."""
 
     exit_code = 2
 
 
 class CapabilityError(RuntimeError):
-    """What was asked for makes sense, but this machine or installation cannot do it: the command exits with 3."""
+    """A request that this machine or installation cannot serve: the command exits with 3."""
 
     exit_code = 3
 
@@ -55,7 +55,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def choose_from(value: str, names: Collection[str]) -> str:
-    """What to tell about a value that is none of the names: ``choose from fp32, bf16; did you mean bf16?``"""
+    """Suggest names for a value that is none of them: ``choose from fp32, bf16; did you mean bf16?``"""
     return f"choose from {', '.join(names)}{did_you_mean(value, names)}"
 
 
@@ -68,6 +68,6 @@ def did_you_mean(value: str, names: Collection[str]) -> str:
 
 
 def a_value(value: object) -> str:
-    """What a message calls a value, by its type: ``a list``, ``an Identity``, ``None``."""
+    """Name a value by its type, for messages: ``a list``, ``an Identity``, ``None``."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""What builds and measures one cell of a command.
+"""Build and measure one cell of a command.
 
 Kernels look for Triton's interpreter when they are loaded: without a GPU they run in it, as far as they run at all.
 """

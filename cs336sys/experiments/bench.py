@@ -92,7 +92,7 @@ def training_outcome(
     busy_ms: float | None,
     surroundings: Mapping[str, Any],
 ) -> Outcome:
-    """What a cell of ``bench`` reports of a measured step: its samples, and the columns derived from them.
+    """Report a measured step of ``bench``: its samples, and the columns derived from them.
 
     Args:
         counted: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.

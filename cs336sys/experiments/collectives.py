@@ -54,7 +54,7 @@ class RankHardware:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank found: wrong elements of its output and, where no rank found any, the times of all calls in us."""
+    """One rank's findings: wrong elements of its output and, if no rank found any, the times of all calls in us."""
 
     wrong_elements: int
     back_to_back_us: tuple[float, ...] = ()
@@ -117,7 +117,7 @@ def own_hardware() -> RankHardware:
 
 
 def _link(hardware: Sequence[RankHardware]) -> str:
-    """What the ranks communicate through, in words."""
+    """Name the link between the ranks."""
     machines = len({rank.machine for rank in hardware})
     between = f"network between {machines} machines"
     if hardware[0].gpu_uuid is None:
@@ -128,7 +128,7 @@ def _link(hardware: Sequence[RankHardware]) -> str:
 
 
 def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]) -> str | None:
-    """Why the tensors certainly cannot be allocated; the same answer on every rank."""
+    """Explain why the tensors certainly cannot be allocated; the same answer on every rank."""
     needed = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
     for number, rank in enumerate(hardware):
         together = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
@@ -211,7 +211,7 @@ def write(tensor: Tensor, data: Tensor, start: int = 0) -> None:
 
 
 def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
-    """How many elements differ from what :func:`write` would write; NaN does."""
+    """Return how many elements differ from what :func:`write` would write; NaN does."""
     data = data.roll(-(start % len(data))).to(tensor)
     rows, rest = _periods(tensor, len(data))
     wrong = (rest != data[: len(rest)]).sum()

@@ -1,4 +1,4 @@
-"""What a step of a user's model computes, of which no formula knows: parameters, FLOPs, calls of attention."""
+"""Count a step of a user's model, for which there is no formula: parameters, FLOPs, calls of attention."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from cs336sys.workload import Workload
 
 
 def count_step(workload: Workload) -> user_models.StepCount:
-    """What a step of a user's model computes, of which no formula knows."""
+    """Count a step of a user's model, for which there is no formula."""
     mode = "forward" if workload.mode == "forward" else "forward-backward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
     # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.

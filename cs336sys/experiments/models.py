@@ -246,7 +246,7 @@ def build_by_layers(workload: Workload, device: torch.device) -> nn.Module:
 
 
 def initializer_of(workload: Workload) -> Callable[[nn.Module], None] | None:
-    """What initializes one layer of a workload's model; None where a model of the user's has no such thing."""
+    """Return the initializer of one layer; None if a user's model has none."""
     if workload.user.model is None:
         return initialize_layer
     return user_models.layer_initializer(workload.user.model, workload.size)

@@ -242,7 +242,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
 
 @contextmanager
 def _raising_outcome(file: Path) -> Iterator[None]:
-    """What the profiled process says about its failure takes precedence over what nsys makes of it."""
+    """Prefer what the profiled process says about its failure over what nsys makes of it."""
     try:
         yield
     finally:

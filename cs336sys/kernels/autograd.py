@@ -1,4 +1,4 @@
-"""What the kernels' autograd functions have in common."""
+"""Decorate autograd functions of the kernels."""
 
 import functools
 from collections.abc import Callable

@@ -72,7 +72,7 @@ class Operand:
 
 
 def operand(matrix: Tensor) -> Operand | None:
-    """How to read the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
+    """Read the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
     rows, columns = matrix.shape
     if matrix.stride(1) == 1 and matrix.stride(0) >= columns:
         return Operand(False, columns, rows, matrix.stride(0))
@@ -83,7 +83,7 @@ def operand(matrix: Tensor) -> Operand | None:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """What an algorithm is chosen for: ``result' = b' a'`` (+ what is added), column-major; ``'`` transposes."""
+    """A product that an algorithm is chosen for: ``result' = b' a'`` (+ an addend), column-major; ``'`` transposes."""
 
     a: Operand
     b: Operand
@@ -128,7 +128,7 @@ _runs: dict[ProductShape, _Run | None] = {}
 
 
 def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
-    """What computes this product; None if torch does."""
+    """Return the algorithm for this product; None if torch computes it."""
     if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < LEAST_WORK or any(
@@ -227,7 +227,7 @@ class _CublasLt:
             raise RuntimeError(f"cublasLt{name}: status {status}")
 
     def algorithms(self, shape: ProductShape) -> list[_Run]:
-        """What the heuristic offers, its own choice first; none if it knows none."""
+        """List the heuristic's algorithms, its own choice first; none if it knows none."""
         description, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
         for attribute, one in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):

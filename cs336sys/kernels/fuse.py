@@ -271,7 +271,7 @@ class Fused:
         return self.copies
 
     def _owners(self, weight: nn.Parameter) -> int:
-        """Of how many modules it is a parameter: an embedding may share the head's."""
+        """Count the modules that own a parameter: an embedding may share the head's."""
         return sum(one is weight for module in self._model.modules() for one in module._parameters.values())
 
     def chain_blocks(self) -> None:

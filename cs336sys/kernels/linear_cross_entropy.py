@@ -193,7 +193,7 @@ def check_arguments(
 
 
 def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
-    """How many are not ignored, as a scalar where they are.
+    """Count targets that are not ignored, as a scalar on their device.
 
     One that is not in the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
     assertion on a GPU, for which no host waits.

@@ -1,4 +1,4 @@
-"""What the fused kernels have in common: checks of tensors, dtypes of results, and operators for torch.compile."""
+"""Parts that fused kernels share: checks of tensors, dtypes of results, operators for torch.compile, partial sums."""
 
 import functools
 import math
@@ -36,7 +36,9 @@ def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
 
 
 def needs_operators(tensor: torch.Tensor) -> bool:
-    """Whether something other than the plain call wants to see the kernels: a compiler, a dispatch mode, a subclass."""
+    """Return whether something other than the plain call wants to see the kernels: a compiler, a dispatch mode, a
+    subclass.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -45,7 +47,7 @@ def needs_operators(tensor: torch.Tensor) -> bool:
 
 
 def check_tensors(function: str, kernel: object, **tensors: torch.Tensor) -> None:
-    """Whether ``kernel`` can compute ``function`` from these tensors, by name.
+    """Check that ``kernel`` can compute ``function`` from these tensors, by name.
 
     Raises:
         TypeError: a dtype is not one of :data:`DTYPES`.

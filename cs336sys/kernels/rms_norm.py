@@ -270,7 +270,7 @@ STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
 
 
 class Settings(NamedTuple):
-    """How a kernel is launched.
+    """Launch settings of a kernel.
 
     Attributes:
         programs: of the backward pass on one multiprocessor, among which the rows are shared out.

@@ -271,7 +271,7 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
 
 
 class Tiling(NamedTuple):
-    """How rows and heads are shared out to programs."""
+    """The division of rows and heads among programs."""
 
     tiles: int
     groups: int

@@ -156,7 +156,7 @@ def _launch_backward(
     product: torch.Tensor,
     grad_inputs_row_stride: int,
 ) -> None:
-    """Of matrices; the product is written if it has elements."""
+    """Launch on matrices; the product is written if it has elements."""
     if gate.numel() == 0:
         return
     num_programs, constants = _tiling(gate)

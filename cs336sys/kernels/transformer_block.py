@@ -33,7 +33,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a block computes, beside its weights.
+    """Settings of a block, besides its weights.
 
     Attributes:
         num_heads: H.

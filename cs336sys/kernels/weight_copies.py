@@ -1,4 +1,4 @@
-"""Which tensors are copies of which weights, and whether they are up to date."""
+"""Copies of weights in half precision, and whether they are up to date."""
 
 from collections.abc import Iterator, Sequence
 

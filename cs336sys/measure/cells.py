@@ -35,7 +35,7 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "CUDA err
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise.
+    """The outcome of one cell: numbers when ``status`` is ``ok``, one sentence of ``reason`` otherwise.
 
     Attributes:
         refused: the cell failed before anything was run, or in the user's code: the process that measures can go on.
@@ -202,7 +202,7 @@ class _ParentGone(BaseException):
 
 
 def _serve(connection: multiprocessing.connection.Connection, measure: str, arguments: tuple[str, ...]) -> None:
-    """What a worker does: describe this machine, then measure configurations until the parent closes the pipe."""
+    """Serve as a worker: describe this machine, then measure configurations until the parent closes the pipe."""
 
     def send(message: Run | Outcome | str) -> None:
         try:
@@ -258,7 +258,7 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, on whichever device, though another error may tell it."""
+    """Return whether memory ran out, on whichever device, though another error may tell it."""
     import torch
 
     while error is not None:

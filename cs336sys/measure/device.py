@@ -1,4 +1,4 @@
-"""Which device a measurement runs on, and torch's dtypes by the names that commands and results give them."""
+"""The device of a measurement, and torch's dtypes by the names that commands and results give them."""
 
 import torch
 

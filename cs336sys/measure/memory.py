@@ -57,5 +57,5 @@ def free_gpu_memory() -> None:
 
 
 def held_memory_gib(device: torch.device) -> float:
-    """What tensors hold now, in GiB; 0 where torch does not count it (CPU)."""
+    """Return what tensors hold now, in GiB; 0 where torch does not count it (CPU)."""
     return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0

@@ -1,4 +1,4 @@
-"""What low precision does to a sum, and which dtypes autocast gives to the parts of a model.
+"""Effects of low precision on a sum, and the dtypes that autocast gives to the parts of a model.
 
 Source: handout, problems mixed_precision_accumulation and benchmarking_mixed_precision.
 """

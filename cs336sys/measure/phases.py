@@ -25,7 +25,7 @@ from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, 
 
 
 class Marks(Protocol):
-    """How ranges reach a profiler."""
+    """The way in which ranges reach a profiler."""
 
     def start(self, name: str) -> Callable[[], None]:
         """Open a range for all threads; what is returned ends it, from any thread."""
@@ -235,7 +235,7 @@ class _AttentionRanges:
 
 
 def _calls_softmax(attention: Callable[..., Tensor]) -> bool:
-    """Whether attention looks ``softmax`` up in ``cs336_basics.model``: tried on 16 tokens, on the CPU."""
+    """Return whether attention looks ``softmax`` up in ``cs336_basics.model``: tried on 16 tokens, on the CPU."""
     module = cs336_basics.model
     original = module.softmax
     called = False

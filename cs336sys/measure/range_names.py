@@ -1,4 +1,4 @@
-"""What the ranges are called by which a profiler shows a training step. Plain names, no torch."""
+"""Names of the ranges by which a profiler shows a training step. No torch."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""How far results are from what is right: as a whole, and in the row that is farthest off."""
+"""Errors of results, as a whole and in the worst row."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NOTHING = 1e-9
 
 
 class RelativeError(NamedTuple):
-    """How far a tensor is from its reference.
+    """Error of a tensor relative to its reference.
 
     Attributes:
         whole: ``||x - reference|| / ||reference||``.
@@ -51,14 +51,14 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def error_columns(errors: Mapping[str, RelativeError]) -> dict[str, Any]:
-    """What a cell keeps of them: ``NAME_error`` of each as a whole, and the largest ``error_of_a_row``."""
+    """Return what a cell keeps of errors: ``NAME_error`` of each as a whole, and the largest ``error_of_a_row``."""
     # max alone would find NaN or not by its place.
     largest = max((error.row for error in errors.values()), key=lambda row: (math.isnan(row), row))
     return {f"{name}_error": error.whole for name, error in errors.items()} | {"error_of_a_row": largest}
 
 
 def why_wrong(errors: Mapping[str, RelativeError], tolerance: float) -> str | None:
-    """Which errors are over the tolerance, or over :data:`ROW_TOLERANCE` times it in a row; None if none is."""
+    """List errors over the tolerance, or over :data:`ROW_TOLERANCE` times it in a row; None if there are none."""
     # Written so that NaN counts as wrong.
     wholes = [f"{name} by {error.whole:.1e}" for name, error in errors.items() if not error.whole <= tolerance]
     if wholes:

@@ -1,4 +1,4 @@
-"""What the operating system and the NVIDIA driver's tools say about this machine; no torch.
+"""Ask the operating system and the NVIDIA driver's tools about this machine; no torch.
 
 Nothing here raises because a tool is missing, fails or hangs: the answer is then None or empty.
 """
@@ -49,7 +49,7 @@ def run_tool(
 
 
 def library_loads(name: str) -> bool:
-    """Whether the dynamic loader finds a shared library and all that it depends on."""
+    """Return whether the dynamic loader finds a shared library and all that it depends on."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -98,13 +98,13 @@ def memory_gib() -> tuple[float | None, float | None]:
 
 
 def container_memory_limit_bytes() -> int | None:
-    """How much main memory the container of this process may use, if it is limited."""
+    """Return the limit of main memory of this process's container, if there is one."""
     limit = _read_text("/sys/fs/cgroup/memory.max")
     return int(limit) if limit.isdigit() else None
 
 
 def is_wsl() -> bool:
-    """Whether this is the Windows Subsystem for Linux."""
+    """Return whether this is the Windows Subsystem for Linux."""
     return "microsoft" in platform.uname().release.lower()
 
 
@@ -200,7 +200,7 @@ def _gpu_state(values: list[str]) -> GpuState:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Where cells would run, and what memory there is for all that a process holds."""
+    """The device of the cells, and the memory for all that a process holds."""
 
     device: str
     memory_gib: float

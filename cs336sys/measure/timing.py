@@ -184,7 +184,7 @@ def elapsed_ms(start: Mark, end: Mark) -> float:
 
 
 def gpu_busy_ms(step: Callable[[], None]) -> float | None:
-    """How long at least one kernel or copy ran on the GPU during ``step``, by torch.profiler.
+    """Return how long at least one kernel or copy ran on the GPU during ``step``, by torch.profiler.
 
     The profiler slows the CPU down but not the kernels, so set this against the time of an unprofiled step.
 

@@ -1,4 +1,4 @@
-"""What a started Python process does from its first moment to its last."""
+"""A started Python process, from its first moment to its last."""
 
 import atexit
 import contextlib
@@ -24,7 +24,7 @@ _SOONER = "500"
 
 
 def run_guarded(connection: multiprocessing.connection.Connection) -> None:
-    """What the process of :func:`cs336sys.processes.parent.call_guarded` does."""
+    """Run the process of :func:`cs336sys.processes.parent.call_guarded`."""
     # What this process starts would keep it open.
     os.set_inheritable(connection.fileno(), False)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -35,7 +35,7 @@ def run_guarded(connection: multiprocessing.connection.Connection) -> None:
 
 
 def run_spawned(parent: int, function: str, *args: Any) -> None:
-    """What a process that multiprocessing has spawned does: it calls a function, and dies with its parent.
+    """Run a process that multiprocessing has spawned: call a function, and die with the parent.
 
     It leads a process group that can be killed as a whole, and its standard output becomes standard error.
 
@@ -54,7 +54,7 @@ def run_spawned(parent: int, function: str, *args: Any) -> None:
 
 
 def imported(name: str) -> Any:
-    """What ``package.module:name`` names, imported by a process that will keep it to its end.
+    """Import what ``package.module:name`` names, in a process that keeps it to its end.
 
     Nothing imported becomes garbage. That Python does not look for any meanwhile saves a tenth of the time torch takes;
     that it leaves out what was imported whenever it looks later saves 0.15 s each time.

@@ -99,7 +99,7 @@ def _kill_rest(group: int) -> None:
 
 
 def _has_children() -> bool:
-    """Whether this process still has children; those that have ended are done with here."""
+    """Return whether this process still has children; those that have ended are done with here."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,4 +1,4 @@
-"""What a process does with those that it starts: start them so that they end with it, and say what they died of."""
+"""Start processes so that they end with this one, and say what they died of."""
 
 import concurrent.futures
 import contextlib
@@ -184,7 +184,7 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def out_of_memory_kills() -> int | None:
-    """How many processes this kernel has killed for lack of memory since it started; None if it does not say."""
+    """Count the processes that this kernel has killed for lack of memory since it started; None if it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -193,7 +193,7 @@ def out_of_memory_kills() -> int | None:
 
 
 def cause_of_death(exit_code: int, kills_before: int | None) -> str:
-    """How a process ended that should not have ended, phrased to follow "the process".
+    """Say how a process ended that should not have ended, phrased to follow "the process".
 
     Args:
         kills_before: :func:`out_of_memory_kills` when it was started.

@@ -1,4 +1,4 @@
-"""Which of several ranks this process is, as torchrun or Slurm say it."""
+"""The rank of this process, as torchrun or Slurm say it."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from cs336sys.errors import UsageError
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which rank a process is. ``local_rank`` counts the ranks of one machine, and selects the GPU."""
+    """The rank of a process. ``local_rank`` counts the ranks of one machine, and selects the GPU."""
 
     rank: int
     world_size: int
@@ -16,7 +16,7 @@ class RankIdentity:
 
 
 def started_outside() -> RankIdentity | None:
-    """Which of the ranks started by torchrun or Slurm this process is; None if it is not one of them.
+    """Return the identity of a rank that torchrun or Slurm started; None if this process is none.
 
     Raises:
         UsageError: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` name no rank.

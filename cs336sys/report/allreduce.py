@@ -22,7 +22,7 @@ TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
 
 
 class Group(NamedTuple):
-    """What cells of one sweep over message sizes have in common."""
+    """Settings that the cells of one sweep over message sizes share."""
 
     backend: str
     world_size: int
@@ -104,7 +104,7 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
 
 
 def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
-    """How far each cell is from its group's line; none for groups of two sizes, through which there is always one."""
+    """Return each cell's distance from its group's line; none for groups of two sizes, which always fit."""
     found = {}
     for of_group in groups_of(cells).values():
         line = fit_of(of_group, timing)
@@ -121,7 +121,7 @@ def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float
 
 
 def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
-    """What ``--dry-run`` prints: each cell with the memory of its tensors."""
+    """Build the table of ``--dry-run``: each cell with the memory of its tensors."""
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"size_bytes": workload.message_bytes}

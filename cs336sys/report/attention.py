@@ -126,7 +126,7 @@ def _attn_row(cell: Cell) -> dict[str, Any]:
 
 
 def predicted_memory(cell: Cell) -> AttentionMemory:
-    """What eager attention of a cell's shape holds, on paper."""
+    """Predict what eager attention of a cell's shape holds, on paper."""
     return attention_memory(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
 
 
@@ -137,7 +137,7 @@ def _sequences(cell: Cell) -> tuple[int, int, int, str]:
 
 
 def _worked_through(cell: Cell) -> Table:
-    """Where the memory of one shape goes, tensor by tensor, as ``account attention`` derives it."""
+    """Derive the memory of one shape tensor by tensor, as ``account attention`` does."""
     answers = attention_answers(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
     sequences, context, head_dim, dtype = _sequences(cell)
     heading = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {dtype}"
@@ -145,7 +145,7 @@ def _worked_through(cell: Cell) -> Table:
 
 
 def _growth(cells: Sequence[Cell]) -> Table | None:
-    """How the memory held for the backward pass grows from each context to the next."""
+    """Return the growth of memory held for the backward pass from each context to the next."""
     measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
     rows = []
     for cell in measured:

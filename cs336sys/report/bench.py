@@ -195,7 +195,7 @@ _FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Colu
 def bench_plan(
     workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
 ) -> Table:
-    """What ``--dry-run`` prints: each cell with its predicted memory, whether it fits, and ``notes`` below."""
+    """Build the table of ``--dry-run``: each cell with its predicted memory, whether it fits, and ``notes`` below."""
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.parameters}
@@ -304,7 +304,7 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def speedup_pairs(cells: Sequence[Cell], settings: Collection[str]) -> tuple[list[str], list[tuple[Cell, Cell]]]:
-    """Which of ``settings`` are compared, and every measured cell beside the one that its speed-up is over.
+    """Return the settings that are compared, and every measured cell with the one that its speed-up is over.
 
     That is the first cell that differs in nothing but the compared settings, or the interleaved one.
     """
@@ -322,7 +322,7 @@ def speedup_pairs(cells: Sequence[Cell], settings: Collection[str]) -> tuple[lis
 
 
 def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
-    """How many times as fast as the baseline a phase, or the step, is."""
+    """Return how many times as fast as the baseline a phase, or the step, is."""
     ratio = ratio_of_pairs if "interleave" in cell.configuration else ratio_of_medians
     return ratio(baseline.samples[name], cell.samples[name])
 

@@ -42,7 +42,7 @@ _SHARES = {
 
 
 def is_of_board(cell: Cell) -> bool:
-    """Whether it was measured by ``shard --board``."""
+    """Return whether it was measured by ``shard --board``."""
     return bool(cell.configuration.get("board"))
 
 

@@ -137,7 +137,7 @@ def _numbers(comparison: Comparison, unit: str) -> dict[str, Value]:
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """How much less the samples say that are most like those before them."""
+    """Return how much less the samples say that are most like those before them."""
     sides = [(one.autocorrelation_a, one.a) for one in comparisons] + [
         (one.autocorrelation_b, one.b) for one in comparisons
     ]

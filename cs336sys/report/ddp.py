@@ -85,7 +85,7 @@ def _exposed(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict
 
 
 def _running_ms(derived: Mapping[str, Any]) -> float | None:
-    """How long communication ran in the profiled step of a cell."""
+    """Return how long communication ran in the profiled step of a cell."""
     return (derived.get("timeline") or {}).get("communication_ms")
 
 
@@ -167,7 +167,7 @@ def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -
 
 
 def exposure(cell: Cell) -> dict[str, Any]:
-    """What communication costs the step, and how much of it that hides, as far as these samples can tell."""
+    """Return what communication costs the step and how much of it is hidden, as far as these samples can tell."""
     if "unsynchronized" not in cell.samples:
         return {}
     step_ms = cell.samples["step"].median
@@ -207,7 +207,7 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def check_notes(cells: Sequence[Cell]) -> list[str]:
-    """Which models were checked with fewer layers."""
+    """Name the models that were checked with fewer layers."""
     notes = []
     for cell in cells:
         size, layers = cell.configuration["size"], cell.configuration["num_layers"]
@@ -306,7 +306,7 @@ def _optimum(sweep: Sequence[Cell]) -> str:
 
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
-    """What ``--dry-run`` prints: each cell with the memory of a rank's training state."""
+    """Build the table of ``--dry-run``: each cell with the memory of a rank's training state."""
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}

@@ -22,7 +22,7 @@ _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 
 
 def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """What was learnt, and how far from what the first way of training learnt on the same batches."""
+    """Build the tables of losses, and of their distance from the first way of training on the same batches."""
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     counts = [len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok"]
     averaged = min([_AVERAGED, *counts])

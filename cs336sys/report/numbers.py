@@ -18,7 +18,7 @@ _LEAST_GIB = 0.1
 
 @dataclass(frozen=True)
 class Unit:
-    """How the numbers of one unit are written.
+    """The way in which numbers of one unit are written.
 
     Attributes:
         label: the unit's name for a column header; empty where every number carries its own.
@@ -68,7 +68,7 @@ _SHOWN_UNITS = {
 
 
 def unit_label(unit: str | None) -> str:
-    """What a column header says after its comma: ``GiB`` for ``gib``, nothing where the numbers carry their unit."""
+    """Return what a header says after its comma: ``GiB`` for ``gib``, nothing where the numbers carry their unit."""
     return "" if unit is None else _rule(unit).label
 
 

@@ -1,4 +1,4 @@
-"""What results can be written as, finding out in time whether they can be, and the writing itself."""
+"""Write results to files, and find out before measuring whether they can be written."""
 
 import contextlib
 import importlib.util
@@ -100,7 +100,7 @@ _LEGEND_INCHES = 1.8
 
 
 def legend_columns(figure: "Figure") -> int:
-    """How many entries of a legend above the plots stand side by side without being cut."""
+    """Return how many entries of a legend fit side by side above the plots."""
     return max(1, int(figure.get_figwidth() / _LEGEND_INCHES))
 
 
@@ -141,7 +141,7 @@ def _with_palette(png: io.BytesIO) -> bytes:
 
 @contextlib.contextmanager
 def writing_stdout() -> Iterator[None]:
-    """What is written to standard output in this context has arrived at its end, or the reason is raised.
+    """Raise the reason if what is written to standard output in this context does not arrive.
 
     Characters that its encoding lacks become ``?``: numbers that took an hour to measure must not end in a traceback.
 

@@ -44,7 +44,7 @@ from cs336sys.workload import MemoryWorkload
 
 @dataclass(frozen=True)
 class Presentation:
-    """What commands are asked about how cells are shown; their options of these names, with their defaults."""
+    """The options of commands about how cells are shown, with their names and defaults."""
 
     baseline: str = "eager"
     percentiles: Sequence[float] = ()
@@ -59,7 +59,7 @@ Pictures = Mapping[str, Callable[[Path], None]]
 
 @dataclass(frozen=True)
 class SavedCommand:
-    """How the cells of a command are shown again.
+    """The functions that show a command's cells again.
 
     Attributes:
         tables: of cells that ``pooled`` has returned.
@@ -169,7 +169,7 @@ class Invocation:
 
     @property
     def name(self) -> str:
-        """What tells it from other invocations of the command."""
+        """Return the name that tells it from other invocations of the command."""
         return f"run {self.runs[-1].run_id[:8]} of {self.runs[-1].time}" if self.runs else "a run not recorded"
 
 
@@ -210,7 +210,7 @@ FAULTS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, R
 
 
 def fault_words(error: Exception) -> str:
-    """What the cells do, after their name: ``lack 'timeline'``."""
+    """Say what is wrong with the cells, to follow their name: ``lack 'timeline'``."""
     return f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
 
 
@@ -327,7 +327,7 @@ def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> li
 
 
 def _checked(invocation: Invocation, build: Callable[[], Built], done: str = "shown") -> Built:
-    """What ``build`` makes of cells that another version, or another program, may have written."""
+    """Build from cells that another version, or another program, may have written."""
     try:
         return build()
     except FAULTS as error:
@@ -346,7 +346,7 @@ _SILENT_S = 5.0
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown of an invocation."""
+    """The tables and pictures of an invocation."""
 
     invocation: Invocation
     tables: Sequence[Table]

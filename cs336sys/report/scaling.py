@@ -1,4 +1,4 @@
-"""How ``ddp`` and ``shard`` scale: their cells that differ in the number of ranks, as a table and as a picture."""
+"""Scaling of ``ddp`` and ``shard``: cells that differ in the number of ranks, as a table and as a picture."""
 
 import math
 from collections.abc import Sequence

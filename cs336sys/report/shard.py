@@ -67,7 +67,7 @@ COMPONENTS = {
 
 
 def sharded_step(workload: ParallelWorkload) -> ShardedStep:
-    """What ``accounting`` needs to know of a cell."""
+    """Describe a cell for ``accounting``."""
     training = workload.training
     return ShardedStep(
         workload.strategy,
@@ -96,7 +96,7 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
 
 
 def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
-    """What a rank sends in a step; None where that is torch's own affair."""
+    """Return what a rank sends in a step; None where torch decides it."""
     if workload.strategy in OWN_TENSOR_STRATEGIES:
         return _tensor_step(workload).sent_bytes
     if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
@@ -224,7 +224,7 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
-    """What a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
+    """Return what a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
         "measured": [RankMemory(**held) for held in cell.derived["memory"]],
@@ -283,7 +283,7 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
 
 
 def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
-    """What ``--dry-run`` prints: each cell with what a rank is predicted to hold and to send."""
+    """Build the table of ``--dry-run``: each cell with what a rank is predicted to hold and to send."""
     rows = []
     for workload in workloads:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}

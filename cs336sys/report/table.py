@@ -1,4 +1,4 @@
-"""What a table is: columns with units, rows, notes; and its cells as text for people."""
+"""A table: columns with units, rows and notes, and its cells as text for people."""
 
 import itertools
 import math
@@ -130,7 +130,7 @@ def one_line(text: str) -> str:
 def select_in_groups(
     groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
 ) -> list[list[Table]]:
-    """What :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` leave of tables in groups.
+    """Apply :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` to tables in groups.
 
     Raises:
         UsageError: no table of any group has what was asked for.

@@ -1,4 +1,4 @@
-"""How tables say what was measured: the machine, and the columns for which model was trained and how."""
+"""Titles and notes of tables: the machine, the model and how it was trained."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -85,7 +85,7 @@ def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column])
 
 
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """What a plan says of models whose memory no formula knows."""
+    """Return a plan's notes on models whose memory has no formula."""
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
     is_unknown = any(one.is_ours and not one.memory_is_known for one in workloads)
     return (
@@ -109,7 +109,7 @@ def package_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
 
 
 def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
-    """What the machine and the packages of a run say of all its numbers."""
+    """Return what a run's machine and packages say about all its numbers."""
     return (*interpreted_notes(cells, run), *package_notes(cells, run))
 
 
@@ -175,7 +175,7 @@ def wall_columns(steps: Iterable[Samples]) -> tuple[Column, ...]:
 
 
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """How the steps were counted and timed, and the :func:`reasons`."""
+    """Say how the steps were counted and timed, and the :func:`reasons`."""
     methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
     method = (f"{steps_words(cells)}, by {' and '.join(sorted(methods))}",) if methods else ()
     return (*method, *found_in_models(cells), *reasons(cells))
@@ -194,7 +194,7 @@ _TILED_ON_CPU = {"implementation": ("auto", "deterministic"), "attention": ("fla
 
 
 def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
-    """Which of the kernels that were timed ran in Triton's interpreter, or were tiles in PyTorch, without a GPU."""
+    """Name the timed kernels that ran in Triton's interpreter, or as tiles in PyTorch, without a GPU."""
     if run is None:
         return ()
     is_interpreted = run.environment.get("TRITON_INTERPRET") == "1"
@@ -222,19 +222,19 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
 
 
 def steps_words(cells: Sequence[Cell]) -> str:
-    """Of how many steps, after how many of warm-up, the numbers are."""
+    """Say how many steps were measured, after how many warm-up steps."""
     counts = sorted({(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells})
     steps = ", ".join(f"{steps} step{'' if steps == 1 else 's'} after {warmup} warm-up" for warmup, steps in counts)
     return f"mean ± standard deviation of {steps}"
 
 
 def found_in_models(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """What was found in models of the user's, each sentence once."""
+    """List what was found in users' models, each sentence once."""
     return tuple(dict.fromkeys(note for cell in cells for note in cell.derived.get("notes", ())))
 
 
 def reasons(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
-    """Why cells have no numbers, each reason once.
+    """List why cells have no numbers, each reason once.
 
     Args:
         of: a setting whose value is said with the reason.

@@ -1,1 +1,1 @@
-"""What was measured: one schema, the file it is kept in, and what two files tell apart. Plain data, no torch."""
+"""Measurements: one schema, the file they are kept in, and comparisons of two files. Plain data, no torch."""

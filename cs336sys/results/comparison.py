@@ -30,7 +30,7 @@ Verdict = Literal["faster", "slower", "~", "undecided"]
 
 @dataclass(frozen=True)
 class Side:
-    """What one side holds of a configuration: its runs, and of each the rounds, in the order in which they were taken.
+    """One side's measurements of a configuration: its runs, and the rounds of each, in the order of measuring.
 
     Attributes:
         left_out: cells of the configuration that are not part of it: measured by other code or under other conditions
@@ -81,7 +81,7 @@ class Pair:
 
     @property
     def is_broken(self) -> bool:
-        """Whether A could be measured and B could not."""
+        """Return whether A could be measured and B could not."""
         return self.a.status == "ok" != self.b.status
 
 
@@ -303,7 +303,7 @@ def significance_level(confidence_percent: float) -> float:
 
 
 def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
-    """What differs between the machines, versions and settings of the two sides, by field: the first pair's values."""
+    """List differences between the two sides' machines, versions and settings, by field: the first pair's values."""
     differences: dict[str, tuple[Any, Any]] = {}
     for pair in pairs:
         of_pair = differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))

@@ -1,4 +1,4 @@
-"""What strangers wrote: read within limits, and checked or made harmless before anything shows it."""
+"""Files of strangers: read within limits, and checked or made harmless before anything shows them."""
 
 import math
 import os

@@ -163,13 +163,13 @@ def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tup
 
 
 def same_code(first: Run | None, second: Run | None) -> bool | None:
-    """Whether two runs were of the same sources, by their digests; None where these are not recorded."""
+    """Return whether two runs were of the same sources, by their digests; None where these are not recorded."""
     digests = [None if run is None else run.environment.get("source_digest") for run in (first, second)]
     return None if None in digests else digests[0] == digests[1]
 
 
 def code_name(run: Run | None) -> str:
-    """How a run names its code: commit and digest of the sources, as far as they are recorded."""
+    """Name a run's code: commit and digest of the sources, as far as they are recorded."""
     environment = {} if run is None else run.environment
     digest, commit = environment.get("source_digest"), environment.get("git_commit")
     words = ([f"commit {commit[:9]}"] if commit else []) + ([f"sources {digest[:9]}"] if digest else [])
@@ -237,7 +237,7 @@ def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list
 
 @dataclass(frozen=True)
 class Results:
-    """What a results file holds.
+    """The content of a results file.
 
     Attributes:
         passed_over: what was left out, a sentence for each line: ``line 7 is cut, or no record of results``.
@@ -249,7 +249,7 @@ class Results:
 
 
 def read_several(paths: str) -> Results:
-    """What several files hold, given as ``a.jsonl,b.jsonl``; a file that has commas in its name is one.
+    """Read several files, given as ``a.jsonl,b.jsonl``; a file that has commas in its name is one.
 
     Raises:
         UsageError: as :func:`read_results`, or there is none.
@@ -267,7 +267,7 @@ _NAMED = 5
 
 
 def passed_over_words(results: Results) -> list[str]:
-    """What to warn of: the lines that were left out, the first ones by their faults."""
+    """Warn of the lines that were left out, the first ones with their faults."""
     named, rest = results.passed_over[:_NAMED], len(results.passed_over) - _NAMED
     more = [f"{rest} more line{'s are' if rest > 1 else ' is'} passed over"] if rest > 0 else []
     return [*(f"{sentence}, and passed over" for sentence in named), *more]
@@ -373,7 +373,7 @@ def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def holds_results(path: Path) -> bool:
-    """Whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
+    """Return whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
     try:
         with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
             first = stream.readline(_FIRST_BYTES)
@@ -387,7 +387,7 @@ _FIRST_BYTES = 2**20
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None for a line that is half written, or another program's."""
+    """Read a line; None for one that is half written, or another program's."""
     try:
         record = json.loads(line)
         if b'NaN"' in line or b'Infinity"' in line:

@@ -1,4 +1,4 @@
-"""What noise leaves of a difference: of two series of runs, and of medians in a table. Plain data, no torch."""
+"""Noise in differences: of two series of runs, and of medians in a table. Plain data, no torch."""
 
 import math
 import statistics
@@ -41,7 +41,7 @@ def upper_tail(degrees: float, t: float) -> float:
 
 
 def quantile(degrees: float, probability: float) -> float:
-    """What is not exceeded with this probability, which is from a half to less than 1: Newton's steps, kept between."""
+    """Return the quantile of a probability from a half to less than 1: Newton's steps, kept between."""
     wanted = 1 - probability
     if wanted >= 0.5:
         return 0.0
@@ -67,7 +67,7 @@ def _density(degrees: float, t: float) -> float:
 
 
 def _log_beta(a: float) -> float:
-    """Of ``B(a, 1 / 2)``."""
+    """Return ``log B(a, 1 / 2)``."""
     if a < _LARGE:
         return math.lgamma(a) + math.lgamma(0.5) - math.lgamma(a + 0.5)
     # lgamma(a + 1/2) - lgamma(a), from Stirling's series.
@@ -76,7 +76,7 @@ def _log_beta(a: float) -> float:
 
 
 def _continued_fraction(a: float, b: float, x: float) -> float:
-    """Of the incomplete beta function (Abramowitz and Stegun 26.5.8), by Lentz's method."""
+    """Evaluate the incomplete beta function's continued fraction (Abramowitz and Stegun 26.5.8), by Lentz's method."""
     tiny = 1e-300
     c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d
@@ -110,7 +110,7 @@ Side = Sequence[Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How the mean of B differs from that of A.
+    """The difference of B's mean from A's.
 
     Attributes:
         level: of what the differences were taken as noise.
@@ -159,7 +159,7 @@ def mean_difference(a: Side, b: Side, *, confidence_percent: float = 95.0) -> Di
 
 
 def autocorrelation(side: Side) -> float | None:
-    """Of a sample with the one before it in the same round, between -1 and 1; None with fewer than 8 samples a round.
+    """Correlate samples with the one before in the same round, -1 to 1; None with fewer than 8 samples a round.
 
     The estimate from a short series is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954), which is added.
     """
@@ -203,13 +203,13 @@ def _estimate(side: Side, level: Level) -> _Estimate:
 
 
 def _of_units(means: Sequence[float]) -> _Estimate:
-    """Of runs or rounds, which are independent of one another: the variance of their mean is ``s^2 / n``."""
+    """Estimate noise from runs or rounds, which are independent: the variance of their mean is ``s^2 / n``."""
     count = len(means)
     return _Estimate(fmean(means), count, variance(means) / count if count > 1 else math.nan, count - 1)
 
 
 def _of_samples(samples: Sequence[float]) -> _Estimate:
-    """Of samples that follow one another, and may be like those before them: how slowly they drift.
+    """Estimate noise from consecutive samples, which may resemble those before them: how slowly they drift.
 
     The variance of their mean is their spectral density at frequency 0, over ``n``. The mean square of the slowest
     cosines of the series estimates it, with as many degrees of freedom as there are cosines, exactly if the samples are
@@ -285,7 +285,7 @@ class Interval:
 
 
 def is_noisy(samples: Samples) -> bool:
-    """Whether the samples vary by more than :data:`NOISY_PART` of their mean."""
+    """Return whether the samples vary by more than :data:`NOISY_PART` of their mean."""
     return len(samples.measured) > 1 and samples.std > NOISY_PART * abs(samples.mean)
 
 

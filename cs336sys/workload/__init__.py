@@ -1,4 +1,4 @@
-"""What one cell measures, and how: plain data, no torch.
+"""The settings of one cell: plain data, no torch.
 
 - ``training.py``: one model, its batch, and how its steps run; how a workload becomes a cell's configuration.
 - ``profiling_options.py``: the same, with memory recorded, loss followed or kernels profiled.

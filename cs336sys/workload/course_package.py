@@ -1,4 +1,4 @@
-"""Whose ``cs336_basics`` Python would import, and whether it has what this program calls; it is not imported."""
+"""Find whose ``cs336_basics`` Python would import, and whether it has what we call, without importing it."""
 
 import ast
 import contextlib

@@ -49,7 +49,7 @@ TRANSPORTS = ("collectives", "copy-engines")
 
 
 def bucket_name(bucket_mb: float | str) -> str:
-    """What a bucket size is called: ``25 MB``, ``blocks``."""
+    """Name a bucket size: ``25 MB``, ``blocks``."""
     return f"{bucket_mb}s" if isinstance(bucket_mb, str) else f"{bucket_mb:g} MB"
 
 
@@ -248,28 +248,32 @@ class ParallelWorkload(Configured):
 
     @property
     def writes_out_blocks(self) -> bool:
-        """Whether blocks that choose what to keep have a backward pass of their own: fused kernels without autocast."""
+        """Return whether blocks that choose what to keep have a backward pass of their own: fused kernels without
+        autocast.
+        """
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
         return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether a rank has a slice of every sequence, and not sequences of its own."""
+        """Return whether a rank has a slice of every sequence, and not sequences of its own."""
         return self.strategy.removesuffix(_ALONE) in CONTEXT_STRATEGIES
 
     @property
     def shares_layers(self) -> bool:
-        """Whether ranks share layers, and so the sequences that they compute with."""
+        """Return whether ranks share layers, and so the sequences that they compute with."""
         return self.strategy.removesuffix(_ALONE) in TENSOR_STRATEGIES
 
     @property
     def inner_dimension(self) -> str | None:
-        """What groups of ranks share: ``tp`` for layers, ``cp`` for sequences; None where each rank is by itself."""
+        """Return what groups of ranks share: ``tp`` for layers, ``cp`` for sequences; None where each rank is by
+        itself.
+        """
         return "tp" if self.shares_layers else "cp" if self.splits_sequences else None
 
     @property
     def group_ranks(self) -> int:
-        """How many ranks share each layer or sequence."""
+        """Return how many ranks share each layer or sequence."""
         if self.inner_dimension is None:
             return 1
         if self.mesh is not None:
@@ -278,12 +282,12 @@ class ParallelWorkload(Configured):
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks that share layers or sequences, share the batch."""
+        """Return how many ranks, or groups of ranks that share layers or sequences, share the batch."""
         return self.world_size // self.group_ranks
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether weights are gathered by this project's FSDP."""
+        """Return whether weights are gathered by this project's FSDP."""
         return self.strategy == "fsdp" or outer_dimension(self.strategy) == "fsdp"
 
     @property
@@ -301,7 +305,9 @@ class ParallelWorkload(Configured):
 
     @property
     def uses_autocast(self) -> bool:
-        """Whether half precision is autocast's; fully sharded models compute in the dtype that is gathered instead."""
+        """Return whether half precision is autocast's; fully sharded models compute in the dtype that is gathered
+        instead.
+        """
         return self.strategy not in FULLY_SHARDED
 
     @property
@@ -320,7 +326,7 @@ class ParallelWorkload(Configured):
 
     @property
     def kept_step(self) -> KeptStep:
-        """What accounting needs to know of a step whose blocks choose what to keep; of another, as if none kept gate
+        """Describe for accounting a step whose blocks choose what to keep; any other, as if none kept gate
         and up.
         """
         training = self.training
@@ -332,12 +338,13 @@ class ParallelWorkload(Configured):
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether slices of weights and their gradients are in half precision from step to step."""
+        """Return whether slices of weights and their gradients are in half precision from step to step."""
         return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
 
     @property
     def has_half_gradients(self) -> bool:
-        """Whether gradients of fused blocks stay in bf16, in which products give and AdamW reads them: those of modes
+        """Return whether gradients of fused blocks stay in bf16, in which products give and AdamW reads them: those of
+        modes
         that average gradients where they are, if they are sent in bf16.
         """
         training = self.training
@@ -357,7 +364,7 @@ class ParallelWorkload(Configured):
 
     @property
     def has_unsynchronized(self) -> bool:
-        """Whether the same step can be computed without communication; one rank that splits nothing has none."""
+        """Return whether the same step can be computed without communication; one rank that splits nothing has none."""
         if self.splits_sequences and self.world_size == 1:
             return False
         return not self.writes_out_blocks and self.strategy != "torch-context"

@@ -26,7 +26,7 @@ _SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("
 
 @dataclass(frozen=True)
 class Configured:
-    """What a cell measures: its fields are the cell's configuration in the results, and come back from it."""
+    """A cell's settings: its fields are the cell's configuration in the results, and come back from it."""
 
     def configuration(self) -> dict[str, Any]:
         """All fields as one flat dictionary of JSON scalars; of a size or of another workload, their fields."""
@@ -127,7 +127,7 @@ class UserCode(Configured):
                 raise UsageError(f"--{field} {getattr(self, field)}: is about a model of yours; give --model, too")
 
     def configuration(self) -> dict[str, Any]:
-        """What is given: without any, a cell is the same as before there was any such choice."""
+        """Return the settings that were given: without any, a cell is the same as before there was any such choice."""
         return {name: value for name, value in super().configuration().items() if value is not None}
 
 
@@ -229,7 +229,9 @@ class Workload(Configured):
 
     @property
     def memory_is_known(self) -> bool:
-        """Whether formulas know what a step holds: of our model, with all fused kernels, or none and update step."""
+        """Return whether formulas know what a step holds: of our model, with all fused kernels, or none and update
+        step.
+        """
         return self.is_ours and (self.kernels == "fused" or (self.kernels, self.update) == ("reference", "step"))
 
     def require_known_memory(self) -> None:
@@ -286,12 +288,12 @@ class Workload(Configured):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the model is ``BasicsTransformerLM``, of which formulas know everything."""
+        """Return whether the model is ``BasicsTransformerLM``, of which formulas know everything."""
         return self.user.model is None
 
     @property
     def parameters(self) -> int | None:
-        """How many the model has, by the formula; None for a model of the user's."""
+        """Count the model's parameters by the formula; None for a user's model."""
         return count_parameters(self.size) if self.is_ours else None
 
     @property

@@ -44,7 +44,7 @@ def read_text(paths: str) -> bytes:
 
 
 def digest(paths: str) -> str:
-    """What :func:`read_text` reads, as 12 hexadecimal digits.
+    """Return a digest of what :func:`read_text` reads, as 12 hexadecimal digits.
 
     Raises:
         UsageError: as there.

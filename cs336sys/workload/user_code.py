@@ -15,7 +15,7 @@ _FORMS = "write FILE.py:NAME or package.module:NAME"
 
 
 def is_user_code(value: str | None) -> bool:
-    """Whether an option's value names a function of the user, and is none of our names."""
+    """Return whether an option's value names a function of the user, and is none of our names."""
     return value is not None and ":" in value
 
 

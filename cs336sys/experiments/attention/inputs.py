@@ -1,4 +1,4 @@
-"""What attention is computed of: random query, key and value, and the output's gradient."""
+"""Random inputs of attention: query, key, value and the gradient of the output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Whether what is about to be timed trains what it should: checked against the same training done plainly."""
+"""Check that a step trains correctly before it is timed, by training the same plainly."""

@@ -1,4 +1,4 @@
-"""Whether a training step that is not plainly done, in CUDA graphs or of our kernels, trains what a plain one does."""
+"""Check that a step in CUDA graphs, or with our kernels, trains like a plain one."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ _FEW_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Checked:
-    """How far a workload's training is from others of the same model on the same batches.
+    """Distances of a workload's training from other trainings of the same model on the same batches.
 
     Attributes:
         off: from PyTorch's operations, launched.
@@ -177,7 +177,7 @@ def _check_kernels(
 
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
-    """Whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
+    """Return whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
     if workload.mode != "train":
         return False
     optimizer_class, settings = choose_optimizer(workload)
@@ -251,7 +251,7 @@ def _apart(
 
 
 def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    """Where they wait while the workload trains: in host memory, if a GPU may not have room for both."""
+    """Choose where they wait while the workload trains: host memory, if a GPU may not have room for both."""
     _free_memory(device)
     if device.type == "cuda" and workload.is_ours:
         free, _ = torch.cuda.mem_get_info(device)

@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 def check_model(workload: Workload) -> list[Check]:
-    """What was found, one step after another; where one fails, it is the last.
+    """Report findings one step after another; the last one is the step that fails.
 
     Args:
         workload: small, launched, with the user's model.

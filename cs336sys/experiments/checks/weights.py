@@ -1,4 +1,4 @@
-"""Whether two ways of training the same model end at the same weights."""
+"""Check that two ways of training the same model end at the same weights."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far weights are from those expected after some steps, or gradients before the first.
+    """Distance of weights from those expected after some steps, or of gradients before the first.
 
     Attributes:
         largest: of all values, the largest absolute difference.
@@ -56,7 +56,7 @@ def tolerance(workload: Workload) -> float:
 
 
 def plainly_trained(workload: Workload) -> Workload:
-    """What a workload is checked against: steps that are launched, and PyTorch's operations in place of our kernels."""
+    """Return the reference of a workload: launched steps, with PyTorch's operations instead of our kernels."""
     plain = replace(workload, cuda_graph="off")
     if workload.attention == "flash" and workload.is_ours:
         # With scores in memory a long context would not fit.
@@ -71,7 +71,7 @@ def plainly_trained(workload: Workload) -> Workload:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one parameter, or its gradient, is from what is expected.
+    """Distance of one parameter, or its gradient, from the expected one.
 
     Attributes:
         largest: of its elements, the largest absolute difference; NaN where one is no number.

@@ -1,4 +1,4 @@
-"""What an op of ``kernels`` is: its random inputs, what is right, and which calls are timed."""
+"""An op of ``kernels``: its random inputs, its right results, and the calls that are timed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Operation(Protocol):
     def implementations(self) -> Implementations: ...
 
     def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-        """What a function makes of the workload's random inputs, by name."""
+        """Return what a function computes from the workload's random inputs, by name."""
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         """The same in float64."""
@@ -32,13 +32,13 @@ class Operation(Protocol):
     def calls(
         self, function: Function, workload: KernelWorkload, device: torch.device
     ) -> dict[str, Callable[[], object]]:
-        """What is timed, by part; ``end_to_end`` is among them."""
+        """Return the timed calls by part; ``end_to_end`` is among them."""
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
         """The least that each part must read and write; empty for matrix products."""
 
     def flops(self, workload: KernelWorkload) -> dict[str, int]:
-        """Of matrix products, by part."""
+        """Return the FLOPs of matrix products by part."""
 
 
 def random_tensors(workload: KernelWorkload, device: torch.device, stream: int = 0) -> tuple[Random, torch.Generator]:
@@ -124,6 +124,6 @@ def _differentiated(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _gradients(outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
-    """Of the outputs, the same for every implementation: 1 of a loss, as where training begins its backward pass."""
+    """Return the outputs' gradients, the same for every implementation: 1 of a loss, where training begins."""
     random, _ = random_tensors(workload, outputs[0].device, stream=1)
     return [torch.ones_like(out) if out.dim() == 0 else random(out.shape).to(out.dtype) for out in outputs]

@@ -179,7 +179,7 @@ def _liger_swiglu() -> Function:
 
 
 def _on_heads(workload: KernelWorkload, rotate: Function) -> Function:
-    """Of a projection (1, tokens, width), seen as attention wants it: (1, heads, tokens, head_dim)."""
+    """View a projection (1, tokens, width) as attention wants it: (1, heads, tokens, head_dim)."""
     return lambda x: rotate(x.unflatten(-1, (-1, workload.head_dim)).transpose(-3, -2))
 
 

@@ -1,4 +1,4 @@
-"""What a step would hold, found without a GPU and without memory: it runs on fake tensors, which have shapes alone."""
+"""Predict a step's memory without a GPU and without memory: run it on fake tensors, which have shapes only."""
 
 import contextlib
 import importlib.util
@@ -57,7 +57,7 @@ def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
 def summary(
     workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block_names: Sequence[str]
 ) -> dict[str, Any]:
-    """What a cell keeps of its timeline.
+    """Reduce a timeline to what its cell keeps.
 
     Args:
         block_names: of the model's blocks, in order.
@@ -87,7 +87,7 @@ def summary(
 
 
 def block_changes(timeline: AllocationTimeline, block_names: Sequence[str]) -> dict[str, int | None] | None:
-    """How memory changes over one block, in the middle of the model, in bytes.
+    """Return the changes of memory over one block, in the middle of the model, in bytes.
 
     Returns:
         ``forward_growth`` and ``backward_change`` from the block's first allocation to the next block's, None in
@@ -226,7 +226,7 @@ def predicted_timeline(workload: MemoryWorkload, *, follow_operations: bool = Fa
 
 
 def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
-    """What a user's model decides by the values of tensors, at a tiny size, where they are real."""
+    """Record what a user's model decides by values of tensors, at a tiny size, where they are real."""
     training = workload.training
     if training.is_ours:
         return {}
@@ -270,7 +270,7 @@ def _flash_of_a_gpu(query, key, value, is_causal):
 
 
 def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
-    """Where the workload takes our AdamW, it makes its state and nothing else: its kernels need addresses."""
+    """Let our AdamW make its state and nothing else: its kernels need addresses."""
     if workload.optimizer != "adamw":
         return contextlib.nullcontext()
     from cs336sys.kernels.adamw import AdamW

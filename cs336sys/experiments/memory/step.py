@@ -107,7 +107,7 @@ class MemoryStep(TrainStep):
         }
 
     def block_saved_tensors(self) -> list[SavedTensor]:
-        """What the block in the middle saves for its backward pass, on a random input of the workload's shape.
+        """List what the middle block saves for its backward pass, on a random input of the workload's shape.
 
         A block of a user's model gets what the model gives it. Of a model without blocks nothing is known.
         """
@@ -179,7 +179,7 @@ Region = Callable[[str], AbstractContextManager[None]]
 
 
 def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: Region) -> nn.ModuleList:
-    """What takes the place of a model's blocks, by the strategies of ``accounting.checkpointing``.
+    """Return the replacement of a model's blocks, by the strategies of ``accounting.checkpointing``.
 
     Args:
         region: entered around every recomputation.

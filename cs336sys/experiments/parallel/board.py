@@ -34,7 +34,7 @@ _LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class BoardMeasurement:
-    """What one rank measured.
+    """The measurement of one rank.
 
     Attributes:
         samples: in ms, a series for each phase, ``step`` and ``wall``.

@@ -24,7 +24,7 @@ _RELEASE_S = 0.001
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor of a recorded call is laid out in memory, without the memory."""
+    """The layout in memory of a recorded call's tensor, without the memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,14 +59,16 @@ class Communication:
 
     @property
     def is_flags(self) -> bool:
-        """Whether ranks tell each other facts (see ``parallel.collectives.AnyRank``) or digests, and no numbers."""
+        """Return whether ranks tell each other facts (see ``parallel.collectives.AnyRank``) or digests, and no
+        numbers.
+        """
         # Fully sharded models gather weights as bytes.
         are_facts = self.dtype in ("uint8", "bool") and self.name.startswith("allreduce")
         return are_facts or (self.dtype == "int64" and "allgather" in self.name)
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends, on average, where ranks form a ring: an all-reduce sends everything twice.
+        """Return the bytes that a rank sends on average in a ring: an all-reduce sends everything twice.
 
         Of an all-to-all whose parts differ in size, what this rank sends to others.
         """
@@ -167,7 +169,7 @@ def _parameters(operator: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """What a functional collective returned."""
+    """The result of a functional collective."""
 
     tensors: Any
 
@@ -177,7 +179,7 @@ class _Arriving:
 
 
 def _work(result: Any) -> Any:
-    """What can be waited for; some operators return their tensors before it."""
+    """Return what can be waited for; some operators return their tensors before it."""
     if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(one, Tensor) for one in result)):
         return _Arriving(result)
     return result[-1] if isinstance(result, tuple) else result

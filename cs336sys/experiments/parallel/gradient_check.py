@@ -1,4 +1,4 @@
-"""Whether a fully sharded step has the loss and the gradients that one process computes in fp32 arithmetic.
+"""Check that a fully sharded step has the loss and the gradients of one process in fp32 arithmetic.
 
 Weights after a few steps, as ``verification`` compares them, say little where weights are kept in half precision: they
 are rounded after each step. So gradients are compared, of the whole batch, vocabulary and context, on as few blocks as
@@ -43,7 +43,7 @@ GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """How far a step's loss and gradients are from those of one process.
+    """Distance of a step's loss and gradients from those of one process.
 
     Attributes:
         loss, expected_loss: of the whole batch.
@@ -59,7 +59,7 @@ class GradientDifference:
     num_layers: int
 
     def is_rounding(self, precision: str) -> bool:
-        """Whether rounding explains both differences."""
+        """Return whether rounding explains both differences."""
         off = abs(self.loss - self.expected_loss) / self.expected_loss
         return off <= LOSS_TOLERANCES[precision] and self.relative <= GRADIENT_TOLERANCES[precision]
 
@@ -69,7 +69,7 @@ _checked: dict[ParallelWorkload, GradientDifference] = {}
 
 
 def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
-    """What the check of a workload finds: derived columns, and a ``wrong`` outcome where rounding is no reason."""
+    """Check a workload: derived columns, and a ``wrong`` outcome where rounding is no reason."""
     checked = with_few_blocks(workload)
     if checked not in _checked:
         _checked[checked] = ranks.run(_check_on_rank, checked)[0]
@@ -123,7 +123,7 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
 
 
 def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
-    """What is checked for a workload: one block keeps gate and up and one does not, if it chooses that at all.
+    """Shrink a workload for the check: one block keeps gate and up and one does not, if it chooses that at all.
 
     Likewise, the weights of at most one stay gathered.
     """

@@ -83,7 +83,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
 
 
 def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[dict[str, Any], Outcome | None]:
-    """What is found when weights are compared after some steps, and a ``wrong`` outcome where rounding is no reason."""
+    """Compare weights after some steps; a ``wrong`` outcome where rounding is no reason."""
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
@@ -145,7 +145,7 @@ def _derived(
 
 
 def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
-    """How many parameters it has, and what is done otherwise because it is a user's."""
+    """Describe the model: its parameters, and what is done otherwise for a user's."""
     training = workload.training
     if training.is_ours:
         return {"parameters": training.parameters}
@@ -163,7 +163,7 @@ def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
 
 
 def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
-    """What ``shard`` shows besides: each moment's memory on the rank that holds most, bytes sent, gathers."""
+    """Return the columns of ``shard``: memory of each moment on the fullest rank, bytes sent, gathers."""
     timeline = measured[0].timeline
     # A rank whose history was too short has recorded none.
     of_moments = zip(*(rank.memory for rank in measured), strict=False)

@@ -1,4 +1,4 @@
-"""What one rank measures: the phases of its steps, what it communicates, and when."""
+"""One rank's measurement: the phases of its steps, what it communicates, and when."""
 
 import contextlib
 import functools
@@ -180,7 +180,7 @@ _LINK_REPETITIONS = 3
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured of one strategy.
+    """One rank's measurement of one strategy.
 
     Attributes:
         samples: in ms, a series for each phase, ``step``, ``wall`` and, where the step communicates, ``communication``:
@@ -213,7 +213,7 @@ class RankMeasurement:
 
 
 def has_room_alone(workload: ParallelWorkload) -> bool:
-    """Whether a rank's memory is predicted to hold the whole training state and its share of the batch."""
+    """Return whether a rank's memory is predicted to hold the whole training state and its share of the batch."""
     device = rank_device(workload)
     if device.type == "cpu":
         return True
@@ -336,7 +336,7 @@ def _recorded(step: ParallelStep) -> list[Communication]:
 
 
 def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
-    """How many ms late each gather was, for each unit and pass in some steps."""
+    """Return how many ms late each gather was, for each unit and pass in some steps."""
     gathers: dict[tuple[str, bool], list[float]] = {}
     # Replays call nothing that could be watched.
     if step.replica.watched_gathers is not None and step.graphs is None:
@@ -349,7 +349,9 @@ def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
 
 
 def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
-    """How long an all-reduce takes, in s by its size in bytes, when the next is launched without waiting for it."""
+    """Return how long an all-reduce takes, in s by its size in bytes, when the next is launched without waiting for
+    it.
+    """
     device = rank_device(workload)
     times_s = {}
     for size in _LINK_SIZES[device.type]:

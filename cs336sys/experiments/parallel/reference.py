@@ -1,4 +1,4 @@
-"""What one process trains on the whole batch: the weights and gradients that a strategy's are compared with.
+"""Train the whole batch in one process, for the weights and gradients that strategies are compared with.
 
 A sum is rounded differently in each order. What that can do differs by parameter: a key's bias has a gradient that is
 zero but for rounding, as softmax does not see it, and a router may choose another expert. So one process can sum the
@@ -29,7 +29,7 @@ from cs336sys.workload import FULLY_SHARDED, ParallelWorkload
 
 @dataclass(frozen=True)
 class Order:
-    """How one process sums the batch: part after part.
+    """The order in which one process sums the batch: part after part.
 
     Attributes:
         parts: the sequences of each, all parts equally many; those of rank r are its share, in ``shares``.
@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of some steps.
+    """The result of some steps.
 
     Attributes:
         weights: after the last.
@@ -108,7 +108,7 @@ def draw_alike(step: int, rank: int) -> None:
 
 
 def random_state(device: torch.device) -> Any:
-    """What changes where random numbers are drawn."""
+    """Identify the random numbers drawn so far."""
     numpy = sys.modules.get("numpy")
     return (
         torch.get_rng_state().tolist(),

@@ -127,7 +127,7 @@ class ParallelStep(TrainStep):
             torch.cuda.synchronize(self.device)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Where the step is launched until it is captured: on the stream that it was built on."""
+        """Choose the stream on which the step is launched until it is captured: the one it was built on."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.aside()
 
     def capture(self, **settings: Any) -> None:
@@ -157,7 +157,7 @@ def _refuse_unsupported(workload: ParallelWorkload) -> None:
 
 
 def recorder_of(device: torch.device) -> Recorder:
-    """What captures the step of a rank.
+    """Return the recorder that captures a rank's step.
 
     Raises:
         CapabilityError: its collectives cannot be captured.
@@ -180,7 +180,7 @@ def warmup_of_capture(workload: ParallelWorkload) -> int:
 
 
 def rank_device(workload: ParallelWorkload) -> torch.device:
-    """Where this rank computes: the CPU, or a GPU of its own; ranks of Gloo share GPUs where there are too few."""
+    """Return this rank's device: the CPU, or a GPU of its own; ranks of Gloo share GPUs where there are too few."""
     device = choose_device(workload.training.device)
     if device.type == "cpu":
         return device

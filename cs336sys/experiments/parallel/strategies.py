@@ -100,7 +100,7 @@ class Launched(Protocol):
 
 @dataclass(frozen=True)
 class Replica:
-    """What one rank trains.
+    """The model, optimizer and state that one rank trains.
 
     Attributes:
         model: called with this rank's token ids.

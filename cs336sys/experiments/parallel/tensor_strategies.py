@@ -93,7 +93,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
 
 
 def _in_turn(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
-    """What completes gradients: over groups that share the batch, then over ranks that share layers."""
+    """Complete gradients over groups that share the batch, then over ranks that share layers."""
 
     def finish() -> None:
         model.finish_gradient_synchronization()

@@ -1,4 +1,4 @@
-"""When a rank computed and when it communicated during one step, seen by torch.profiler."""
+"""Computing and communication of a rank during one step, seen by torch.profiler."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def profile_step(
 
 @dataclass(frozen=True)
 class StepShares:
-    """Where the time of one step went: every moment counts once, under the first of these that ran.
+    """Parts of one step's time: every moment counts once, under the first of these that ran.
 
     Attributes:
         products_ms: matrix products.

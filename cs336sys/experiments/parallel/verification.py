@@ -1,4 +1,4 @@
-"""Whether a strategy trains the weights that one process trains on the whole batch."""
+"""Check that a strategy trains the weights that one process trains on the whole batch."""
 
 import gc
 import math
@@ -97,7 +97,7 @@ _NAMED = 3
 
 @dataclass
 class _Reference:
-    """What one process trains.
+    """The training of one process.
 
     Attributes:
         trained: in the order that all are compared with.
@@ -179,7 +179,7 @@ _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
 
 def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
-    """What one process trains; on a CPU kept for the next strategy, but a GPU's memory is what is to be measured."""
+    """Train in one process; on a CPU keep it for the next strategy. A GPU's memory is what is to be measured."""
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
     by_layers = not workload.is_ours and parallel.strategy in FULLY_SHARDED
@@ -216,7 +216,7 @@ def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup:
 
 @dataclass
 class _Comparison:
-    """What the strategy trains beside what one process trains; gradients by the names of their parameters."""
+    """A strategy's training compared with one process; gradients by the names of their parameters."""
 
     workload: ParallelWorkload
     device: torch.device
@@ -309,7 +309,7 @@ class _Comparison:
         return replace(found, allowed=allowed, notes=notes, reason=reason)
 
     def _explains(self, name: str, distance: Distance, rows: slice | None) -> bool:
-        """Whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
+        """Return whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
         if not math.isfinite(distance.off):
             return False
         if rows is None:
@@ -373,7 +373,7 @@ def _without(found: Mapping[str, Distance], explained: list[str], num_layers: in
 
 
 def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:
-    """Why weights cannot be compared, or nothing."""
+    """Explain why weights cannot be compared, or return nothing."""
     training, trained = workload.training, reference.trained
     name = training.user.model
     if not training.is_ours and not math.isfinite(trained.losses[0]):

@@ -37,7 +37,7 @@ def replace_attention(name: str) -> None:
 
 
 class AttentionCall(NamedTuple):
-    """What a call gives to ``torch.nn.functional.scaled_dot_product_attention``, with its names and defaults."""
+    """The arguments of a call of ``torch.nn.functional.scaled_dot_product_attention``, by name."""
 
     query: Tensor
     key: Tensor
@@ -77,7 +77,7 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
 def why_not_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> str | None:
-    """Why a call goes to torch's attention, or None."""
+    """Return why a call goes to torch's attention, or None."""
     if attn_mask is not None:
         return "with a mask, which our kernels have none of but the causal one"
     if dropout_p > 0:

@@ -1,4 +1,4 @@
-"""What a model consists of that its class does not say: its blocks, and tensors that are no parameters of it."""
+"""A model's blocks, and tensors that it computes with and that are no parameters of it."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator

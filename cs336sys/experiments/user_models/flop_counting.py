@@ -1,4 +1,4 @@
-"""What a step of a user's model computes: counted on the meta device, without memory; its attention in a real pass."""
+"""Count a step of a user's model on the meta device, without memory; its attention in a real pass."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from cs336sys.measure.allocations.history import ScalarsReadAsZero
 
 
 class Step(Protocol):
-    """What is counted of a training step."""
+    """The counted parts of a training step."""
 
     model: nn.Module
 
@@ -28,7 +28,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class StepCount:
-    """What one step computes, as far as the shapes of its tensors show it.
+    """The work of one step, as far as the shapes of its tensors show it.
 
     Attributes:
         parameters: of the model, tied ones once; None where it cannot even be built without memory.

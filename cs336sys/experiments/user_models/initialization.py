@@ -34,7 +34,7 @@ _MOMENTS = 5.0
 
 
 def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
-    """What fills the parameters and buffers of one layer of a user's model, its children aside; None if nothing does.
+    """Return what fills one layer's parameters and buffers, its children aside; None if nothing does.
 
     Layers fill themselves by ``reset_parameters``, those of Hugging Face by the model's ``_init_weights``. What a
     constructor does besides would be lost, so a copy at a tiny size is built both ways: all buffers, all that is the
@@ -44,7 +44,7 @@ def layer_initializer(reference: str, size: ModelSize) -> Initialize | None:
 
 
 def why_built_whole(reference: str, size: ModelSize) -> str:
-    """Why nothing fills a model layer by layer; empty where something does."""
+    """Return why nothing fills a model layer by layer; empty where something does."""
     return _by_layers(reference, size)[1]
 
 
@@ -192,7 +192,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_again: Tensor) -> bool:
-    """Whether a tensor of two seeds is from the same distribution as it is where layers are filled."""
+    """Return whether a tensor of two seeds is from the same distribution as it is where layers are filled."""
     both = first, second, of_layers, of_layers_again
     if len({(tensor.shape, tensor.dtype) for tensor in both}) > 1:
         return False

@@ -251,7 +251,7 @@ def make_batch(reference: str, size: ModelSize, seed: int, device: torch.device)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """What the model returns: of a dictionary its entries are arguments by name, of a tuple or list by position."""
+    """Call the model: entries of a dictionary become arguments by name, those of a tuple or list by position."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
@@ -298,7 +298,7 @@ def scalar_loss(loss: Any, reference: str, *, with_gradients: bool) -> Tensor:
 
 
 def references_of(workload: Workload) -> list[str]:
-    """What a workload has of the user's."""
+    """List the user's functions that a workload names."""
     user = workload.user
     named = [user.model, user.loss, user.batch, workload.optimizer if is_user_code(workload.optimizer) else None]
     return [reference for reference in named if reference is not None]

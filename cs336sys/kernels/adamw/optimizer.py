@@ -385,7 +385,7 @@ class AdamW(torch.optim.Optimizer):
         return torch.bfloat16 if self.state_dtype == "bf16" else torch.float32
 
     def _kept_state(self, parameter: torch.Tensor) -> str | None:
-        """What the state keeps of a weight that its parameter cannot hold."""
+        """Return the part of a weight's state that its parameter cannot hold."""
         if parameter.dtype == torch.float32:
             return None
         if parameter.dtype == torch.float16 or self.state_dtype == "fp32":
@@ -393,7 +393,7 @@ class AdamW(torch.optim.Optimizer):
         return "low_bits" if self.state_dtype == "split" else None
 
     def _initial_state(self, parameter: torch.Tensor, saved: dict | None = None) -> dict:
-        """Of a first step, or as ``saved``, whose dtypes and devices may be others."""
+        """Make the state of a first step, or the ``saved`` one, whose dtypes and devices may differ."""
         saved = saved or {}
         state = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

@@ -1,4 +1,4 @@
-"""What the AdamW kernels are told of the tensors: tables on the device, made anew only where tensors have changed."""
+"""Tables on the device that tell the AdamW kernels about tensors, made anew only when tensors change."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Variant(NamedTuple):
-    """What parameters of one launch have in common: the constants of ``kernels.adamw_update_kernel``."""
+    """Properties that the parameters of one launch share: constants of ``kernels.adamw_update_kernel``."""
 
     gradient_dtype: torch.dtype
     bfloat16_moments: bool
@@ -74,7 +74,7 @@ class Launch(NamedTuple):
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
+    """Return whether what is launched now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -84,7 +84,7 @@ _pending: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 @contextlib.contextmanager
 def tables_after_capture() -> Iterator[None]:
-    """What graphs that are captured within this context need of tables is copied to the device once, when it ends.
+    """Copy the tables of graphs that are captured in this context to the device once, when it ends.
 
     Else every replay copies it anew: of a step of 5 ms (``small`` on an H200) 16 us.
     """
@@ -137,7 +137,7 @@ class Uploader:
 
 
 class Chunks:
-    """How the elements of given parameters are shared out to programs, and what the kernels leave for each other."""
+    """The division of the parameters' elements among programs, and what kernels leave for each other."""
 
     def __init__(self, sizes: Sequence[tuple[Variant, int]], upload: Uploader, device: torch.device):
         """``sizes``: variant and number of elements of each parameter, in the order of the launches."""

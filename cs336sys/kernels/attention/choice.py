@@ -1,4 +1,4 @@
-"""Which kernels compute an attention: what may be asked for, why none can, and the plan of those that do."""
+"""Choose the kernels of an attention call, or say why none can compute it, and make their plan."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -56,7 +56,9 @@ def compiler() -> str | None:
 
 
 def why_off() -> str | None:
-    """Why calls go through Python here, as far as is known before the first call; None if they are to run in C++."""
+    """Return why calls go through Python here, as far as is known before the first call; None if they are to run in
+    C++.
+    """
     if not KNOWN_TRITON:
         known = ", ".join(KNOWN_LAUNCHERS)
         return f"triton {triton.__version__} may launch kernels in another way than {known}, which the C++ knows"
@@ -166,7 +168,7 @@ library = Library()
 
 
 def _make_lock(lock: Path) -> bool:
-    """Whether nobody else on this machine has made it before."""
+    """Return whether nobody else on this machine has made it before."""
     try:
         lock.touch(exist_ok=False)
     except FileExistsError:
@@ -184,7 +186,7 @@ def _warn(reason: str) -> None:
 
 
 def library_path() -> Path:
-    """Where the shared library is, or will be, in Triton's cache."""
+    """Return where the shared library is, or will be, in Triton's cache."""
     described = SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), str(compiler())
     return Path(CACHE, hashlib.sha256("\n".join(described).encode()).hexdigest(), _LIBRARY_NAME)
 
@@ -271,7 +273,7 @@ def _check_sizes(ptx: str, parameters: Sequence) -> None:
 
 
 def _parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: Sequence) -> list:
-    """What the kernel is launched with: slots of tensors, descriptors of them, and the bytes of numbers.
+    """List a kernel's launch parameters: slots of tensors, descriptors of them, and the bytes of numbers.
 
     Behind them come the addresses of two kinds of scratch memory, of which it needs none.
     """

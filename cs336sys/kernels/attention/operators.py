@@ -116,13 +116,13 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
 
 
 def _backward_of_node(*arguments: *BackwardArguments) -> Sequence[torch.Tensor]:
-    """What a node of the C++ calls where it knows no plan, or where something else has to see the kernels."""
+    """Serve a node of the C++ that knows no plan, or where something else has to see the kernels."""
     backward = _backward_operator if needs_operators(arguments[5]) else _backward
     return backward(*arguments)
 
 
 def _empty_results(plan: Plan) -> list[torch.Tensor]:
-    """What a direct plan writes, on the current GPU; torch.empty_like takes twice as long."""
+    """Allocate a direct plan's results on the current GPU; torch.empty_like takes twice as long."""
     allocate = _compiled_code._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
     return [allocate(*layout) for layout in plan.result_layouts]
 

@@ -1,4 +1,4 @@
-"""What is launched: a plan, and the launches it consists of.
+"""Plans of attention calls, and the launches that they consist of.
 
 A plan is made once for tensors of given shapes, strides, dtype and device, and then called with such tensors, all of
 them 16-byte aligned and contiguous in the last dimension. Its launches cost the CPU little: small kernels run for less
@@ -30,7 +30,7 @@ def sequences_per_group(num_sequences: int, bytes_per_sequence: int, l2_bytes: i
 
 
 class Descriptors:
-    """How to describe to TMA one tensor after another, all with the same shape, strides, dtype and block."""
+    """TMA descriptors for one tensor after another, all with the same shape, strides, dtype and block."""
 
     descriptor_class = TensorDescriptor
 

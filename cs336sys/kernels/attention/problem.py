@@ -1,4 +1,4 @@
-"""What is asked of the kernels, on which every choice depends: shapes, dtypes, strides, GPU; and what is accepted."""
+"""A call of attention, on which every choice depends (shapes, dtypes, strides, GPU), and the checks of its inputs."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from cs336sys.errors import UsageError
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice depends on.
+    """Properties of a call that choices depend on.
 
     ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
     ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is the GPU's
@@ -44,12 +44,14 @@ class Problem:
 
 
 def group_size(query: torch.Tensor, key: torch.Tensor) -> int:
-    """How many heads of queries share one of keys and values: all tensors without (batch, heads) have one each."""
+    """Return how many heads of queries share one of keys and values: all tensors without (batch, heads) have one
+    each.
+    """
     return query.shape[-3] // key.shape[-3] if len(query.shape) >= 4 and key.shape[-3] else 1
 
 
 class Operand:
-    """How the kernels address a tensor of two to four dimensions: as (batch, head, row, element)."""
+    """Strides by which kernels address a tensor of two to four dimensions: as (batch, head, row, element)."""
 
     def __init__(self, tensor: torch.Tensor):
         leading = (1,) * (4 - tensor.dim())
@@ -100,7 +102,7 @@ def make_problem(
 
 
 def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
-    """Whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
+    """Return whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
 
     The CUDA programming guide's table of compute capabilities: 227 KiB for 9.0, 10.x and 11.0; 163 KiB for 8.0 and 8.7;
     99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
@@ -171,7 +173,7 @@ def check_attention_inputs(
 
 
 def _are_grouped(query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size) -> bool:
-    """Whether the leading dimensions differ in the number of heads alone, which must then divide the query's."""
+    """Return whether the leading dimensions differ in the number of heads alone, which must then divide the query's."""
     same_batch = len(query_shape) >= 4 and query_shape[:-3] == key_shape[:-3]
     if not same_batch or key_shape[:-2] != value_shape[:-2]:
         return False

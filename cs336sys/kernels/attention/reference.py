@@ -140,7 +140,7 @@ def _column_tiles(rows: slice, num_keys: int, size: int, is_causal: bool, window
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:
-    """What to subtract from scores before exp: -inf, of a row that saw only -inf, would make -inf - -inf = NaN."""
+    """Return what to subtract from scores before exp: -inf, for a row that saw only -inf, would make NaN."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
@@ -223,7 +223,7 @@ def _backward_operands(
     grad_out: torch.Tensor,
     delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What equations 13 to 19 read, in the logsumexp's dtype and those of queries in groups: Q / sqrt(d), K, V, L, dO
+    """Return what equations 13 to 19 read, in the logsumexp's dtype: Q / sqrt(d), K, V, L, dO
     and D.
     """
     dtype = logsumexp.dtype
@@ -254,7 +254,7 @@ def _gradients(
     is_causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What one tile of scores adds to the gradients of its queries, keys and values."""
+    """Return what one tile of scores adds to the gradients of its queries, keys and values."""
     grad_out_tile = _rows(grad_out, rows)
     scores = _tile_scores(scaled_query, key, rows, columns, is_causal, window)  # equation 13
     probabilities = torch.exp(scores - _finite(_rows(logsumexp, rows)))  # equation 14

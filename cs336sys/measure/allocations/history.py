@@ -1,4 +1,4 @@
-"""Where allocator events come from: the CUDA allocator's own history, the CPU allocator's through torch.profiler, and a
+"""Sources of allocator events: the CUDA allocator's own history, the CPU allocator's through torch.profiler, and a
 dry run on fake tensors, which have shapes but no memory.
 
 All three are used alike: entered around a step, in which :meth:`AllocationHistory.mark` names moments; afterwards
@@ -56,10 +56,10 @@ class AllocationHistory(ABC):
 
     @abstractmethod
     def position(self, mark: int) -> int:
-        """How many of ``events`` came before the moment."""
+        """Return how many of ``events`` came before the moment."""
 
     def address(self, tensor: Tensor) -> int:
-        """What its memory is called in ``events``."""
+        """Return the name of its memory in ``events``."""
         return tensor.untyped_storage().data_ptr()
 
 

@@ -133,7 +133,7 @@ class StepRecorder:
     def timeline(
         self, *, held: Mapping[str, list[Tensor]], held_size: int | None, optimizer_state: list[Tensor]
     ) -> AllocationTimeline:
-        """What was recorded.
+        """Return the recorded timeline.
 
         Args:
             held: tensors that were there before the step, by category.

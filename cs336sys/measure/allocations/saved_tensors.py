@@ -1,4 +1,4 @@
-"""What autograd saves for the backward pass of a piece of code, found by saved-tensor hooks."""
+"""Find what autograd saves for the backward pass of a piece of code, by saved-tensor hooks."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What was allocated when, and what for: what every source of allocator events is turned into.
+"""One timeline of allocations and their purposes, into which every source of allocator events is turned.
 
 Time is counted in events, as pytorch.org/memory_viz does: a CPU that runs ahead of its GPU allocates long before the
 memory is used, so a clock would say nothing. Position ``p`` is the moment after ``p`` events.
@@ -31,7 +31,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Origin:
-    """Who asked for an allocation; what is not known is empty.
+    """The origin of an allocation; unknown fields are empty.
 
     Attributes:
         module: name in the model, ``layers.3.attn``.

@@ -1,4 +1,4 @@
-"""What a profiler captured, from whatever file, as tables of one SQLite schema. Standard library only."""
+"""A profiler's capture, from whatever file, as tables of one SQLite schema. Standard library only."""
 
 import sqlite3
 from dataclasses import dataclass
@@ -39,12 +39,12 @@ class Capture:
         self.tables.close()
 
     def range_names(self) -> dict[str, int]:
-        """How often each range occurs, the most frequent first."""
+        """Count the occurrences of each range, the most frequent first."""
         rows = self.tables.execute("SELECT name, count(*) FROM ranges GROUP BY name ORDER BY 2 DESC, 1")
         return dict(rows.fetchall())
 
     def configuration(self) -> dict[str, Any] | None:
-        """What ``cs336sys nsys`` ran; None for a capture of another program."""
+        """Return the configuration that ``cs336sys nsys`` ran; None for a capture of another program."""
         rows = self.tables.execute("SELECT name FROM ranges WHERE name LIKE 'cs336sys {%' ORDER BY start LIMIT 1")
         row = rows.fetchone()
         return run_configuration(row[0]) if row else None

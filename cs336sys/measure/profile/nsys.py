@@ -34,13 +34,13 @@ REPORT_SUFFIXES = (".nsys-rep", ".qdrep")
 
 
 def is_profiled() -> bool:
-    """Whether this process was started by ``nsys profile``, which sets these variables for what it starts."""
+    """Return whether this process was started by ``nsys profile``, which sets these variables for what it starts."""
     injections = (os.environ.get(name, "") for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD"))
     return "NSYS_PROFILING_SESSION_ID" in os.environ or any("ToolsInjection" in path for path in injections)
 
 
 def unusable(nsys: Profiler | None) -> str | None:
-    """Why this nsys cannot make reports; None if it can."""
+    """Return why this nsys cannot make reports; None if it can."""
     if nsys is None:
         return "nsys is not installed"
     if not makes_reports(nsys.path):

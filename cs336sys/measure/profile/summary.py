@@ -1,4 +1,4 @@
-"""Whose work is it: gives every kernel of a capture to the range in which it was launched, and sums up."""
+"""Attribute every kernel of a capture to the range in which it was launched, and sum up."""
 
 import difflib
 import sqlite3
@@ -147,7 +147,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a capture says about its phases.
+    """A capture's answer about its phases.
 
     Attributes:
         profiler: what made the capture.

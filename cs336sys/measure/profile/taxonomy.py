@@ -1,4 +1,4 @@
-"""What kind of work a kernel does, by its name: the one table of patterns. Standard library only."""
+"""Kinds of kernels by name: the one table of patterns. Standard library only."""
 
 import functools
 import re
@@ -177,6 +177,6 @@ def short_name(kernel: str) -> str:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """What comes before the first bracket of a name, the bracket, and the rest."""
+    """Split a name into what comes before its first bracket, the bracket, and the rest."""
     match = re.search(r"[<(]", name)
     return (name[: match.start()], match[0], name[match.end() :]) if match else (name, "", "")

@@ -165,7 +165,7 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
 
 
 def timeline_title(cell: Cell, run: Run | None) -> str:
-    """What a picture or page of a cell says of it: what was run, and on which machine."""
+    """Title a cell's picture or page: what was run, and on which machine."""
     workload = MemoryWorkload.from_configuration(cell.configuration)
     training, size = workload.training, workload.training.size
     parts = [f"{size.name}: batch {size.batch_size} x context {size.context}", training.mode, training.precision]

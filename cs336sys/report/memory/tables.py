@@ -42,7 +42,7 @@ _PREDICTED = (
 
 
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table | None:
-    """What each strategy holds and costs, in time over the first that was measured; None if there is only one."""
+    """Compare strategies: memory, and time over the first that was measured; None if there is only one."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
         return None
@@ -172,7 +172,7 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
 
 
 def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
-    """What tells the sweep's cells apart."""
+    """Return the columns that tell the sweep's cells apart."""
     return Column("size", "size"), *shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
 
 
@@ -376,7 +376,7 @@ def _workload(cell: Cell) -> MemoryWorkload:
 
 
 def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
-    """What each cell would hold; the traced tables are left out where nothing was traced."""
+    """Build the tables of what each cell would hold; traced ones only where something was traced."""
     traced = [cell for cell in cells if cell.derived]
     identity = identity_columns(cells)
     details = with_rows(

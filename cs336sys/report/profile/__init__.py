@@ -1,4 +1,4 @@
-"""What ``nsys`` shows of where the time of a step goes."""
+"""Tables and pictures of ``nsys``: where the time of a step goes."""
 
 from cs336sys.report.profile.tables import plot_profiles, plot_report, profile_tables, report_tables
 

@@ -1,4 +1,4 @@
-"""Which kernels take the time, and of which kind they are."""
+"""Kernels by time, and by kind."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Measured:
 
     @property
     def steps(self) -> int:
-        """What "a step" means: the steps, or else how often the first phase occurs."""
+        """Count the steps, or else the occurrences of the first phase."""
         return self.profile.step.count if self.profile.step else self.profile.phases[0].count
 
     @property
@@ -162,7 +162,7 @@ def _kernel_row(kernel: KernelTime, total_ns: int, ranges: int) -> dict[str, Any
 
 
 def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table:
-    """What share of the kernel time each kind of kernel takes, in each phase and in the whole step."""
+    """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
     unclassified: Counter[str] = Counter()
     for m in measured:

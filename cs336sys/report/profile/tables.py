@@ -93,7 +93,7 @@ def phase_table(
     title: str,
     notes: Sequence[str],
 ) -> Table:
-    """How long each phase takes, how long the GPU was busy in it, and whether the CPU held it up.
+    """Build the table of phases: time, how long the GPU was busy, and whether the CPU held it up.
 
     Args:
         failed: rows of cells without a profile.
@@ -144,7 +144,7 @@ def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
 
 
 def _notes(measured: Sequence[Measured]) -> list[str]:
-    """How much of the work has a phase, and what is unusual."""
+    """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
     notes = []

@@ -1,4 +1,4 @@
-"""What the backward kernels for Hopper share: finding their tiles, loading them by TMA, and how their sums start."""
+"""Parts that the backward kernels for Hopper share: finding tiles, loading them by TMA, starting sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +34,7 @@ _piece_visits = gluon.jit(piece_visits)
 
 @gluon.jit
 def item(schedule, shape, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
-    """What this program works on, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``; CUT: it has pieces.
+    """This program's work, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``; CUT: it has pieces.
 
     Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
     are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
@@ -63,7 +63,7 @@ def first_sequence(key_sequence, shape, GROUPED: gl.constexpr):
 
 @gluon.jit
 def member_of(visit, first_tile, shape, GROUPED: gl.constexpr):
-    """Which head of the group a visit is to; ``first_tile``: where its visits to each head begin."""
+    """Return which head of the group a visit is to; ``first_tile``: where its visits to each head begin."""
     member = 0
     if GROUPED:
         member = _member_of_visit(visit, first_tile, shape[3] // ROWS)
@@ -90,7 +90,7 @@ def tile_of_group(visit, first_tile, shape, GROUPED: gl.constexpr):
 
 @gluon.jit
 def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, GROUPED: gl.constexpr):
-    """Where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
+    """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
     tile = tile_of_group(visit, first_tile, shape, GROUPED)
     # Of one sequence 32 bits hold it.
     if GROUPED:
@@ -100,13 +100,15 @@ def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, GROUPED:
 
 @gluon.jit
 def piece_number(schedule):
-    """Which of all pieces of items this program has."""
+    """Return which of all pieces of items this program has."""
     return gl.load(schedule + gl.program_id(0) * 2) // 256
 
 
 @gluon.jit
 def is_piece(schedule, CUT: gl.constexpr):
-    """Whether other programs have other queries of this one's keys, so that dK and dV are the sum of all of theirs."""
+    """Return whether other programs have other queries of this one's keys, so that dK and dV are the sum of all of
+    theirs.
+    """
     piece = False
     if CUT:
         piece = gl.load(schedule + gl.program_id(0) * 2) % 256 > 1
@@ -188,7 +190,8 @@ def pass_turns(
     ENDS_TURNS: gl.constexpr,
     GROUPED: gl.constexpr,
 ):
-    """When a tile is on its way: ends the turn to add to dQ of the one it replaces, begins that of the one before it.
+    """End, while a tile is on its way, the turn of the one it replaces to add to dQ, and begin that of the one before
+    it.
 
     ``turns``: for each tile of queries of the group's sequences how many programs have added, at its first query;
     ``prepare_kernel`` has set it to 0. ``turn``: barriers that tell those who add. The producer reads and writes the
@@ -240,7 +243,7 @@ def end_turn(turns, visit, there_is_one, first_tile, shape, GROUPED: gl.constexp
 
 @gluon.jit
 def needs_mask(first_query, first_key, num_keys, CAUSAL: gl.constexpr):
-    """Whether a query of a tile does not see one of 64 keys."""
+    """Return whether a query of a tile does not see one of 64 keys."""
     # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
     masked = first_key + ROWS > num_keys
     if CAUSAL:
@@ -267,7 +270,7 @@ def masked_start(start, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
-    """What the sums of S^T start from: -L / scale_log2, so that P^T is exp2(scale_log2 S^T), and -inf for unseen keys.
+    """Start the sums of S^T at -L / scale_log2, so that P^T is exp2(scale_log2 S^T), and at -inf for unseen keys.
 
     ``logsumexps``: of the tile's queries, in registers. So no thread waits for them between S and P, when products read
     all that shared memory can deliver and a load takes hundreds of clocks.
@@ -318,7 +321,9 @@ def add_grad_query(sums, grad_query):
 
 @gluon.jit
 def pieces_of(pieces, schedule, NUM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Where this program's piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of dV."""
+    """Return where this program's piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of
+    dV.
+    """
     return pieces + piece_number(schedule).to(gl.int64) * (2 * NUM_TILES * ROWS * HEAD_DIM)
 
 

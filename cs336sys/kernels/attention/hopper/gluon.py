@@ -1,4 +1,4 @@
-"""What the Hopper kernels use of Gluon, under the names of triton 3.6 to 3.9, and named barriers, which it has not."""
+"""Gluon as the Hopper kernels use it, for triton 3.6 to 3.9, and named barriers, which it lacks."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon

@@ -208,7 +208,7 @@ class HopperBackwardPlan(BackwardPlan):
         )
 
     def _row_bytes(self) -> int:
-        """What a program streams for one query, and adds to: queries, gradients of the output, and the sum of dQ."""
+        """Return the bytes that a program streams for one query: query, gradient of the output, and the sum of dQ."""
         return self._problem.head_dim * (2 * self._problem.dtype.itemsize + 4)
 
     def _cut(self, items: Sequence[tuple[int, int]]) -> tuple[int, int]:

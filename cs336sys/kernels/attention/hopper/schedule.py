@@ -1,4 +1,4 @@
-"""Which tiles a program of the Hopper kernels works on, and in which order: integer arithmetic, no more.
+"""Assign tiles to the programs of the Hopper kernels, in order: integer arithmetic only.
 
 The host makes the schedule of a launch once; the functions behind ``as_table`` are also compiled into the kernels by
 ``gluon.jit``: hence their ``min`` and no call of one by another.
@@ -105,7 +105,7 @@ def _end_of_pieces(
     num_whole: int,
     num_pieces: int,
 ) -> int:
-    """When the last of the programs is done that have items and, behind ``num_whole`` of them, pieces of items."""
+    """Return when the last program is done that has items and, behind ``num_whole`` of them, pieces of items."""
     costs_of_programs = [costs[0] + visits for visits in num_visits]
     costs_of_programs += [costs[1] + -(-visits // num_pieces) for visits in num_visits]
     programs = [(tile, 0) for tile, _ in items[:num_whole]]
@@ -115,7 +115,9 @@ def _end_of_pieces(
 
 
 def as_table(shares: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """What a kernel reads: for each program (number of its items, index of the first), then all (tile, sequence)."""
+    """Make the kernel's table: for each program (number of its items, index of the first), then all (tile,
+    sequence).
+    """
     heads: list[tuple[int, int]] = []
     items: list[tuple[int, int]] = []
     for share in shares:
@@ -161,7 +163,7 @@ def visits(first, end, group_size):
 
 
 def member_of_visit(visit, first, end):
-    """Which head of the group it is whose tiles ``first`` to ``end`` are visited."""
+    """Return which head of the group it is whose tiles ``first`` to ``end`` are visited."""
     return (visit - first) // max(end - first, 1)
 
 
@@ -182,7 +184,8 @@ def piece_visits(first, end, piece, num_pieces):
 
 
 def turns_before(tile, query_rows, first_key, num_keys, key_rows, is_causal):
-    """How many programs add to dQ of a tile of queries before that of the keys at ``first_key``, in a fixed order.
+    """Return how many programs add to dQ of a tile of queries before that of the keys at ``first_key``, in a fixed
+    order.
 
     Those of later keys, and programs begin in this order, too: so nobody waits for one that has not begun, and under a
     causal mask each begins with queries that the one before it has behind it.

@@ -46,7 +46,7 @@ class HopperBackwardSettings:
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread of the consumers and of the reducer; beside the producer's 24 that is all there are."""
+        """Registers of a consumer's thread and of the reducer's; with the producer's 24 that is all there are."""
         return (208, 72) if self.kernel == "reducer" else (240,)
 
     @property
@@ -106,7 +106,7 @@ def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
 
 
 def hopper_forward_is_faster(problem: Problem) -> bool:
-    """Whether the forward kernel was measured to be faster than plain Triton's, for what it can run."""
+    """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run."""
     rows = hopper_forward_settings(problem).item_rows
     load = _items_per_multiprocessor(problem, problem.num_queries, rows)
     if problem.head_dim == 16:

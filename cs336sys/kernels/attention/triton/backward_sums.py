@@ -41,7 +41,7 @@ def prepare_kernel(
     GIVEN: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """What the passes read for each query: in row_statistics two rows a sequence, logsumexp * log2(e) and D.
+    """Write two rows a sequence for the passes: logsumexp * log2(e) and D of each query.
 
     GIVEN: ``out`` is D itself (sequences, num_queries), and ``grad_out`` is not touched. Fused: also clears the sum of
     dQ; with KEY_SUMS those of dK and dV; with TURNS (sequences, padded_queries) counters of who has added to dQ. A

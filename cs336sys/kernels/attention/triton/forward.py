@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _partial_logsumexps(partial, num_sequences, num_queries, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Where in ``partial`` the logsumexps (splits, sequences, queries) begin, behind as many rows of output."""
+    """Return where in ``partial`` the logsumexps (splits, sequences, queries) begin, behind as many rows of output."""
     return partial + NUM_SPLITS * HEAD_DIM * num_sequences.to(tl.int64) * num_queries
 
 

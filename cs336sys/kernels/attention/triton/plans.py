@@ -284,7 +284,9 @@ class BackwardPlan(Plan):
         )
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
-        """What a prepared pass is called with; ``grads``: what it writes the gradients of query, key and value to."""
+        """Return the arguments of a prepared pass; ``grads``: what it writes the gradients of query, key and value
+        to.
+        """
         # The last stands in for the output.
         return *self._read_by_pass, statistics, grad_query_sum, *grads, grads[0]
 

@@ -268,10 +268,10 @@ def _fused_with_splits(problem: Problem, tile: TileSettings, each: int) -> Backw
 
 
 def _few_programs(problem: Problem, rows: int, each: int = 1) -> bool:
-    """Whether tiles of this many rows give the multiprocessors fewer than ``each`` programs on average."""
+    """Return whether tiles of this many rows give the multiprocessors fewer than ``each`` programs on average."""
     return problem.num_sequences * -(-problem.num_queries // rows) < each * problem.num_multiprocessors
 
 
 def _is_short(problem: Problem) -> bool:
-    """Whether the CPU takes longer to launch the kernels than the GPU to run them."""
+    """Return whether the CPU takes longer to launch the kernels than the GPU to run them."""
     return _few_programs(problem, 128) and max(problem.num_queries, problem.num_keys) <= 1024

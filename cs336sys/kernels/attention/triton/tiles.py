@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share: which tile a program works on, and how its rows are loaded and stored.
+"""Tiles that the forward and backward kernels share: which one a program takes, and how rows are loaded and stored.
 
 A *sequence* is one head of one batch element; tensors are seen as (batch, head, row, element), contiguous in the last
 dimension, with strides = (batch, head, row) in elements.
@@ -117,7 +117,7 @@ def visible_keys(
 
 @triton.jit
 def is_visible(keys, queries, num_keys, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
+    """Return which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
     visible = keys < num_keys
     if CAUSAL:
         visible = visible & (keys <= queries)
