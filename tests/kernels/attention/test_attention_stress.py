@@ -150,7 +150,7 @@ def test_gpu_random_attention_from_several_processes(request):
     seconds = request.config.getoption("--attention-stress-seconds")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    first = request.config.getoption("--random-seed")
+    first = request.config.getoption("--random-seed") or 0
     workers = [context.Process(target=work, args=(first + n, seconds, queue)) for n in range(PROCESSES)]
     for worker in workers:
         worker.start()
