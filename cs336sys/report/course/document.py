@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Part, Problem, Target
+from cs336sys.report.course.problem import Part, Problem, Target
+from cs336sys.report.course.prose import prose_of
 from cs336sys.report.registry import FAULTS, fault_words
 from cs336sys.report.table import Table
 from cs336sys.results.model import Run
@@ -119,16 +121,16 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     handouts_own = [command.line for command in part.commands(replace(target, size=None))]
     blocks: list[Block] = []
     for evidence in evidences:
+        answer = Answer(evidence, target.handout, prose_of(part.answer))
         try:
-            answer = part.answer(evidence, target.handout)
+            part.answer(answer)
         except FAULTS as error:
             letter = f" ({part.letter})" if part.letter else ""
             what = f"the cells of {evidence.machine} {fault_words(error)}"
             faults.append(f"{problem.name}{letter}: {what}; measure again: {lines[0]}")
             continue
-        if answer is None:
-            continue
-        blocks.append(_block(evidence, answer, lines, handouts_own))
+        if answer.sentences or answer.tables:
+            blocks.append(_block(answer, lines, handouts_own))
     # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
     blocks = [block for block in blocks if block.machine] or blocks[:1]
     return Section(part.letter, blocks, [] if blocks else lines)
@@ -141,9 +143,9 @@ def _caption(name: str) -> str:
     return f"{shown}, {number}" if number else shown
 
 
-def _block(evidence: Evidence, answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Block:
+def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Block:
     """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
-    measured = [command_line(run) for run in answer.runs]
+    measured = [command_line(run) for run in answer.runs.values()]
     # Some say themselves what would give them.
     missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
     plain = [one for one in answer.missing if "`" not in one]
@@ -152,9 +154,9 @@ def _block(evidence: Evidence, answer: Answer, lines: Sequence[str], sources: Se
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
     return Block(
-        evidence.machine if answer.runs else "",
+        answer.evidence.machine if answer.runs else "",
         list(dict.fromkeys(measured)) or list(lines),
-        list(answer.sentences),
+        answer.sentences,
         _saying_once(answer.tables),
         pictures,
         missing,

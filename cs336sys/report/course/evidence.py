@@ -16,7 +16,7 @@ from cs336sys.report.registry import (
     saved_tables,
     shown_cells,
 )
-from cs336sys.report.table import Column, Table, select_columns, select_tables
+from cs336sys.report.table import Table, select_columns, select_tables
 from cs336sys.report.titles import setting_of
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 
@@ -38,6 +38,7 @@ PLAIN: Mapping[str, Collection[Any]] = {
     "update": ("step", None),
     "tf32": (False,),
 }
+PLAIN_OF_ANY_MODE = {name: values for name, values in PLAIN.items() if name != "mode"}
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,9 @@ class Found:
     def _tables(self) -> list[Table]:
         return saved_tables(self.invocation, self.cells, Presentation())
 
-    def table(self, name: str, *columns: str, presentation: Presentation | None = None) -> list[Table]:
+    def table(self, name: str, *columns: str) -> list[Table]:
         """The command's table of this name with these columns alone (all, without any); none where it has none."""
-        if presentation is None:
-            tables = self._tables
-        else:
-            tables = saved_tables(self.invocation, self.cells, presentation)
-        chosen = [table for table in tables if table.name == name and table.rows]
+        chosen = [table for table in self._tables if table.name == name and table.rows]
         if not chosen or not columns:
             return chosen
         known = {column.key for table in chosen for column in table.columns}
@@ -81,6 +78,14 @@ class Found:
         return [
             cell for cell in self.measured if all(setting_of(cell, name) == value for name, value in settings.items())
         ]
+
+
+def cells_of(found: Sequence[Found]) -> list[Cell]:
+    return [cell for group in found for cell in group.cells]
+
+
+def measured_of(found: Sequence[Found]) -> list[Cell]:
+    return [cell for group in found for cell in group.measured]
 
 
 @dataclass
@@ -175,8 +180,3 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
         machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
     most_first = sorted(machines.values(), key=lambda one: -sum(len(cells) for _, cells in one.shown))
     return most_first or [Evidence(tests=tests)], faults
-
-
-def plain_table(name: str, title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """A table of the write-up's own, if it has a row."""
-    return [Table(name, title, columns, rows)] if rows else []

@@ -1,95 +1,114 @@
-"""The problems of each year in the handout's order, by its names."""
+"""The problems in the handouts' order, by their names: who answers a part, and which commands measure it."""
 
-from cs336sys.report.course.problem import Problem
-from cs336sys.report.course.problems.benchmarking_script import BENCHMARKING_SCRIPT
-from cs336sys.report.course.problems.calculations import (
-    ALTERNATE_RING_ALL_REDUCE,
-    COMMUNICATION_ACCOUNTING,
-    DATA_PARALLEL_CALCS,
-    FSDP_CALCS,
-    FSDP_TP_CALCS,
-    TP_CALCS,
+from cs336sys.report.course.problem import Part, Problem, arithmetic
+from cs336sys.report.course.problems import benchmarking_script as script
+from cs336sys.report.course.problems import calculations, code, ddp, sharding
+from cs336sys.report.course.problems import distributed_communication as communication
+from cs336sys.report.course.problems import flash_benchmarking as flash
+from cs336sys.report.course.problems import gradient_checkpointing as checkpointing
+from cs336sys.report.course.problems import memory_profiling as memory
+from cs336sys.report.course.problems import mixed_precision as mixed
+from cs336sys.report.course.problems import nsys_profile as nsys
+from cs336sys.report.course.problems import pytorch_attention as attention
+
+_YEARS = (2025, 2026)
+
+
+def _problem(name: str, title: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
+    """A function for each letter (one without any), or a pair of it and its own commands; and the years that ask."""
+    pairs = [one if isinstance(one, tuple) else (one, commands) for one in answers]
+    parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
+    return years, Problem(name, title, parts)
+
+
+def _calculations(name: str, title: str, strategy: str, letters: str, *first, mesh: str = ""):
+    answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
+    commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
+    return _problem(name, title, *answers, commands=commands, letters=letters, years=(2026,))
+
+
+def _memory(letters: str, year: int):
+    stream = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
+    last = (memory.block,) * (letters[-1] == "f")
+    answers = (memory.timelines, memory.peaks, memory.mixed_precision, stream, memory.largest_allocations, *last)
+    commands = memory.memory_commands
+    return _problem("memory_profiling", "Memory profiling", *answers, commands=commands, letters=letters, years=(year,))
+
+
+_SCRIPT = (
+    (script.script, arithmetic("bench --help")),
+    (script.timings, script.timing_commands),
+    (script.warmup, script.warmup_commands),
 )
-from cs336sys.report.course.problems.code import (
-    DDP_BUCKETED,
-    DDP_OVERLAP,
-    FLASH_BACKWARD,
-    FLASH_FORWARD,
-    FSDP,
-    LEADERBOARD_2026,
-    NAIVE_DDP,
-    OPTIMIZER_STATE_SHARDING,
+_NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
+_MIXED = (mixed.dtypes, mixed.layer_norm, (mixed.by_size, script.timing_commands))
+_CHECKPOINTING = (
+    (checkpointing.nested, arithmetic("account checkpointing --size 2.7b --context 2048")),
+    (checkpointing.one_recomputation, checkpointing.checkpointing_commands),
 )
-from cs336sys.report.course.problems.ddp import (
-    DDP_BUCKETED_BENCHMARKING,
-    DDP_OVERLAP_BENCHMARKING,
-    MINIMAL_DDP_FLAT_BENCHMARKING,
-    NAIVE_DDP_BENCHMARKING,
+_COMPILE = (attention.compiled_attention, (attention.compiled_model, attention.compiled_model_commands))
+_OVERLAP = ("ddp_overlap_individual_parameters", "DDP that overlaps individual parameters")
+_BUCKETS = (ddp.buckets, (ddp.bucket_equation, arithmetic("account buckets --size xl")))
+_SHARDING = (sharding.memory, sharding.speeds, (sharding.against_zero, arithmetic("account memory --size {xl}")))
+_FSDP = (
+    (sharding.fsdp_memory, arithmetic("account memory --size {xl} --strategy none,optimizer,fsdp")),
+    (sharding.fsdp_gathers, sharding.fsdp_commands),
 )
-from cs336sys.report.course.problems.distributed_communication import DISTRIBUTED_COMMUNICATION
-from cs336sys.report.course.problems.flash_benchmarking import FLASH_BENCHMARKING, LEADERBOARD_2025, WEIGHTED_SUM
-from cs336sys.report.course.problems.gradient_checkpointing import GRADIENT_CHECKPOINTING
-from cs336sys.report.course.problems.memory_profiling import MEMORY_PROFILING_2025, MEMORY_PROFILING_2026
-from cs336sys.report.course.problems.mixed_precision import BENCHMARKING_MIXED_PRECISION, MIXED_PRECISION_ACCUMULATION
-from cs336sys.report.course.problems.nsys_profile import NSYS_PROFILE
-from cs336sys.report.course.problems.pytorch_attention import PYTORCH_ATTENTION, TORCH_COMPILE
-from cs336sys.report.course.problems.sharding import FSDP_ACCOUNTING, OPTIMIZER_STATE_SHARDING_ACCOUNTING
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
+# fmt: off
+_ALL = [
+    _problem("benchmarking_script", "Benchmarking script", *_SCRIPT, letters="abc"),
+    _problem("nsys_profile", "Nsight Systems profiling", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
+    _problem("mixed_precision_accumulation", "Mixed-precision accumulation",
+             mixed.accumulation, commands=mixed.precision_commands),
+    _problem("benchmarking_mixed_precision", "Benchmarking mixed precision",
+             *_MIXED, commands=mixed.precision_commands, letters="abc"),
+    _memory("abcde", 2025),
+    _memory("abcdef", 2026),
+    _problem("gradient_checkpointing", "Memory-optimal gradient checkpointing",
+             *_CHECKPOINTING, letters="ab", years=(2026,)),
+    _problem("pytorch_attention", "Benchmarking PyTorch attention",
+             attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
+    _problem("torch_compile", "torch.compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
+    _problem("weighted_sum", "The worked example: weighted sum",
+             flash.weighted_sum, commands=flash.weighted_sum_commands),
+    _problem("flash_forward", "FlashAttention-2 forward pass",
+             code.TILED, code.TRITON, code.TRITON, commands=code.few_shapes, letters="abc"),
+    _problem("flash_backward", "FlashAttention-2 backward pass", code.flash_backward, commands=code.few_shapes),
+    _problem("flash_benchmarking", "Benchmarking FlashAttention-2",
+             flash.flash_benchmarking, commands=flash.flash_commands, letters="a"),
+    _problem("leaderboard", "Leaderboard: FlashAttention-2",
+             flash.board, commands=flash.board_commands, years=(2025,)),
+    _problem("distributed_communication_single_node", "Distributed communication on a single node",
+             communication.all_reduce, commands=communication.all_reduce_commands),
+    _problem("naive_ddp", "Naive DDP", code.NAIVE),
+    _problem("naive_ddp_benchmarking", "Benchmarking naive DDP", ddp.naive, commands=ddp.ddp_commands),
+    _problem("minimal_ddp_flat_benchmarking", "Minimal DDP with flat gradients", ddp.flat, commands=ddp.ddp_commands),
+    _problem(*_OVERLAP, code.OVERLAPPED),
+    _problem(f"{_OVERLAP[0]}_benchmarking", f"Benchmarking {_OVERLAP[1]}",
+             ddp.overlapped, ddp.traces, commands=ddp.ddp_commands, letters="ab"),
+    _problem("ddp_overlap_bucketed", "DDP that overlaps buckets", code.BUCKETED, years=(2025,)),
+    _problem("ddp_bucketed_benchmarking", "Benchmarking bucketed DDP",
+             *_BUCKETS, commands=ddp.ddp_commands, letters="ab", years=(2025,)),
+    _problem("communication_accounting", "Communication accounting", *map(calculations.xxl, "abcd"),
+             commands=arithmetic("account xxl"), letters="abcd", years=(2025,)),
+    _problem("optimizer_state_sharding", "Optimizer state sharding", code.SHARDED_OPTIMIZER),
+    _problem("optimizer_state_sharding_accounting", "Optimizer state sharding: accounting",
+             *_SHARDING, commands=sharding.shard_commands, letters="abc"),
+    _problem("fsdp", "Fully sharded data parallel", code.FSDP, years=(2026,)),
+    _problem("fsdp_accounting", "FSDP accounting", *_FSDP, letters="ab", years=(2026,)),
+    _problem("alternate_ring_all_reduce", "An alternate ring all-reduce",
+             calculations.ring, commands=arithmetic("account collectives"), years=(2026,)),
+    _calculations("data_parallel_calcs", "Data parallel calculations", "dp", "abc"),
+    _calculations("fsdp_calcs", "Fully sharded data parallel calculations", "fsdp", "abc"),
+    _calculations("tp_calcs", "Tensor parallel calculations", "tp", "abcd", calculations.tp_backward),
+    _calculations("fsdp_tp_calcs", "2D parallelism calculations", "fsdp-tp", "abcd", mesh=" --mesh 4x2"),
+    _problem("leaderboard", "Leaderboard: fastest training step",
+             code.training_step, commands=code.training_step_commands, years=(2026,)),
+]
+# fmt: on
+
 PROBLEMS: dict[int, tuple[Problem, ...]] = {
-    2025: (
-        BENCHMARKING_SCRIPT,
-        NSYS_PROFILE,
-        MIXED_PRECISION_ACCUMULATION,
-        BENCHMARKING_MIXED_PRECISION,
-        MEMORY_PROFILING_2025,
-        PYTORCH_ATTENTION,
-        TORCH_COMPILE,
-        WEIGHTED_SUM,
-        FLASH_FORWARD,
-        FLASH_BACKWARD,
-        FLASH_BENCHMARKING,
-        LEADERBOARD_2025,
-        DISTRIBUTED_COMMUNICATION,
-        NAIVE_DDP,
-        NAIVE_DDP_BENCHMARKING,
-        MINIMAL_DDP_FLAT_BENCHMARKING,
-        DDP_OVERLAP,
-        DDP_OVERLAP_BENCHMARKING,
-        DDP_BUCKETED,
-        DDP_BUCKETED_BENCHMARKING,
-        COMMUNICATION_ACCOUNTING,
-        OPTIMIZER_STATE_SHARDING,
-        OPTIMIZER_STATE_SHARDING_ACCOUNTING,
-    ),
-    2026: (
-        BENCHMARKING_SCRIPT,
-        NSYS_PROFILE,
-        MIXED_PRECISION_ACCUMULATION,
-        BENCHMARKING_MIXED_PRECISION,
-        MEMORY_PROFILING_2026,
-        GRADIENT_CHECKPOINTING,
-        PYTORCH_ATTENTION,
-        TORCH_COMPILE,
-        WEIGHTED_SUM,
-        FLASH_FORWARD,
-        FLASH_BACKWARD,
-        FLASH_BENCHMARKING,
-        DISTRIBUTED_COMMUNICATION,
-        NAIVE_DDP,
-        NAIVE_DDP_BENCHMARKING,
-        MINIMAL_DDP_FLAT_BENCHMARKING,
-        DDP_OVERLAP,
-        DDP_OVERLAP_BENCHMARKING,
-        OPTIMIZER_STATE_SHARDING,
-        OPTIMIZER_STATE_SHARDING_ACCOUNTING,
-        FSDP,
-        FSDP_ACCOUNTING,
-        ALTERNATE_RING_ALL_REDUCE,
-        DATA_PARALLEL_CALCS,
-        FSDP_CALCS,
-        TP_CALCS,
-        FSDP_TP_CALCS,
-        LEADERBOARD_2026,
-    ),
+    year: tuple(problem for years, problem in _ALL if year in years) for year in _YEARS
 }

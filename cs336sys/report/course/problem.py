@@ -5,15 +5,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.memory import training_state
-from cs336sys.report.course.evidence import Evidence, Found
-from cs336sys.report.registry import Pictures
-from cs336sys.report.table import Table
-from cs336sys.results.model import Run
 from cs336sys.sizes import SIZES, choose_size
 
 # For which handout and machine a write-up is planned, and its command lines with the time and memory they need.
@@ -127,9 +123,9 @@ class Command:
         return shlex.join(("cs336sys", *self.arguments))
 
 
-def arithmetic(*arguments: str) -> list[Command]:
-    """A command that measures nothing."""
-    return [Command(arguments, is_saved=False)]
+def arithmetic(line: str) -> Callable[["Target"], list[Command]]:
+    """A command that measures nothing; ``{xl}`` is what the handout calls so."""
+    return lambda target: [Command(tuple(line.format(xl=target.handout.xl).split()), is_saved=False)]
 
 
 @dataclass(frozen=True)
@@ -192,58 +188,18 @@ def simple(target: Target, *arguments: str, seconds: float, gpus: int = 1, on_de
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What is written below a part of a problem.
-
-    Attributes:
-        sentences: computed from the numbers.
-        tables: trimmed to what is asked.
-        pictures: by name, each drawn to a file.
-        runs: that measured what the sentences say; none for what follows from arithmetic.
-        missing: what is asked and was not measured.
-    """
-
-    sentences: Sequence[str]
-    tables: Sequence[Table] = ()
-    pictures: Pictures = field(default_factory=dict)
-    runs: Sequence[Run] = ()
-    missing: Sequence[str] = ()
-
-
-def runs_of(groups: Sequence[Found]) -> list[Run]:
-    """The invocations that measured the cells, each once."""
-    runs = {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
-    return list(runs.values())
-
-
-def pictures_of(groups: Sequence[Found], *names: str) -> Pictures:
-    """The pictures of all of them (of these names, if any is given), numbered where several have one of a name."""
-    found: dict[str, Callable[[Path], None]] = {}
-    for group in groups:
-        for name, draw in group.pictures(*names).items():
-            number = 1 + sum(known.split(",")[0] == name for known in found)
-            found[name if number == 1 else f"{name}, {number}"] = draw
-    return found
-
-
-def no_commands(target: Target) -> list[Command]:
-    """Of what needs no measurement."""
-    return []
-
-
-@dataclass(frozen=True)
 class Part:
     """One lettered question.
 
     Attributes:
         letter: ``a``; empty where the problem is one question.
-        answer: from the saved cells of one machine; None where they hold nothing of it.
+        answer: writes into an :class:`~cs336sys.report.course.answer.Answer` what the cells of one machine say.
         commands: that give what the answer is computed from.
     """
 
     letter: str
-    answer: Callable[[Evidence, Handout], Answer | None]
-    commands: Callable[[Target], Sequence[Command]] = no_commands
+    answer: Callable[[Any], None]
+    commands: Callable[[Target], Sequence[Command]] = lambda target: ()
 
 
 @dataclass(frozen=True)

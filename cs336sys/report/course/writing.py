@@ -3,12 +3,12 @@
 import html
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError
-from cs336sys.report.course.document import Block, Document, Picture, Section
+from cs336sys.report.course.document import Document, Picture
 from cs336sys.report.course.problem import Problem
 from cs336sys.report.outputs import write_file, writing_stdout
 from cs336sys.report.page import html_page, html_picture, html_table
@@ -17,46 +17,76 @@ from cs336sys.report.render import STDOUT, escape_markdown, render, typst_string
 from cs336sys.report.table import Table, one_line
 from cs336sys.results.foreign import printable
 
-# What all formats of a write-up say alike.
-
-
+# More sentences than a paragraph holds are listed.
 _PARAGRAPH_SENTENCES = 3
 
 DrawnPicture = Callable[[Picture], str | None]
 
 
-def heading(problem: Problem, section: Section) -> str:
-    """``nsys_profile (a)``."""
-    return f"{problem.name} ({section.letter})" if section.letter else problem.name
+@dataclass(frozen=True)
+class Markup:
+    """How a format writes the pieces of a document; ``%s`` is text that is marked up already.
+
+    Attributes:
+        plain, code: mark up running text, and what stands between backticks in it.
+        commands: command lines as they are typed.
+        table: a table, of which a page holds so many rows.
+        listed, item: sentences one by one.
+        absent, fault: what is missing, and what could not be shown.
+    """
+
+    plain: Callable[[str], str]
+    code: Callable[[str], str]
+    problem: Callable[[Problem], str]
+    part: Callable[[Problem, str], str]
+    machine: str
+    commands: Callable[[Sequence[str]], list[str]]
+    table: Callable[[Table], Iterable[str]]
+    picture: Callable[[str, str], str]
+    head: str = ""
+    end: str = ""
+    between: str = ""
+    paragraph: str = "%s"
+    listed: str = "%s"
+    item: str = "- %s"
+    absent: str = "%s"
+    fault: str = "%s"
+    end_of_problem: tuple[str, ...] = ()
+
+    def inline(self, text: str) -> str:
+        """Running text with its code between backticks."""
+        pieces = enumerate(one_line(text).split("`"))
+        marked = (self.code(piece) if number % 2 else self.plain(piece) for number, piece in pieces if piece)
+        return self.between.join(marked)
 
 
-def introduction(document: Document) -> list[str]:
-    """What the document holds and where it was measured."""
-    parts, answered = document.counts
-    count = len(document.problems)
-    problems = "1 problem" if count == 1 else f"{count} problems"
-    sentences = [f"{problems} in the handout's order, {answered} of {parts} parts answered."]
-    if len(document.machines) > 1:
-        sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
-    elif document.machines:
-        sentences.append(f"Measured on {document.machines[0]}.")
-    sentences.append("Every sentence is computed from the saved numbers by `cs336sys report`.")
-    return sentences
+def _fenced(lines: Sequence[str]) -> list[str]:
+    """Lines of a shell between more backticks than they hold."""
+    text = "\n".join(map(printable, lines))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [f"{fence}sh\n{text}\n{fence}"] if lines else []
 
 
-def absent_words(section: Section) -> str:
-    """Of a part without data: which command gives it."""
-    if not section.absent:
-        return "No data, and no command for this machine gives it."
-    return "No data. It comes from " + ", ".join(f"`{line}`" for line in section.absent) + "."
+def _markdown_table(table: Table) -> list[str]:
+    text = render([table], "markdown")
+    return [re.sub(r"^### (.*)$", r"*\1*", text, count=1, flags=re.MULTILINE).strip()]
 
 
-def is_long(block: Block) -> bool:
-    """More sentences than a paragraph holds are listed."""
-    return len(block.sentences) > _PARAGRAPH_SENTENCES
+_MARKDOWN = Markup(
+    plain=escape_markdown,
+    code="`{}`".format,
+    problem=lambda problem: f"## {problem.name}: {problem.title}",
+    part=lambda problem, letter: f"### {problem.name} ({letter})",
+    machine="**%s**",
+    commands=_fenced,
+    table=_markdown_table,
+    picture=lambda path, name: f"![{escape_markdown(name)}]({path})",
+    head="# %s",
+    fault="- %s",
+)
 
 
-# The write-up as LaTeX.
+# A whole file for pdflatex or tectonic.
 
 
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
@@ -64,13 +94,8 @@ _PAGE_ROWS = 40
 
 _LATEX_SPECIAL = {
     "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
+    **{character: f"\\{character}" for character in "&%$#{}"},
     "_": r"\_\allowbreak{}",
-    "{": r"\{",
-    "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -89,113 +114,81 @@ _LATEX_HEAD = r"""\documentclass[10pt]{article}
 \setlength{\parskip}{5pt}
 \sloppy
 \begin{document}
-"""
+\title{%s}\date{}\maketitle"""
 
 
 def _latex(text: str) -> str:
-    """Running text: its code, between backticks, in typewriter."""
-    parts = []
-    for number, piece in enumerate(one_line(text).split("`")):
-        escaped = "".join(_LATEX_SPECIAL.get(character, character) for character in piece)
-        # Two hyphens would become a dash.
-        code = escaped.replace("--", "-{}-")
-        parts.append(rf"\texttt{{{code}}}" if number % 2 else escaped)
-    return "".join(parts)
+    return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
 
 
-def _latex_sentences(block: Block) -> str:
-    if not is_long(block):
-        return _latex(" ".join(block.sentences))
-    items = "\n".join(rf"\item {_latex(sentence)}" for sentence in block.sentences)
-    return "\\begin{itemize}\n" + items + "\n\\end{itemize}"
+def _latex_code(text: str) -> str:
+    # Two hyphens would become a dash.
+    return rf"\texttt{{{_latex(text).replace('--', '-{}-')}}}"
 
 
-def to_latex(document: Document, draw: DrawnPicture) -> str:
-    """A whole file for pdflatex or tectonic; pictures stand in files beside it."""
-    lines = [
-        _LATEX_HEAD + rf"\title{{{_latex(document.title)}}}\date{{}}\maketitle",
-        *map(_latex, introduction(document)),
-    ]
-    for problem, sections in document.problems:
-        lines.append(rf"\section*{{{_latex(f'{problem.name}: {problem.title}')}}}")
-        for section in sections:
-            lines += [rf"\subsection*{{{_latex(heading(problem, section))}}}"] if section.letter else []
-            for block in section.blocks:
-                lines += [rf"\textbf{{{_latex(block.machine)}}}"] if block.machine else []
-                lines += [_latex(f"`{line}`") for line in block.commands]
-                lines += [_latex_sentences(block), *map(_latex, block.missing)]
-                lines += [_latex_table(part) for table in block.tables for part in _pages(table)]
-                lines += [
-                    rf"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{{{path}}}"
-                    for picture in block.pictures
-                    if (path := draw(picture))
-                ]
-            if not section.blocks:
-                lines.append(_latex(absent_words(section)))
-    lines += map(_latex, document.faults)
-    return "\n\n".join([*lines, r"\end{document}"]) + "\n"
-
-
-def _pages(table: Table) -> Iterable[Table]:
+def _latex_pages(table: Table) -> Iterator[str]:
     for start in range(0, max(1, len(table.rows)), _PAGE_ROWS):
         last = start + _PAGE_ROWS >= len(table.rows)
         title = table.title if start == 0 else f"{table.title} (continued)"
-        yield replace(
-            table, title=title, rows=table.rows[start : start + _PAGE_ROWS], notes=table.notes if last else ()
-        )
+        rows = table.rows[start : start + _PAGE_ROWS]
+        page = replace(table, title=title, rows=rows, notes=table.notes if last else ())
+        text = render([page], "latex").strip()
+        text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
+        # Made smaller where it is wider than the page.
+        tabular = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
+        yield text.replace(r"\begin{tabular}", tabular).replace(r"\end{tabular}", r"\end{tabular}}")
 
 
-def _latex_table(table: Table) -> str:
-    text = render([table], "latex").strip()
-    text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
-    # Made smaller where it is wider than the page.
-    start = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
-    return text.replace(r"\begin{tabular}", start).replace(r"\end{tabular}", r"\end{tabular}}")
+_LATEX = Markup(
+    plain=_latex,
+    code=_latex_code,
+    problem=lambda problem: rf"\section*{{{_latex(f'{problem.name}: {problem.title}')}}}",
+    part=lambda problem, letter: rf"\subsection*{{{_latex(f'{problem.name} ({letter})')}}}",
+    machine=r"\textbf{%s}",
+    commands=lambda lines: list(map(_latex_code, lines)),
+    table=_latex_pages,
+    picture=lambda path, name: rf"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{{{path}}}",
+    head=_LATEX_HEAD,
+    end=r"\end{document}",
+    listed="\\begin{itemize}\n%s\n\\end{itemize}",
+    item=r"\item %s",
+)
 
 
-# The write-up as Markdown.
+# A whole file for typst.
 
 
-def _markdown(text: str) -> str:
-    """Running text: its code, between backticks, as code, and the rest without Markdown."""
-    pieces = enumerate(one_line(text).split("`"))
-    return "".join(f"`{piece}`" if number % 2 else escape_markdown(piece) for number, piece in pieces)
+_TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
+#set text(size: 10pt)
+#set par(justify: false)
+#show figure: set block(breakable: true)
+#show table: set text(size: 6.5pt)
+= %s"""
 
 
-def _fenced(lines: Sequence[str]) -> str:
-    """Lines of a shell as they are typed, between more backticks than they hold."""
-    text = "\n".join(map(printable, lines))
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{text}\n{fence}"
+def _typst(text: str) -> str:
+    return f"#text({typst_string(text)})"
 
 
-def to_markdown(document: Document, draw: DrawnPicture) -> str:
-    """Pictures stand in files beside the document's."""
-    lines = [f"# {document.title}", *map(_markdown, introduction(document))]
-    for problem, sections in document.problems:
-        lines.append(f"## {problem.name}: {problem.title}")
-        for section in sections:
-            lines += [f"### {heading(problem, section)}"] if section.letter else []
-            for block in section.blocks:
-                lines += [f"**{_markdown(block.machine)}**"] if block.machine else []
-                lines += [_fenced(block.commands)] if block.commands else []
-                sentences = [_markdown(one) for one in block.sentences]
-                lines.append("\n".join(f"- {one}" for one in sentences) if is_long(block) else " ".join(sentences))
-                lines += map(_markdown, block.missing)
-                for table in block.tables:
-                    text = render([table], "markdown")
-                    lines.append(re.sub(r"^### (.*)$", r"*\1*", text, count=1, flags=re.MULTILINE).strip())
-                lines += [
-                    f"![{_markdown(picture.name)}]({path})" for picture in block.pictures if (path := draw(picture))
-                ]
-            if not section.blocks:
-                lines.append(absent_words(section))
-    lines += [f"- {_markdown(fault)}" for fault in document.faults]
-    return "\n\n".join(lines) + "\n"
+def _typst_code(text: str) -> str:
+    return f"#raw({typst_string(text)})"
 
 
-# The write-up as one HTML page.
+_TYPST = Markup(
+    plain=_typst,
+    code=_typst_code,
+    problem=lambda problem: f"== {_typst(f'{problem.name}: {problem.title}')}",
+    part=lambda problem, letter: f"=== {_typst(f'{problem.name} ({letter})')}",
+    machine="*%s*",
+    commands=lambda lines: list(map(_typst_code, lines)),
+    table=lambda table: [render([table], "typst").strip()],
+    picture=lambda path, name: f"#image({typst_string(path)}, width: 100%)",
+    head=_TYPST_HEAD,
+    between=" ",
+)
+
+
+# One page with its pictures inside; nothing of it is loaded from anywhere.
 
 
 _STYLE = """
@@ -206,96 +199,82 @@ code { overflow-wrap: anywhere; } .absent { border-left: 3px solid #c60; padding
 @media print { nav { display: none; } }
 """
 
+_HTML = Markup(
+    plain=html.escape,
+    code=lambda text: f"<code>{html.escape(text)}</code>",
+    problem=lambda problem: (
+        f'<section id="{problem.name}"><h2>{html.escape(problem.name)} <small>{html.escape(problem.title)}</small></h2>'
+    ),
+    part=lambda problem, letter: f"<h3>({letter})</h3>",
+    machine='<p class="machine">%s</p>',
+    commands=lambda lines: [f"<pre>{html.escape(line)}</pre>" for line in lines],
+    table=lambda table: [html_table(table, "h4")],
+    picture=lambda drawn, name: drawn,
+    paragraph="<p>%s</p>",
+    listed="<ul>%s</ul>",
+    item="<li>%s</li>",
+    absent='<p class="absent">%s</p>',
+    fault='<p class="absent">%s</p>',
+    end_of_problem=("</section>",),
+)
 
-def _html(text: str) -> str:
-    pieces = enumerate(html.escape(text).split("`"))
-    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in pieces)
+_MARKUPS = {"markdown": _MARKDOWN, "latex": _LATEX, "typst": _TYPST, "html": _HTML}
 
 
-def to_html(document: Document, draw: Callable[[Picture], str | None]) -> str:
-    """One page with its pictures inside; nothing of it is loaded from anywhere.
+def introduction(document: Document) -> list[str]:
+    """What the document holds and where it was measured."""
+    parts, answered = document.counts
+    count = len(document.problems)
+    problems = "1 problem" if count == 1 else f"{count} problems"
+    sentences = [f"{problems} in the handout's order, {answered} of {parts} parts answered."]
+    if len(document.machines) > 1:
+        sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
+    elif document.machines:
+        sentences.append(f"Measured on {document.machines[0]}.")
+    sentences.append("Every sentence is computed from the saved numbers by `cs336sys report`.")
+    return sentences
 
-    Args:
-        draw: the HTML of a picture.
-    """
-    links = "".join(f'<li><a href="#{problem.name}">{problem.name}</a></li>' for problem, _ in document.problems)
-    parts = [
-        *(f"<p>{_html(sentence)}</p>" for sentence in introduction(document)),
-        f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>",
-    ]
+
+def document_text(document: Document, format: str, draw: DrawnPicture) -> str:
+    """The document in a format; ``draw`` gives a picture's file, or its HTML, and None for one that is left out."""
+    markup = _MARKUPS[format]
+    parts = [markup.paragraph % markup.inline(sentence) for sentence in introduction(document)]
+    body = _body(document, markup, draw)
+    if format == "html":
+        links = "".join(f'<li><a href="#{problem.name}">{problem.name}</a></li>' for problem, _ in document.problems)
+        parts.append(f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>")
+        return html_page(document.title, [*parts, *body], _STYLE)
+    head, end = markup.head % markup.inline(document.title), [markup.end] * bool(markup.end)
+    return "\n\n".join([head, *parts, *body, *end]) + "\n"
+
+
+def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[str]:
     for problem, sections in document.problems:
-        title = f"{html.escape(problem.name)} <small>{html.escape(problem.title)}</small>"
-        parts.append(f'<section id="{problem.name}"><h2>{title}</h2>')
+        yield markup.problem(problem)
         for section in sections:
-            parts += [f"<h3>({section.letter})</h3>"] if section.letter else []
+            if section.letter:
+                yield markup.part(problem, section.letter)
             for block in section.blocks:
-                parts += _html_block(block, draw)
+                if block.machine:
+                    yield markup.machine % markup.inline(block.machine)
+                yield from markup.commands(block.commands)
+                if len(block.sentences) > _PARAGRAPH_SENTENCES:
+                    items = [markup.item % markup.inline(sentence) for sentence in block.sentences]
+                    yield markup.listed % "\n".join(items)
+                else:
+                    yield markup.paragraph % markup.inline(" ".join(block.sentences))
+                yield from (markup.absent % markup.inline(one) for one in block.missing)
+                for table in block.tables:
+                    yield from markup.table(table)
+                for picture in block.pictures:
+                    if drawn := draw(picture):
+                        yield markup.picture(drawn, picture.name)
             if not section.blocks:
-                parts.append(f'<p class="absent">{_html(absent_words(section))}</p>')
-        parts.append("</section>")
-    parts += [f'<p class="absent">{_html(fault)}</p>' for fault in document.faults]
-    return html_page(document.title, parts, _STYLE)
-
-
-def _html_block(block: Block, draw: Callable[[Picture], str | None]) -> list[str]:
-    parts = [f'<p class="machine">{html.escape(block.machine)}</p>'] if block.machine else []
-    parts += [f"<pre>{html.escape(line)}</pre>" for line in block.commands]
-    if is_long(block):
-        parts.append("<ul>" + "".join(f"<li>{_html(sentence)}</li>" for sentence in block.sentences) + "</ul>")
-    else:
-        parts.append(f"<p>{_html(' '.join(block.sentences))}</p>")
-    parts += [f'<p class="absent">{_html(one)}</p>' for one in block.missing]
-    parts += [html_table(table, "h4") for table in block.tables]
-    return parts + [drawn for picture in block.pictures if (drawn := draw(picture))]
-
-
-# The write-up as Typst.
-
-
-_TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
-#set text(size: 10pt)
-#set par(justify: false)
-#show figure: set block(breakable: true)
-#show table: set text(size: 6.5pt)
-"""
-
-
-def _typst(text: str) -> str:
-    pieces = enumerate(text.split("`"))
-    return " ".join(
-        f"#raw({typst_string(piece)})" if number % 2 else f"#text({typst_string(piece)})"
-        for number, piece in pieces
-        if piece
-    )
-
-
-def _typst_sentences(block: Block) -> str:
-    if not is_long(block):
-        return _typst(" ".join(block.sentences))
-    return "\n".join(f"- {_typst(sentence)}" for sentence in block.sentences)
-
-
-def to_typst(document: Document, draw: DrawnPicture) -> str:
-    """A whole file for typst; pictures stand in files beside it."""
-    lines = [_TYPST_HEAD + f"= #text({typst_string(document.title)})", *map(_typst, introduction(document))]
-    for problem, sections in document.problems:
-        lines.append(f"== #text({typst_string(f'{problem.name}: {problem.title}')})")
-        for section in sections:
-            lines += [f"=== #text({typst_string(heading(problem, section))})"] if section.letter else []
-            for block in section.blocks:
-                lines += [f"*#text({typst_string(block.machine)})*"] if block.machine else []
-                lines += [f"#raw({typst_string(line)})" for line in block.commands]
-                lines += [_typst_sentences(block), *map(_typst, block.missing)]
-                lines += [render([table], "typst").strip() for table in block.tables]
-                lines += [
-                    f"#image({typst_string(path)}, width: 100%)"
-                    for picture in block.pictures
-                    if (path := draw(picture))
-                ]
-            if not section.blocks:
-                lines.append(_typst(absent_words(section)))
-    lines += map(_typst, document.faults)
-    return "\n\n".join(lines) + "\n"
+                source = ". It comes from " + ", ".join(f"`{line}`" for line in section.absent)
+                why = source if section.absent else ", and no command for this machine gives it"
+                yield markup.absent % markup.inline(f"No data{why}.")
+        yield from markup.end_of_problem
+    yield from (markup.fault % markup.inline(fault) for fault in document.faults)
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
@@ -328,11 +307,11 @@ def write_document(document: Document, format: str, output: Path | None) -> list
         count += 1
         return path.name
 
-    if format == "html":
-        text = to_html(document, lambda picture: drawn(lambda: html_picture(picture.draw, picture.name)))
-    else:
-        write = {"markdown": to_markdown, "latex": to_latex, "typst": to_typst}[format]
-        text = write(document, lambda picture: drawn(lambda: beside(picture)))
+    def inside(picture: Picture) -> str:
+        return html_picture(picture.draw, picture.name)
+
+    make = inside if format == "html" else beside
+    text = document_text(document, format, lambda picture: drawn(lambda: make(picture)))
     if output is None or output == STDOUT:
         with writing_stdout():
             sys.stdout.write(text)

@@ -6,8 +6,8 @@ from course_answers import answers, changed, saved, scaled, words
 
 from cs336sys.report.course.document import build_document
 from cs336sys.report.course.evidence import evidence_of
+from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.problem import HANDOUTS, Target
-from cs336sys.report.course.problems.benchmarking_script import BENCHMARKING_SCRIPT
 from cs336sys.results.model import Results, Samples
 
 
@@ -68,7 +68,7 @@ def test_one_warm_up_step_is_said_to_be_enough_only_where_one_was_measured():
 def test_what_the_handout_asks_comes_from_no_command_of_another_size():
     """``report --size tiny`` said that times of ``small`` come from ``bench --size tiny``."""
     target = Target(HANDOUTS[2025], "tiny", "cpu")
-    document = build_document([BENCHMARKING_SCRIPT], evidence_of(saved("bench-fp16-h200"), {})[0], target)
+    document = build_document(PROBLEMS[2025][:1], evidence_of(saved("bench-fp16-h200"), {})[0], target)
     by_letter = {section.letter: section for section in document.problems[0][1]}
     (missing,) = by_letter["b"].blocks[0].missing
     assert "That comes from `cs336sys bench --size small,medium,large,xl,2.7b" in missing

@@ -3,13 +3,17 @@
 import html.parser
 import re
 from dataclasses import replace
+from pathlib import Path
+from string import Formatter
 
 import pytest
 from course_answers import RESULTS, answers, changed, document, saved, scaled, words
 
+from cs336sys.report.course import problems
 from cs336sys.report.course.document import command_line
 from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.writing import to_html, to_latex, to_markdown, to_typst
+from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose
+from cs336sys.report.course.writing import document_text
 from cs336sys.results.model import Results
 
 # Names and letters as the handouts have them, 2025 (1.0.5) and 2026 (26.1): "Problem (name)", then "(a)", "(b)", ...
@@ -92,15 +96,15 @@ def test_the_saved_results_answer_without_a_fault_and_pages_hold_every_problem(y
     parts, answered = written.counts
     assert parts >= sum(max(1, len(letters)) for letters in ASKED[year].values())
     assert answered / parts > 0.9
-    page = to_html(written, lambda picture: f"<i>{picture.name}</i>")
+    page = document_text(written, "html", lambda picture: f"<i>{picture.name}</i>")
     reader = _Page()
     reader.feed(page)
     assert set(ASKED[year]) <= reader.ids
     assert reader.loaded == []
     assert len(reader.open) == 0
-    for text in (to_markdown(written, lambda picture: None), to_latex(written, lambda _: None)):
+    for text in (document_text(written, format, lambda picture: None) for format in ("markdown", "latex")):
         assert all(name in text.replace(r"\_\allowbreak{}", "_") for name in ASKED[year])
-    assert to_typst(written, lambda picture: None).count("\n== ") == len(PROBLEMS[year])
+    assert document_text(written, "typst", lambda picture: None).count("\n== ") == len(PROBLEMS[year])
 
 
 @pytest.mark.parametrize("year", [2025, 2026])
@@ -188,6 +192,20 @@ def test_cells_that_lack_what_an_answer_needs_are_named_and_lose_nothing_else():
     written = document(2025, broken, "benchmarking_script", "naive_ddp_benchmarking")
     assert any("benchmarking_script (b)" in fault for fault in written.faults)
     assert written.problems[1][1][0].blocks
+
+
+@pytest.mark.parametrize("path", sorted(Path(problems.__path__[0]).glob("*.md")), ids=lambda path: path.stem)
+def test_templates_have_known_formats_and_no_sentence_that_nobody_says(path):
+    prose = Prose((path.parent / "common.md").read_text(), path.read_text())
+    fields = [field for one in prose.sentences.values() for field in Formatter().parse(one) if field[1]]
+    specs = {spec for _, _, spec, _ in fields if "|" not in spec}
+    known = prose.sentences.keys() | FORMATS.keys() | LIST_FORMATS.keys() | {"", "called", "pieces"}
+    assert all(re.fullmatch(r",|g|\.\d[efg]", spec) for spec in specs - known)
+    sources = "".join(one.read_text() for one in path.parents[1].rglob("*.py"))
+    # The names that are put together: "peaks of {mode}".
+    beginnings = tuple(re.findall(r'f"([^"{]+ (?:of|with) |against |times of ){', sources))
+    own = set(re.findall(r"^\[(.+?)\] ", path.read_text(), re.MULTILINE))
+    assert not [one for one in own - specs if f'"{one}"' not in sources and not one.startswith(beginnings)]
 
 
 def test_commands_are_shown_without_where_their_results_went():

@@ -8,34 +8,38 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import TP_BACKWARD, Layer, Mesh, parallelism_answers
 from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
-from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Handout, Part, Problem, arithmetic
-from cs336sys.report.course.words import derived_sentence
-from cs336sys.report.table import Column, Table
+from cs336sys.report.course.answer import Answer
 from cs336sys.sizes import SIZES
 
 # As `account xxl` and `account parallel` have them, where the handout gives no number.
 _TOKENS = 4 * 512
 _LAYER_TOKENS, _DEVICES, _LINK_BYTES_PER_S = 131_072, 8, 450e9
 
-# Of two axes, so that both communicate.
-_MESH = Mesh(fsdp=4, tp=2)
+# For 2D parallelism of two axes, so that both communicate.
+_MESHES = {
+    "dp": Mesh(fsdp=_DEVICES),
+    "fsdp": Mesh(fsdp=_DEVICES),
+    "tp": Mesh(tp=_DEVICES),
+    "fsdp-tp": Mesh(fsdp=4, tp=2),
+}
 
-Answers = Callable[[], Sequence[Derived]]
 
+def _answer(
+    problem: str, letter: str, derive: Callable[[], Sequence[Derived]], before: str = ""
+) -> Callable[[Answer], None]:
+    """The derived values that are marked as a part's answers, as sentences and as a table."""
 
-def _part(letter: str, problem: str, answers: Answers, command: Sequence[str], *before: str) -> Part:
-    """One lettered part: the derived values that are marked as its answers, as sentences and as a table."""
-
-    def answer(evidence: Evidence, handout: Handout) -> Answer:
-        derived = answers()
+    def answered(answer: Answer) -> None:
+        derived = derive()
         wanted = f"{problem} ({letter})" if letter else problem
         mine = _with_definitions([one for one in derived if one.question == wanted], derived)
-        table = answers_table(problem, f"{problem}: all steps", mine)
-        return Answer([*before, *map(derived_sentence, mine)], [table])
+        layer = _layer()
+        if before:
+            facts = {"layer": layer, "tflops": layer.flops_per_s / 1e12, "rate": layer.bytes_per_s / 1e9}
+            answer.say(before, facts, tokens=_TOKENS)
+        answer.derive(mine, problem, f"{problem}: all steps", say=mine)
 
-    return Part(letter, answer, lambda target: arithmetic(*command))
+    return answered
 
 
 def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
@@ -48,37 +52,18 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
     return chosen
 
 
-def _xxl_memory() -> list[Derived]:
-    return memory_answers(XXL, _TOKENS, 80e9, 95e9)
+def xxl(letter: str) -> Callable[[Answer], None]:
+    before = {"a": "assumed batch", "b": "assumed batch", "d": "what lowers the batch"}.get(letter, "")
+
+    def derived() -> list[Derived]:
+        if letter in "ab":
+            return memory_answers(XXL, _TOKENS, 80e9, 95e9)
+        return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
+
+    return _answer("communication_accounting", letter, derived, before)
 
 
-def _xxl_batch() -> list[Derived]:
-    return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
-
-
-_XXL = ("account", "xxl")
-_ASSUMED = f"The handout names no batch for this; assumed are {_TOKENS} tokens on each device."
-COMMUNICATION_ACCOUNTING = Problem(
-    "communication_accounting",
-    "Communication accounting",
-    (
-        _part("a", "communication_accounting", _xxl_memory, _XXL, _ASSUMED),
-        _part("b", "communication_accounting", _xxl_memory, _XXL, _ASSUMED),
-        _part("c", "communication_accounting", _xxl_batch, _XXL),
-        _part("d", "communication_accounting", _xxl_batch, _XXL, "What lowers the batch, each alone:"),
-    ),
-)
-
-
-def _rings() -> list[Derived]:
-    return ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S)
-
-
-ALTERNATE_RING_ALL_REDUCE = Problem(
-    "alternate_ring_all_reduce",
-    "An alternate ring all-reduce",
-    (_part("", "alternate_ring_all_reduce", _rings, ("account", "collectives")),),
-)
+ring = _answer("alternate_ring_all_reduce", "", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
 
 
 def _layer() -> Layer:
@@ -88,57 +73,18 @@ def _layer() -> Layer:
     return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
 
 
-def _numbers() -> str:
-    layer = _layer()
-    return (
-        f"The numbers put in are those of a layer of 2.7b (D = {layer.d_model:,}, D_FF = {layer.d_ff:,}) with "
-        f"B = {layer.batch:,} tokens, on H200s in bf16: C = {layer.flops_per_s / 1e12:.4g} TFLOP/s, "
-        f"W = {layer.bytes_per_s / 1e9:g} GB/s."
-    )
+def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
+    """The answers of these parts, the first with the numbers put in."""
+
+    def derived() -> list[Derived]:
+        return parallelism_answers(strategy, _layer(), _MESHES[strategy])
+
+    return [_answer(problem, letter, derived, "numbers" * (letter == letters[0])) for letter in letters]
 
 
-def _parallel(strategy: str) -> Answers:
-    def answers() -> list[Derived]:
-        layer = _layer()
-        mesh = Mesh(fsdp=_DEVICES)
-        if strategy == "tp":
-            mesh = Mesh(tp=_DEVICES)
-        elif strategy == "fsdp-tp":
-            mesh = _MESH
-        return parallelism_answers(strategy, layer, mesh)
-
-    return answers
-
-
-def _calculations(problem: str, title: str, strategy: str, letters: str) -> Problem:
-    mesh = ("--mesh", f"{_MESH.fsdp}x{_MESH.tp}") if strategy == "fsdp-tp" else ()
-    command = ("account", "parallel", "--strategy", strategy, *mesh)
-    parts = [
-        _part(letter, problem, _parallel(strategy), command, *([_numbers()] if letter == letters[0] else []))
-        for letter in letters
-    ]
-    return Problem(problem, title, parts)
-
-
-def _tp_backward(evidence: Evidence, handout: Handout) -> Answer:
-    columns = (Column("equation", "equation"), Column("shape", "shape"), Column("reason", "because"))
-    rows = [dict(zip(("equation", "shape", "reason"), row, strict=True)) for row in TP_BACKWARD]
-    collective = [row for row in TP_BACKWARD if "all-reduce" in row[0]]
-    sentences = [
-        f"On device i, given dy, in {len(rows)} steps, of which {len(collective)} communicates: {collective[0][0]}.",
-    ]
-    return Answer(sentences, [Table("tp_backward", "the backward pass of tensor parallelism", columns, rows)])
-
-
-DATA_PARALLEL_CALCS = _calculations("data_parallel_calcs", "Data parallel calculations", "dp", "abc")
-FSDP_CALCS = _calculations("fsdp_calcs", "Fully sharded data parallel calculations", "fsdp", "abc")
-_TP = _calculations("tp_calcs", "Tensor parallel calculations", "tp", "bcd")
-TP_CALCS = Problem(
-    "tp_calcs",
-    _TP.title,
-    (
-        Part("a", _tp_backward, lambda target: arithmetic("account", "parallel", "--strategy", "tp")),
-        *_TP.parts,
-    ),
-)
-FSDP_TP_CALCS = _calculations("fsdp_tp_calcs", "2D parallelism calculations", "fsdp-tp", "abcd")
+def tp_backward(answer: Answer) -> None:
+    headers = {"equation": "equation", "shape": "shape", "reason": "because"}
+    rows = [dict(zip(headers, row, strict=True)) for row in TP_BACKWARD]
+    collective = [row["equation"] for row in rows if "all-reduce" in row["equation"]]
+    answer.say("backward", steps=len(rows), count=len(collective), equation=collective[0])
+    answer.add_table("tp_backward", "the backward pass of tensor parallelism", headers, rows)

@@ -1,125 +1,96 @@
 """The problems whose answer is code: where it is, whether the course's tests pass, and what measured runs say of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, runs_of, simple
+from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.evidence import cells_of
+from cs336sys.report.course.problem import Command, Target, simple
 from cs336sys.report.course.problems.flash_benchmarking import flash_commands
-from cs336sys.report.course.words import failures, joined, ms, times
 from cs336sys.results.model import Cell
 
 
 @dataclass(frozen=True)
 class Code:
-    """What was written for a problem.
+    """What was written for a problem, and the answer that says so.
 
     Attributes:
         name: of the class, as it is imported.
         tests: of the course, beginnings of their names; of one year's alone, where each year names its own.
         command, settings: whose cells were checked with this code.
-        explained: of tests that may fail, why they do.
+        explained: of tests that may fail, the sentence that says why they do.
     """
 
     name: str
     tests: tuple[str, ...] | Mapping[int, tuple[str, ...]]
     command: str = ""
-    settings: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    explained: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    explained: tuple[str, ...] = ()
 
-    @property
-    def answer(self) -> Callable[[Evidence, Handout], Answer]:
-        def written(evidence: Evidence, handout: Handout) -> Answer:
-            sentences = [f"`{self.name}`."]
-            tests = self.tests_of(handout)
-            outcomes = {name: outcome for name, outcome in evidence.tests.items() if name.startswith(tests)}
-            passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
-            failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
-            if passed or failed:
-                named = f" ({joined(passed)})" if passed else ""
-                fails = f", not {joined(failed)}" if failed else ""
-                sentences.append(
-                    f"The course's tests: {len(passed)} of {len(passed) + len(failed)} pass{named}{fails}."
-                )
-                sentences += [self.explained[name] for name in failed if name in self.explained]
-            found = evidence.find(self.command, **dict(self.settings)) if self.command else []
-            cells = [cell for group in found for cell in group.cells]
-            sentences += _check_words(cells)
-            missing = (
-                []
-                if passed or failed or not tests
-                else [
-                    f"the course's tests; the file of `python -m pytest tests -k '{' or '.join(tests)}' --junitxml "
-                    "course-tests.xml` among `--from` says"
-                ]
-            )
-            return Answer(sentences, (), {}, runs_of([group for group in found if group.measured][:1]), missing)
-
-        return written
-
-    def tests_of(self, handout: Handout) -> tuple[str, ...]:
-        return self.tests if isinstance(self.tests, tuple) else self.tests[handout.year]
-
-
-def _check_words(cells: Sequence[Cell]) -> list[str]:
-    """What comparing with a single process, or with float64, has found before anything was timed."""
-    checked = [
-        cell for cell in cells if cell.status == "ok" and cell.derived.get("relative_difference_percent") is not None
-    ]
-    sentences = []
-    if checked:
-        most = {
-            precision: max(
-                (cell.derived["relative_difference_percent"], cell.derived["largest_difference"])
-                for cell in checked
-                if cell.configuration["precision"] == precision
-            )
-            for precision in sorted({cell.configuration["precision"] for cell in checked}, reverse=True)
-        }
-        listed = [
-            f"{largest:.1e} in {precision} ({relative:.2g} % of the way that the parameter went)"
-            for precision, (relative, largest) in most.items()
-        ]
-        sentences.append(
-            f"Its weights were compared with those of training in one process {_count(len(checked))}; after 5 steps "
-            f"they differ, where they differ most, by {joined(listed)}."
+    def __call__(self, answer: Answer) -> None:
+        answer.say("code", name=self.name)
+        tests = self.tests if isinstance(self.tests, tuple) else self.tests[answer.handout.year]
+        outcomes = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(tests)}
+        passed, failed = (
+            [name for name, outcome in outcomes.items() if outcome == wanted] for wanted in ("passed", "failed")
         )
+        if passed or failed:
+            named, fails = ({"names": names} if names else None for names in (passed, failed))
+            answer.say("tests", count=len(passed), of=len(passed) + len(failed), passed=named, failed=fails)
+            for name in failed:
+                if name in self.explained:
+                    answer.say(name)
+        elif tests:
+            answer.lack("no tests", tests=" or ".join(tests))
+        found = answer.find(self.command, **self.settings) if self.command else []
+        _say_checks(answer, cells_of(found))
+        answer.measured_by([group for group in found if group.measured][:1])
+
+
+def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
+    """What comparing with a single process, or with float64, has found before anything was timed."""
+    measured = [cell for cell in cells if cell.status == "ok"]
+    checked = [cell for cell in measured if cell.derived.get("relative_difference_percent") is not None]
+    if checked:
+        differences = []
+        for precision in sorted({cell.configuration["precision"] for cell in checked}, reverse=True):
+            derived = [cell.derived for cell in checked if cell.configuration["precision"] == precision]
+            relative, largest = max((one["relative_difference_percent"], one["largest_difference"]) for one in derived)
+            differences.append({"precision": precision, "relative": relative, "largest": largest})
+        answer.say("compared", count=len(checked), once=len(checked) == 1, differences=differences)
     errors = [
         value
-        for cell in cells
-        if cell.status == "ok"
+        for cell in measured
         for name, value in cell.derived.items()
         if name.endswith("_error") and isinstance(value, float)
     ]
     if errors:
-        sentences.append(
-            f"Compared with float64 in {sum(cell.status == 'ok' for cell in cells)} cells, the largest relative error "
-            f"of output and gradients is {max(errors):.1e}."
-        )
-    return sentences + failures(
-        [cell for cell in cells if cell.status == "wrong"], lambda cell: cell.configuration["size"]
-    )
+        answer.say("error in float64", count=len(measured), most=max(errors))
+    answer.say_failures([cell for cell in cells if cell.status == "wrong"], "size of the cell")
 
 
-def _count(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
-def _flash(implementation: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return (("implementation", (implementation,)),)
-
-
-_ATTENTION = "cs336sys.kernels.attention"
-_TILED = Code(f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", _flash("tiled"))
-_TRITON = Code(f"{_ATTENTION}.FlashAttentionTriton", ("test_flash_forward_pass_triton",), "flash", _flash("triton"))
+_ATTENTION, _DDP = "cs336sys.kernels.attention", "cs336sys.parallel.ddp"
+_TRITON_NAME, _TRITON_SETTINGS = f"{_ATTENTION}.FlashAttentionTriton", {"implementation": ("triton",)}
+TILED = Code(
+    f"{_ATTENTION}.FlashAttentionTorch",
+    ("test_flash_forward_pass_pytorch",),
+    "flash",
+    {"implementation": ("tiled",)},
+)
+TRITON = Code(_TRITON_NAME, ("test_flash_forward_pass_triton",), "flash", _TRITON_SETTINGS)
 # Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
 _COMPILED = Code(f"{_ATTENTION}.tiled.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
-_TRITON_BACKWARD = Code(
-    f"{_ATTENTION}.FlashAttentionTriton", ("test_flash_backward_triton",), "flash", _flash("triton")
-)
+_TRITON_BACKWARD = Code(_TRITON_NAME, ("test_flash_backward_triton",), "flash", _TRITON_SETTINGS)
 
 
-def _small(target: Target) -> list[Command]:
+def flash_backward(answer: Answer) -> None:
+    """What is asked, and the backward pass in Triton after it."""
+    _COMPILED(answer)
+    answer.say("besides")
+    _TRITON_BACKWARD(answer)
+
+
+def few_shapes(target: Target) -> list[Command]:
     """A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough."""
     if target.is_small:
         return flash_commands(target)
@@ -127,81 +98,31 @@ def _small(target: Target) -> list[Command]:
     return [simple(target, "flash", "--implementation", "triton,tiled,eager", *shape, seconds=40)]
 
 
-FLASH_FORWARD = Problem(
-    "flash_forward",
-    "FlashAttention-2 forward pass",
-    (
-        Part("a", _TILED.answer, _small),
-        Part("b", _TRITON.answer, _small),
-        Part("c", _TRITON.answer, _small),
-    ),
+NAIVE = Code(f"{_DDP}.NaiveDDP", (), "ddp", {"strategy": ("naive",)})
+OVERLAPPED = Code(
+    f"{_DDP}.OverlappedDDP",
+    {2025: ("test_DistributedDataParallelIndividualParameters",), 2026: ("test_DistributedDataParallel[",)},
+    "ddp",
+    {"strategy": ("overlap",)},
 )
-
-
-def _backward(evidence: Evidence, handout: Handout) -> Answer:
-    """What is asked, and beside it the backward pass in Triton."""
-    asked, besides = (code.answer(evidence, handout) for code in (_COMPILED, _TRITON_BACKWARD))
-    sentences = [*asked.sentences, "Besides, with a backward pass in Triton:", *besides.sentences]
-    return Answer(sentences, (), {}, besides.runs, [*asked.missing, *besides.missing])
-
-
-FLASH_BACKWARD = Problem("flash_backward", "FlashAttention-2 backward pass", (Part("", _backward, _small),))
-
-
-def _trained(name: str, title: str, code: Code) -> Problem:
-    return Problem(name, title, (Part("", code.answer),))
-
-
-def _strategy(strategy: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return (("strategy", (strategy,)),)
-
-
-_DDP = "cs336sys.parallel.ddp"
-NAIVE_DDP = _trained("naive_ddp", "Naive DDP", Code(f"{_DDP}.NaiveDDP", (), "ddp", _strategy("naive")))
-DDP_OVERLAP = _trained(
-    "ddp_overlap_individual_parameters",
-    "DDP that overlaps individual parameters",
-    Code(
-        f"{_DDP}.OverlappedDDP",
-        {2025: ("test_DistributedDataParallelIndividualParameters",), 2026: ("test_DistributedDataParallel[",)},
-        "ddp",
-        _strategy("overlap"),
-    ),
+BUCKETED = Code(
+    f"{_DDP}.BucketedDDP",
+    ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed"),
+    "ddp",
+    {"strategy": ("bucketed",)},
 )
-DDP_BUCKETED = _trained(
-    "ddp_overlap_bucketed",
-    "DDP that overlaps buckets",
-    Code(
-        f"{_DDP}.BucketedDDP",
-        ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed"),
-        "ddp",
-        _strategy("bucketed"),
-    ),
+SHARDED_OPTIMIZER = Code(
+    "cs336sys.parallel.sharded_optimizer.ShardedOptimizer",
+    ("test_sharded_optimizer",),
+    "shard",
+    {"strategy": ("optimizer",)},
 )
-OPTIMIZER_STATE_SHARDING = _trained(
-    "optimizer_state_sharding",
-    "Optimizer state sharding",
-    Code(
-        "cs336sys.parallel.sharded_optimizer.ShardedOptimizer",
-        ("test_sharded_optimizer",),
-        "shard",
-        _strategy("optimizer"),
-    ),
-)
-FSDP = _trained(
-    "fsdp",
-    "Fully sharded data parallel",
-    Code(
-        "cs336sys.parallel.fsdp.FSDP",
-        ("test_fsdp",),
-        "shard",
-        _strategy("fsdp"),
-        {
-            "test_fsdp_correctness[fp32]": "test_fsdp_correctness[fp32] asks for weights that are bitwise those of "
-            "training on the whole batch; the products round a sum over a batch otherwise than two sums over its "
-            "halves, by a last digit."
-        },
-    ),
+FSDP = Code(
+    "cs336sys.parallel.fsdp.FSDP",
+    ("test_fsdp",),
+    "shard",
+    {"strategy": ("fsdp",)},
+    explained=("test_fsdp_correctness[fp32]",),
 )
 
 
@@ -209,34 +130,22 @@ FSDP = _trained(
 _NAIVE_BASELINE_MS = 10_000.0
 
 
-def training_step(evidence: Evidence, handout: Handout) -> Answer | None:
+def training_step(answer: Answer) -> None:
     """The leaderboard of 2026: a whole step of the 8B model."""
-    every = evidence.find_each("shard", size=("8b",), board=(True,)) or evidence.find_each("shard", size=("8b",))
-    if not every:
-        return None
+    found = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step is what counts.
-    measured = [(cell, group) for group in every for cell in group.measured]
-    found = [min(measured, key=lambda one: _step_ms(one[0]))[1]] if measured else every
-    cells = [cell for group in found for cell in group.cells]
-    sentences = []
+    measured = [(cell, group) for group in found for cell in group.measured]
     if measured:
-        best = min(found[0].measured, key=_step_ms)
-        names = best.configuration
-        sentences += [
-            f"A whole step of the 8B model takes {ms(_step_ms(best))} (median) on {names['world_size']} ranks of this "
-            f"machine: batch {names['batch_size']}, context {names['context']}, {names['precision']}, checkpointing "
-            f"{names['checkpointing']}.",
-            f"That is {times(_NAIVE_BASELINE_MS / _step_ms(best))} the speed of the naive baseline of "
-            f"{_NAIVE_BASELINE_MS / 1e3:g} s, which is for two B200.",
-        ]
-    sentences += failures(cells, lambda cell: f"8b with checkpointing {cell.configuration['checkpointing']}")
+        best, group = min(measured, key=lambda one: _step_ms(one[0]))
+        found = [group]
+        answer.say("whole step", best.configuration, step=_step_ms(best))
+        answer.say("baseline", ratio=_NAIVE_BASELINE_MS / _step_ms(best), baseline=_NAIVE_BASELINE_MS / 1e3)
+    answer.say_failures(cells_of(found), "board cell")
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
-    tables = []
     for group in found:
         for name in ("board", "shard"):
-            tables += group.table(name, *keys, "peaks", "status")
-        tables += group.table("shares")
-    return Answer(sentences, tables, {}, runs_of(found))
+            answer.show([group], name, *keys, "peaks", "status")
+        answer.show([group], "shares")
 
 
 def _step_ms(cell: Cell) -> float:
@@ -247,8 +156,3 @@ def training_step_commands(target: Target) -> list[Command]:
     if target.is_small:
         return []
     return [simple(target, "shard", "--size", "8b", "--board", "--world-size", "2", seconds=300, gpus=2)]
-
-
-LEADERBOARD_2026 = Problem(
-    "leaderboard", "Leaderboard: fastest training step", (Part("", training_step, training_step_commands),)
-)

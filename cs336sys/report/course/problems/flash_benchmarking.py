@@ -1,41 +1,35 @@
 """``flash_benchmarking``, the worked example and 2025's leaderboard: our kernels against PyTorch's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 
-from cs336sys.report.course.evidence import Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Target, pictures_of, runs_of, simple
-from cs336sys.report.course.problems.pytorch_attention import shape_words
-from cs336sys.report.course.words import failures, joined, ms, speed, times, trend
-from cs336sys.report.registry import Presentation
-from cs336sys.report.table import Column
+from cs336sys.report.course.answer import Answer, compared
+from cs336sys.report.course.evidence import Found, measured_of
+from cs336sys.report.course.problem import Command, Target, simple
 from cs336sys.results.model import Cell
 
 # What the handouts call our kernels' competitor.
 _PYTORCH = "eager"
 _OURS = ("auto", "triton", "hopper", "tiled")
+_PARTS = ("forward", "backward", "end_to_end")
+_SHAPE = ("dtype", "head_dim", "context")
 
 
-def weighted_sum(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = evidence.find("kernels", op=("weighted-sum",))
-    if not found:
-        return None
-    sentences, rows = [], {}
-    for group in found:
-        for cell in group.measured:
-            rows[cell.configuration["implementation"]] = cell
-    for name, cell in rows.items():
-        parts = [f"{part.replace('_', ' ')} {ms(samples.median)}" for part, samples in cell.samples.items()]
-        sentences.append(f"{'Our kernel' if name == 'ours' else name}: {joined(parts)}.")
-    for other, called in (("eager", "PyTorch's own"), ("compiled", "the same compiled")):
-        if {"ours", other} <= rows.keys():
-            ratios = [
-                f"{speed(rows[other].samples[part].median / samples.median)} ({part.replace('_', ' ')})"
-                for part, samples in rows["ours"].samples.items()
-                if part in rows[other].samples
+def weighted_sum(answer: Answer) -> None:
+    found = answer.find("kernels", op=("weighted-sum",))
+    cells = {cell.configuration["implementation"]: cell for cell in measured_of(found)}
+    for name, cell in cells.items():
+        parts = [{"part": part.replace("_", " "), "median": one.median} for part, one in cell.samples.items()]
+        answer.say("times of ours" if name == "ours" else "times of another", name=name, parts=parts)
+    for other in ("eager", "compiled"):
+        if {"ours", other} <= cells.keys():
+            parts = [
+                {"part": part.replace("_", " "), "ratio": cells[other].samples[part].median / one.median}
+                for part, one in cells["ours"].samples.items()
+                if part in cells[other].samples
             ]
-            sentences.append(f"Against {called} our kernel is {joined(ratios)}.")
-    tables = [table for group in found for table in group.table("kernels")]
-    return Answer(sentences, tables, {}, runs_of(found))
+            answer.say(f"against {other}", ratios=parts)
+    answer.show(found, "kernels")
 
 
 def weighted_sum_commands(target: Target) -> list[Command]:
@@ -43,124 +37,86 @@ def weighted_sum_commands(target: Target) -> list[Command]:
     return [simple(target, "kernels", "--op", "weighted-sum", *grid, seconds=20)]
 
 
-def flash_benchmarking(evidence: Evidence, handout: Handout) -> Answer | None:
-    grid = {
-        "context": tuple(2**power for power in range(7, 17)),
-        "head_dim": (16, 32, 64, 128),
-        "causal": (True,),
-    }
-    found = evidence.find_each("flash", grid, batch_size=(1,), heads=(1,))
+def flash_benchmarking(answer: Answer) -> None:
+    contexts = tuple(2**power for power in range(7, 17))
+    grid = {"context": contexts, "head_dim": (16, 32, 64, 128), "causal": (True,)}
     rows, used, cells = [], [], []
-    for group in found:
+    for group in answer.find_each("flash", grid, batch_size=(1,), heads=(1,)):
         chosen = [c for c in group.cells if c.configuration["implementation"] in (*_OURS, _PYTORCH, "compiled")]
         new = _flash_rows(Found(group.invocation, chosen))
-        if new:
+        if any("end_to_end" in row for row in new):
             cells += chosen
             rows += new
             used.append(group)
     if not rows:
-        return None
+        return
     # The first invocation's, of those that measured both.
-    rows.sort(key=lambda row: "end_to_end_ms" not in row)
-    rows = list({(r["dtype"], r["head_dim"], r["context"]): r for r in reversed(rows)}.values())
-    rows.sort(key=lambda row: (row["dtype"], row["head_dim"], row["context"]))
-    sentences = [*_speedup_words(rows), *_length_words(rows)]
-    sentences += failures(
-        cells, lambda c: f"{c.configuration['implementation']} at {shape_words(c)}, {c.configuration['dtype']}"
-    )
-    sentences += [_error_words(cells)]
-    columns = [Column("dtype", "dtype"), Column("head_dim", "head dim"), Column("context", "context")]
-    for part in ("forward", "backward", "end_to_end"):
+    rows.sort(key=lambda row: "end_to_end" not in row)
+    rows = sorted({_shape(row): row for row in reversed(rows)}.values(), key=_shape)
+    _say_speedups(answer, rows)
+    answer.say_failures(cells, "attention shape and dtype")
+    _say_errors(answer, cells)
+    _lack_shapes(answer, rows, cells)
+    headers = {"dtype": "dtype", "head_dim": "head dim", "context": "context"}
+    for part in _PARTS:
         name = part.replace("_", "-")
-        columns += [Column(f"{part}_ours_ms", f"{name}, ours", "ms"), Column(f"{part}_ms", f"{name}, PyTorch", "ms")]
-    columns.append(Column("end_to_end_speedup", "faster", "ratio"))
-    pictures = pictures_of(used[:1])
-    title = "FlashAttention against PyTorch's attention, batch 1, causal, medians"
-    return Answer(sentences, plain_table("flash", title, columns, rows), pictures, runs_of(used), _missing(rows, cells))
+        headers |= {f"{part}_ours_ms": f"{name}, ours", f"{part}_before_ms": f"{name}, PyTorch"}
+    headers["end_to_end_speedup"] = "faster"
+    answer.add_table("flash", "FlashAttention against PyTorch's attention, batch 1, causal, medians", headers, rows)
+    answer.measured_by(used)
+    answer.draw(used[:1])
 
 
-def _speedup_words(rows: Sequence[dict]) -> list[str]:
-    """In how many shapes our kernels are faster, and by how much, for each dtype and part."""
-    sentences = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        of_dtype = [row for row in rows if row["dtype"] == dtype]
-        for part in ("forward", "backward", "end_to_end"):
-            compared = [row for row in of_dtype if row.get(f"{part}_speedup")]
-            if not compared:
-                continue
-            best, worst = (choose(compared, key=lambda row: row[f"{part}_speedup"]) for choose in (max, min))
-            faster = sum(row[f"{part}_speedup"] > 1 for row in compared)
-            sentences.append(
-                f"In {dtype}, {part.replace('_', '-')}: our kernels are faster than PyTorch's attention in {faster} of "
-                f"{len(compared)} shapes, from {times(worst[f'{part}_speedup'])} (context {worst['context']}, head dim "
-                f"{worst['head_dim']}) to {times(best[f'{part}_speedup'])} (context {best['context']}, head dim "
-                f"{best['head_dim']})."
-            )
-    return sentences
+def _shape(row: dict) -> tuple:
+    return tuple(row[name] for name in _SHAPE)
 
 
-def _length_words(rows: Sequence[dict]) -> list[str]:
-    """How the gain of both passes together changes with the length."""
-    sentences = []
-    compared = [row for row in rows if row.get("end_to_end_speedup")]
-    for dtype in dict.fromkeys(row["dtype"] for row in compared):
-        of_dtype = [row for row in compared if row["dtype"] == dtype and row["head_dim"] == 64]
-        if len(of_dtype) > 1:
-            sentences.append(
-                f"With the length (head dim 64, {dtype}) the gain "
-                f"{trend([r['end_to_end_speedup'] for r in of_dtype])}, "
-                f"from {times(of_dtype[0]['end_to_end_speedup'])} to {times(of_dtype[-1]['end_to_end_speedup'])}."
-            )
-    return sentences
+def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
+    """In how many shapes our kernels are faster, by how much, and how that changes with the length."""
+    both = [row for row in rows if "end_to_end" in row]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in both))
+    for dtype in dtypes:
+        for part in _PARTS:
+            shapes = [row | row[part] for row in both if row["dtype"] == dtype]
+            worst, best = (choose(shapes, key=itemgetter("speedup")) for choose in (min, max))
+            facts = {"dtype": dtype, "part": part.replace("_", "-"), "of": len(shapes)}
+            answer.say("faster", facts, count=sum(row["speedup"] > 1 for row in shapes), worst=worst, best=best)
+    for dtype in dtypes:
+        gains = [row["end_to_end_speedup"] for row in both if row["dtype"] == dtype and row["head_dim"] == 64]
+        if len(gains) > 1:
+            answer.say("with the length", dtype=dtype, gains=gains, first=gains[0], last=gains[-1])
 
 
-def _missing(rows: Sequence[dict], cells: Sequence[Cell]) -> list[str]:
+def _lack_shapes(answer: Answer, rows: Sequence[dict], cells: Sequence[Cell]) -> None:
     """What of the grid was not measured; a cell that failed was."""
-    there = {row["dtype"] for row in rows}
-    missing = [f"the grid in {dtype}" for dtype in ("bf16", "fp32") if dtype not in there]
-    failed = {
-        tuple(c.configuration[name] for name in ("dtype", "head_dim", "context")) for c in cells if c.status != "ok"
-    }
-    missing += [
-        f"PyTorch's attention at context {row['context']}, head dim {row['head_dim']} in {row['dtype']}"
-        for row in rows
-        if "end_to_end_ms" not in row and (row["dtype"], row["head_dim"], row["context"]) not in failed
-    ]
-    return missing
+    for dtype in ("bf16", "fp32"):
+        if all(row["dtype"] != dtype for row in rows):
+            answer.lack("grid", dtype=dtype)
+    failed = {_shape(cell.configuration) for cell in cells if cell.status != "ok"}
+    for row in rows:
+        if "end_to_end" not in row and _shape(row) not in failed:
+            answer.lack("PyTorch's attention", row)
 
 
-def _error_words(cells: Sequence[Cell]) -> str:
-    checked = [cell for cell in cells if cell.configuration["implementation"] in _OURS and "out_error" in cell.derived]
-    worst: Mapping[str, float] = {}
-    for dtype in dict.fromkeys(cell.configuration["dtype"] for cell in checked):
-        errors = [
-            value
-            for cell in checked
-            if cell.configuration["dtype"] == dtype
-            for name, value in cell.derived.items()
-            if name.endswith("_error")
-        ]
-        worst = {**worst, dtype: max(errors)}
-    listed = joined(f"{value:.1e} in {dtype}" for dtype, value in worst.items())
-    return f"Before it was timed each was compared with float64; the largest relative error of ours is {listed}."
+def _say_errors(answer: Answer, cells: Sequence[Cell]) -> None:
+    worst: dict[str, float] = {}
+    for cell in cells:
+        if cell.configuration["implementation"] in _OURS and "out_error" in cell.derived:
+            dtype = cell.configuration["dtype"]
+            errors = [value for name, value in cell.derived.items() if name.endswith("_error")]
+            worst[dtype] = max(worst.get(dtype, 0.0), *errors)
+    answer.say("errors", errors=[{"dtype": dtype, "error": error} for dtype, error in worst.items()])
 
 
 def _flash_rows(group: Found) -> list[dict]:
     rows = []
     for cell in group.measured:
-        if cell.configuration["implementation"] not in _OURS[:1] + _OURS[3:]:
-            continue
-        names = ("context", "head_dim", "dtype")
-        shape = {name: cell.configuration[name] for name in names}
-        other = next(iter(group.of(implementation=_PYTORCH, **shape)), None)
-        row: dict = dict(shape)
-        for part in ("forward", "backward", "end_to_end"):
-            row[f"{part}_ours_ms"] = cell.samples[part].median
-            if other is not None:
-                row[f"{part}_ms"] = other.samples[part].median
-                row[f"{part}_speedup"] = other.samples[part].median / cell.samples[part].median
-        rows.append(row)
-    return rows if any("end_to_end_ms" in row for row in rows) else []
+        if cell.configuration["implementation"] in ("auto", "tiled"):
+            row = {name: cell.configuration[name] for name in _SHAPE}
+            other = next(iter(group.of(implementation=_PYTORCH, **row)), None)
+            row |= {f"{part}_ours_ms": cell.samples[part].median for part in _PARTS}
+            rows.append(row if other is None else row | compared(other, cell, _PARTS))
+    return rows
 
 
 def flash_commands(target: Target) -> list[Command]:
@@ -171,50 +127,27 @@ def flash_commands(target: Target) -> list[Command]:
     return [simple(target, "flash", "--grid", "course", seconds=600)]
 
 
-def board(evidence: Evidence, handout: Handout) -> Answer | None:
-    found = evidence.find(
-        "flash", batch_size=(1,), heads=(16,), context=(16384,), head_dim=(64,), dtype=("bf16",), causal=(True,)
-    )
-    if not found:
-        return None
-    group = found[0]
-    end = {cell.configuration["implementation"]: cell for cell in group.measured}
-    ours = min((end[name] for name in _OURS if name in end), key=lambda c: c.samples["end_to_end"].median, default=None)
-    sentences = []
-    if ours is not None:
-        samples = ours.samples
-        sentences.append(
-            f"Forward and backward together take {ms(samples['end_to_end'].median)} (batch 1, 16 heads, context 16384, "
-            f"head dim 64, causal, bf16): forward {ms(samples['forward'].median)}, backward "
-            f"{ms(samples['backward'].median)}, {ours.derived['end_to_end_tflops']:.0f} TFLOP/s."
-        )
-        others = [
-            f"{name} {ms(cell.samples['end_to_end'].median)} "
-            f"({times(cell.samples['end_to_end'].median / samples['end_to_end'].median)})"
-            for name, cell in end.items()
-            if name not in _OURS
-        ]
-        if others:
-            sentences.append(f"In the same run: {joined(others)}.")
-    sentences += failures(group.cells, lambda cell: cell.configuration["implementation"])
-    keys = ("implementation", "forward_ms", "backward_ms", "end_to_end_ms", "end_to_end_tflops", "status")
-    return Answer(sentences, group.table("flash", *keys, presentation=Presentation()), {}, runs_of([group]))
+def board(answer: Answer) -> None:
+    shape = {"batch_size": (1,), "heads": (16,), "context": (16384,), "head_dim": (64,), "dtype": ("bf16",)}
+    for group in answer.find("flash", causal=(True,), **shape)[:1]:
+        medians = {
+            cell.configuration["implementation"]: {part: cell.samples[part].median for part in _PARTS} | cell.derived
+            for cell in group.measured
+        }
+        ours = min((medians[name] for name in _OURS if name in medians), key=lambda m: m["end_to_end"], default=None)
+        if ours is not None:
+            answer.say("board", ours)
+            others = [
+                {"name": name, "median": theirs["end_to_end"], "ratio": theirs["end_to_end"] / ours["end_to_end"]}
+                for name, theirs in medians.items()
+                if name not in _OURS
+            ]
+            if others:
+                answer.say("same run", others=others)
+        answer.say_failures(group.cells, "implementation")
+        keys = ("implementation", "forward_ms", "backward_ms", "end_to_end_ms", "end_to_end_tflops", "status")
+        answer.show([group], "flash", *keys)
 
 
 def board_commands(target: Target) -> list[Command]:
-    if target.is_small:
-        return []
-    return [simple(target, "flash", "--grid", "board", seconds=60)]
-
-
-WEIGHTED_SUM = Problem(
-    "weighted_sum", "The worked example: weighted sum", (Part("", weighted_sum, weighted_sum_commands),)
-)
-
-
-FLASH_BENCHMARKING = Problem(
-    "flash_benchmarking", "Benchmarking FlashAttention-2", (Part("a", flash_benchmarking, flash_commands),)
-)
-
-
-LEADERBOARD_2025 = Problem("leaderboard", "Leaderboard: FlashAttention-2", (Part("", board, board_commands),))
+    return [] if target.is_small else [simple(target, "flash", "--grid", "board", seconds=60)]

@@ -1,45 +1,41 @@
 """``nsys_profile``: which kernels take the time, and how the passes, the step and attention differ in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from cs336sys.report.course.evidence import PLAIN, Evidence, Found, plain_table
-from cs336sys.report.course.problem import Answer, Command, Handout, Part, Problem, Sweep, Target, pictures_of, runs_of
-from cs336sys.report.course.words import ALIKE, failures, joined, ms, percent, spread, times, trend
+from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.evidence import PLAIN, Found, cells_of, measured_of
+from cs336sys.report.course.problem import Command, Sweep, Target
+from cs336sys.report.course.prose import ALIKE, trend
 from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
-from cs336sys.report.table import Column, Table
-from cs336sys.results.model import Cell
-
-# The profiles that the problem is answered from, and their tables' rows.
-
 
 # Kernels of less than this share of a pass are not worth a word.
 TRIVIAL_PERCENT = 2.0
 
-
-def profiles(evidence: Evidence, handout: Handout) -> list[Found]:
-    """Plain steps in fp32 of the handout's sizes and contexts, by ``nsys``."""
-    return evidence.find(
-        "nsys",
-        {
-            "size": handout.profile_sizes,
-            "context": handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096),
-            "precision": ("fp32",),
-        },
-        **PLAIN,
-    )
+# Of the kernels beside products, those that a sentence names; the table has more.
+_NAMED_KERNELS = 3
 
 
-def profile_name(cell: Cell, handout: Handout) -> str:
-    return f"{handout.called(cell.configuration['size'])} at context {cell.configuration['context']}"
+def _profiles(answer: Answer) -> list[Found]:
+    """Plain steps in fp32 of the handout's sizes and contexts, by ``nsys``; none where no profile worked."""
+    handout = answer.handout
+    contexts = handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096)
+    wanted = {"size": handout.profile_sizes, "context": contexts, "precision": ("fp32",)}
+    found = answer.find("nsys", wanted, **PLAIN)
+    return found if measured_of(found) else []
 
 
-def profile_rows(found: Sequence[Found], table: str, phase: str | None = None) -> list[dict]:
+def _rows(found: Sequence[Found], table: str, phase: str | None = None) -> list[dict]:
     """The rows of one of the command's tables, of one phase or of all."""
     rows = [row for group in found for one in group.table(table) for row in one.rows]
-    return [dict(row) for row in rows if phase is None or row["phase"] == phase]
+    return [dict(row) for row in rows if phase is None or row.get("phase") == phase]
 
 
-def of_longest_contexts(rows: Sequence[dict]) -> list[dict]:
+def _shape(row: dict) -> tuple[str, int]:
+    return row["size"], row["context"]
+
+
+def _of_longest_contexts(rows: Sequence[dict]) -> list[dict]:
     """For each size the row of its longest context."""
     longest: dict[str, dict] = {}
     for row in rows:
@@ -48,309 +44,181 @@ def of_longest_contexts(rows: Sequence[dict]) -> list[dict]:
     return list(longest.values())
 
 
-def answered_from_profiles(
-    answer: Callable[[list[Found], Evidence, Handout], Answer | None],
-) -> Callable[[Evidence, Handout], Answer | None]:
-    """The answer from profiles, if there are any that worked."""
-
-    def answered(evidence: Evidence, handout: Handout) -> Answer | None:
-        found = profiles(evidence, handout)
-        return answer(found, evidence, handout) if any(group.measured for group in found) else None
-
-    return answered
-
-
-def shares_of(row: dict) -> list[tuple[str, float]]:
+def _shares(row: dict) -> dict[str, float]:
     """Shares of the kinds of kernels beside matrix products, the largest first."""
-    shares = [
-        (key.removesuffix("_percent").replace("attention_softmax", "softmax"), value)
+    shares = {
+        key.removesuffix("_percent").replace("attention_softmax", "softmax"): value
         for key, value in row.items()
         if key.endswith("_percent") and key != "matmul_percent" and value
-    ]
-    return sorted(shares, key=lambda share: -share[1])
+    }
+    return dict(sorted(shares.items(), key=lambda share: -share[1]))
+
+
+def _show_rows(answer: Answer, found: Sequence[Found], name: str, wanted, columns: Sequence[str] = ()) -> None:
+    """The command's table with the wanted rows alone."""
+    for group in found:
+        for table in group.table(name, *columns):
+            rows = [row for row in table.rows if wanted(row)]
+            answer.tables += [replace(table, rows=rows, notes=(), steadier="")] if rows else []
+    answer.measured_by(found)
 
 
 # (a): how long a forward pass takes, with and without a profiler.
 
 
-_PHASE_KEYS = ("size", "context", "phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
-
-_SHOWN_PHASES = ("forward", "backward", "optimizer", None)
-
-
-@answered_from_profiles
-def forward_time(found: list[Found], evidence: Evidence, handout: Handout) -> Answer:
-    rows = [row for row in profile_rows(found, "phases") if row.get("phase") == "forward"]
-    spans = [
-        f"{ms(row['span_ms'])} for {handout.called(row['size'])} at context {row['context']}"
-        for row in of_longest_contexts(rows)
-    ]
-    sentences = [f"Under the profiler the kernels of a forward pass span {joined(spans)}."]
-    ratios = [row["span_ms"] / row["unprofiled_ms"].median for row in rows if row["unprofiled_ms"]]
-    agreeing = sum(abs(ratio - 1) <= 2 * ALIKE for ratio in ratios)
-    if ratios:
-        sentences.append(
-            f"The same pass without a profiler takes {spread([1 / ratio for ratio in ratios])} that: the two agree "
-            f"within {percent(200 * ALIKE)} in {agreeing} of {len(ratios)} profiles."
-        )
-        sentences += _disagreeing([row for row in rows if row["unprofiled_ms"]], handout)
-    sentences += _beside_bench(rows, evidence)
-    sentences += failures([cell for group in found for cell in group.cells], lambda cell: profile_name(cell, handout))
-    if handout.year == 2026:
-        sentences += _longest_fitting(found, handout)
-    every = [table for group in found for table in group.table("phases", *_PHASE_KEYS)]
-    tables = [
-        Table(table.name, table.title, table.columns, [row for row in table.rows if row.get("phase") in _SHOWN_PHASES])
-        for table in every
-    ]
-    pictures = pictures_of(found)
-    return Answer(sentences, tables, pictures, runs_of(found), _missing(found, handout))
-
-
-def _disagreeing(rows: Sequence[dict], handout: Handout) -> list[str]:
-    """Why passes take another time under the profiler than without it."""
-    ratios = [(row, row["span_ms"] / row["unprofiled_ms"].median) for row in rows]
-    longer = [(row, ratio) for row, ratio in ratios if ratio > 1 + 2 * ALIKE]
-    shorter = [(row, ratio) for row, ratio in ratios if ratio < 1 - 2 * ALIKE]
-    sentences = []
-    if longer:
-        busy = [100 * row["busy_ms"] / row["span_ms"] for row, _ in longer]
-        # Of a CPU nothing is said of launches.
-        waits = max(busy) < 90 and all(row["launch_bound"] is not None for row, _ in longer)
-        sentences.append(
-            f"In {_these(longer, handout)} it is longer under the profiler, {spread([ratio for _, ratio in longer])}, "
-            f"with kernels running in {spread(busy, percent)} of it"
-            + (": the profiler slows down the CPU's launches, which the GPU waits for." if waits else ".")
-        )
-    if shorter:
-        idle = [row["idle_percent"] for row, _ in shorter]
-        sentences.append(
-            f"In {_these(shorter, handout)} it is shorter under the profiler, {spread([ratio for _, ratio in shorter])}"
-            + (
-                f": without it the GPU was idle for {spread(idle, percent)}, so that the CPU's speed decided, which "
-                "varied between the two."
-                if min(idle) > LAUNCH_BOUND_IDLE_PERCENT
-                else "."
-            )
-        )
-    return sentences
-
-
-def _these(rows: Sequence[tuple[dict, float]], handout: Handout) -> str:
-    if len(rows) == 1:
-        row = rows[0][0]
-        return f"that of {handout.called(row['size'])} at context {row['context']}"
-    return f"{len(rows)} of them"
-
-
-def _missing(found: Sequence[Found], handout: Handout) -> list[str]:
-    there = {(cell.configuration["size"], cell.configuration["context"]) for group in found for cell in group.cells}
-    missing = []
-    for size in handout.profile_sizes:
-        contexts = [context for context in handout.profile_contexts if (size, context) not in there]
+def forward_time(answer: Answer) -> None:
+    found = _profiles(answer)
+    if not found:
+        return
+    rows = _rows(found, "phases", "forward")
+    answer.say("spans", spans=_of_longest_contexts(rows))
+    # Longer under the profiler than without it, by so much.
+    rows = [row | {"ratio": row["span_ms"] / row["unprofiled_ms"].median} for row in rows if row["unprofiled_ms"]]
+    if rows:
+        agreeing = sum(abs(row["ratio"] - 1) <= 2 * ALIKE for row in rows)
+        inverse = [1 / row["ratio"] for row in rows]
+        answer.say("agreement", ratios=inverse, within=200 * ALIKE, agreeing=agreeing, of=len(rows))
+    _say_disagreement(answer, rows)
+    _say_bench(answer, rows)
+    answer.say_failures(cells_of(found), "profile")
+    if answer.handout.year == 2026:
+        _say_longest_fitting(answer, found)
+    keys = ("size", "context", "phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
+    _show_rows(
+        answer, found, "phases", lambda row: row.get("phase") in ("forward", "backward", "optimizer", None), keys
+    )
+    answer.draw(found)
+    there = set(map(_shape, (cell.configuration for cell in cells_of(found))))
+    for size in answer.handout.profile_sizes:
+        contexts = [context for context in answer.handout.profile_contexts if (size, context) not in there]
         if contexts:
-            missing.append(f"{handout.called(size)} at context {joined(map(str, contexts))}")
-    return missing
+            answer.lack("contexts", size=size, contexts=contexts)
 
 
-def _beside_bench(rows: Sequence[dict], evidence: Evidence) -> list[str]:
+def _say_disagreement(answer: Answer, rows: Sequence[dict]) -> None:
+    """Why passes take another time under the profiler than without it."""
+    longer = [row for row in rows if row["ratio"] > 1 + 2 * ALIKE]
+    shorter = [row for row in rows if row["ratio"] < 1 - 2 * ALIKE]
+    for name, chosen in (("longer", longer), ("shorter", shorter)):
+        if not chosen:
+            continue
+        busy = [100 * row["busy_ms"] / row["span_ms"] for row in chosen]
+        idle = [row["idle_percent"] for row in chosen]
+        answer.say(
+            name,
+            which=answer.fill("that" if len(chosen) == 1 else "some", chosen[0], count=len(chosen)),
+            ratios=[row["ratio"] for row in chosen],
+            busy=busy,
+            # Of a CPU nothing is said of launches.
+            waits=max(busy) < 90 and all(row["launch_bound"] is not None for row in chosen),
+            idle=idle,
+            was_idle=name == "shorter" and min(idle) > LAUNCH_BOUND_IDLE_PERCENT,
+        )
+
+
+def _say_bench(answer: Answer, rows: Sequence[dict]) -> None:
     """What ``bench`` measured of the same."""
-    benched = {
-        (cell.configuration["size"], cell.configuration["context"]): cell.samples["forward"].median
-        for group in evidence.find("bench", precision=("fp32",), batch_size=(4,), **PLAIN)
-        for cell in group.measured
-    }
-    pairs = [
-        (row, benched[row["size"], row["context"]])
-        for row in rows
-        if row["unprofiled_ms"] and (row["size"], row["context"]) in benched
-    ]
-    if not pairs:
-        return []
-    words = [f"{ms(theirs)} ({row['size']}, context {row['context']})" for row, theirs in pairs]
-    ratios = [row["unprofiled_ms"].median / theirs for row, theirs in pairs]
-    return [f"`bench` measured {joined(words)}, in runs of their own; here it is {spread(ratios)} that."]
+    found = answer.find("bench", precision=("fp32",), batch_size=(4,), **PLAIN)
+    benched = {_shape(cell.configuration): cell.samples["forward"].median for cell in measured_of(found)}
+    pairs = [row | {"benched": benched[_shape(row)]} for row in rows if _shape(row) in benched]
+    if pairs:
+        answer.say("bench", times=pairs, ratios=[row["unprofiled_ms"].median / row["benched"] for row in pairs])
 
 
-def _longest_fitting(found: Sequence[Found], handout: Handout) -> list[str]:
-    sentences = []
-    for size in dict.fromkeys(cell.configuration["size"] for group in found for cell in group.cells):
-        cells = [cell for group in found for cell in group.cells if cell.configuration["size"] == size]
-        fits = [cell.configuration["context"] for cell in cells if cell.status == "ok"]
-        oom = [cell.configuration["context"] for cell in cells if cell.status == "oom"]
-        if fits and oom:
-            sentences.append(
-                f"{handout.called(size)} fits at context {max(fits)} and no longer at {min(oom)}: {max(fits)} is the "
-                "longest power of two."
-            )
-        elif fits:
-            sentences.append(
-                f"{handout.called(size)} was profiled up to context {max(fits)}, where it still fits; a longer one "
-                "was not tried."
-            )
-    return sentences
+def _say_longest_fitting(answer: Answer, found: Sequence[Found]) -> None:
+    cells = cells_of(found)
+    for size in dict.fromkeys(cell.configuration["size"] for cell in cells):
+        of_size = [cell for cell in cells if cell.configuration["size"] == size]
+        fits = [cell.configuration["context"] for cell in of_size if cell.status == "ok"]
+        oom = [cell.configuration["context"] for cell in of_size if cell.status == "oom"]
+        if fits:
+            name = "longest that fits" if oom else "longest that was tried"
+            answer.say(name, size=size, longest=max(fits), shortest=min(oom, default=None))
 
 
 # (b) and (c): the kernels that take most of the time.
 
 
-# Of the kernels beside products, those that a sentence names; the table has more.
-_NAMED_KERNELS = 3
-
-
-@answered_from_profiles
-def top_kernel(found: list[Found], evidence: Evidence, handout: Handout) -> Answer:
-    rows = profile_rows(found, "top kernel")
-    sentences = []
-    for row in of_longest_contexts(rows):
-        sentence = (
-            f"{handout.called(row['size'])}, context {row['context']}: `{row['first_kernel']}` takes the most time in "
-            f"the forward pass, {percent(row['first_percent'])} of that of all kernels, in "
-            f"{_calls(row['first_instances'])}"
-        )
-        if row.get("both_kernel"):
-            same = row["both_kernel"] == row["first_kernel"]
-            sentence += (
-                f"; over forward and backward together it is {'the same' if same else 'another'}"
-                + ("" if same else f", `{row['both_kernel']}`")
-                + f" ({percent(row['both_percent'])}, {_calls(row['both_instances'])} a step)"
-            )
-        sentences.append(sentence + ".")
+def top_kernel(answer: Answer) -> None:
+    found = _profiles(answer)
+    rows = _rows(found, "top kernel")
+    for row in _of_longest_contexts(rows):
+        both = row.get("both_kernel")
+        name = "same kernel" if both == row["first_kernel"] else "other kernel"
+        answer.say("top kernel", row, of_both=answer.fill(name, row) if both else "")
     both = [row for row in rows if row.get("both_kernel")]
-    same_count = sum(row["both_kernel"] == row["first_kernel"] for row in both)
     if len(both) > 1:
-        sentences.append(f"In {same_count} of {len(both)} profiles it is the same kernel for both.")
-    tables = [table for group in found for table in group.table("top kernel")]
-    return Answer(sentences, tables, {}, runs_of(found))
+        answer.say("same in", count=sum(row["both_kernel"] == row["first_kernel"] for row in both), of=len(both))
+    answer.show(found, "top kernel")
 
 
-def _calls(count: float) -> str:
-    number = f"{count:g}"
-    return f"{number} call{'s' * (number != '1')}"
-
-
-@answered_from_profiles
-def other_kernels(found: list[Found], evidence: Evidence, handout: Handout) -> Answer:
-    forward = of_longest_contexts(profile_rows(found, "shares", "forward"))
-    sentences = []
+def other_kernels(answer: Answer) -> None:
+    found = _profiles(answer)
+    forward = _of_longest_contexts(_rows(found, "shares", "forward"))
+    every = _rows(found, "other kernels", "forward")
     for row in forward:
-        others = shares_of(row)
-        matmul = row.get("matmul_percent") or 0.0
-        listed = [f"{name} kernels {percent(share)}" for name, share in others if share >= TRIVIAL_PERCENT]
-        kinds = joined([f"matrix products take {percent(matmul)} of the kernel time", *listed])
-        kernels = [
-            f"`{kernel['kernel']}` ({percent(kernel['share_percent'])} in {_calls(kernel['instances'])})"
-            for kernel in profile_rows(found, "other kernels", "forward")
-            if (kernel["size"], kernel["context"]) == (row["size"], row["context"])
-        ]
-        longest = f"; beside products the longest are {joined(kernels[:_NAMED_KERNELS])}" if kernels else ""
-        sentences.append(
-            f"In the forward pass of {handout.called(row['size'])} at context {row['context']}, {kinds}{longest}."
-        )
-    tables = []
-    for group in found:
-        for table in group.table("other kernels"):
-            contexts = {(row["size"], row["context"]) for row in forward}
-            rows = [
-                row for row in table.rows if row["phase"] == "forward" and (row["size"], row["context"]) in contexts
-            ]
-            tables += plain_table(table.name, table.title, _without(table.columns, "phase"), rows)
-    return Answer(sentences, tables, {}, runs_of(found))
-
-
-def _without(columns: Sequence[Column], *keys: str) -> list[Column]:
-    return [column for column in columns if column.key not in keys]
+        shares = [{"kind": kind, "share": share} for kind, share in _shares(row).items() if share >= TRIVIAL_PERCENT]
+        kinds = [answer.fill("products", share=row.get("matmul_percent") or 0.0)]
+        kinds += [answer.fill("kind of kernel", share) for share in shares]
+        kernels = [kernel for kernel in every if _shape(kernel) == _shape(row)][:_NAMED_KERNELS]
+        answer.say("kernels", row, kinds=kinds, longest={"kernels": kernels} if kernels else None)
+    shapes = set(map(_shape, forward))
+    _show_rows(answer, found, "other kernels", lambda row: row["phase"] == "forward" and _shape(row) in shapes)
+    for number, table in enumerate(answer.tables):
+        answer.tables[number] = replace(table, columns=[one for one in table.columns if one.key != "phase"])
 
 
 # (d) and (e): products in inference and in a whole step, and beside the softmax.
 
 
-@answered_from_profiles
-def whole_step(found: list[Found], evidence: Evidence, handout: Handout) -> Answer | None:
-    rows = profile_rows(found, "shares")
-    forward = {(row["size"], row["context"]): row for row in rows if row["phase"] == "forward"}
-    steps = {(row["size"], row["context"]): row for row in rows if row["phase"] == "step"}
-    keys = [key for key in steps if key in forward]
-    if not keys:
-        return None
-    sentences = []
-    for row in of_longest_contexts([steps[key] for key in keys]):
-        before, after = forward[row["size"], row["context"]].get("matmul_percent", 0.0), row.get("matmul_percent", 0.0)
+def whole_step(answer: Answer) -> None:
+    found = _profiles(answer)
+    forward, steps = ({_shape(row): row for row in _rows(found, "shares", phase)} for phase in ("forward", "step"))
+    pairs = {shape: (forward[shape], row) for shape, row in steps.items() if shape in forward}
+    if not pairs:
+        return
+    for row in _of_longest_contexts([step for _, step in pairs.values()]):
+        inference = pairs[_shape(row)][0]
+        before, after = (one.get("matmul_percent", 0.0) for one in (inference, row))
         verb = "rises" if after > before + 1 else "falls" if after < before - 1 else "hardly moves,"
-        optimizer = row.get("optimizer_percent")
-        sentences.append(
-            f"{handout.called(row['size'])}, context {row['context']}: the share of matrix products {verb} from "
-            f"{percent(before)} in inference to {percent(after)} in the whole step"
-            + (f", in which all that AdamW launches takes {percent(optimizer)}" if optimizer else "")
-            + "."
-        )
-        shares_before = dict(shares_of(forward[row["size"], row["context"]]))
-        moved = [
-            f"{name} {percent(shares_before.get(name, 0.0))} to {percent(share)}"
-            for name, share in shares_of(row)
-            if name != "optimizer" and share >= TRIVIAL_PERCENT
+        shares = _shares(inference)
+        others = [
+            {"kind": kind, "before": shares.get(kind, 0.0), "after": share}
+            for kind, share in _shares(row).items()
+            if kind != "optimizer" and share >= TRIVIAL_PERCENT
         ]
-        if moved:
-            sentences[-1] += f" Other kernels: {joined(moved)}."
-    falling = sum(steps[key].get("matmul_percent", 0) < forward[key].get("matmul_percent", 0) for key in keys)
-    sentences.append(
-        f"The share of products is smaller in the step than in the forward pass in {falling} of {len(keys)} profiles."
-    )
-    tables = []
-    for group in found:
-        for table in group.table("shares"):
-            shown = [row for row in table.rows if row["phase"] in ("forward", "step")]
-            tables += plain_table(table.name, table.title, table.columns, shown)
-    return Answer(sentences, tables, {}, runs_of(found))
+        optimizer = row.get("optimizer_percent")
+        answer.say(
+            "share of products", row, verb=verb, before=before, after=after,
+            optimizer={"share": optimizer} if optimizer else None, others={"kinds": others} if others else None,
+        )  # fmt: skip
+    falling = sum(step.get("matmul_percent", 0) < before.get("matmul_percent", 0) for before, step in pairs.values())
+    answer.say("smaller in the step", count=falling, of=len(pairs))
+    _show_rows(answer, found, "shares", lambda row: row["phase"] in ("forward", "step"))
 
 
-@answered_from_profiles
-def softmax(found: list[Found], evidence: Evidence, handout: Handout) -> Answer | None:
-    rows = [row for row in profile_rows(found, "attention") if row.get("time_ratio")]
+def softmax(answer: Answer) -> None:
+    found = _profiles(answer)
+    rows = [row for row in _rows(found, "attention") if row.get("time_ratio")]
     if not rows:
-        return None
-    sentences = []
-    for row in of_longest_contexts(rows):
-        faster = "longer" if row["time_ratio"] > 1 else "less time"
-        sentences.append(
-            f"{handout.called(row['size'])}, context {row['context']}: softmax takes {ms(row['softmax_ms'])}, "
-            f"{times(row['time_ratio'])} the {ms(row['scores_ms'] + row['final_ms'])} of the two products, with "
-            f"{times(row['flops_ratio'])} their FLOPs: per FLOP {times(row['time_ratio'] / row['flops_ratio'])} as "
-            f"long, {'and' if row['time_ratio'] > 1 else 'though'} {faster} altogether."
-        )
-    by_size = {
-        size: sorted((row for row in rows if row["size"] == size), key=lambda row: row["context"])
-        for size in dict.fromkeys(row["size"] for row in rows)
-    }
-    changes: dict[str, list[str]] = {}
-    for size, series in by_size.items():
+        return
+    for row in _of_longest_contexts(rows):
+        products, ratio = row["scores_ms"] + row["final_ms"], row["time_ratio"]
+        answer.say("softmax", row, products=products, per_flop=ratio / row["flops_ratio"], is_longer=ratio > 1)
+    changes: dict[str, list[dict]] = {}
+    for size in dict.fromkeys(row["size"] for row in rows):
+        series = sorted((row for row in rows if row["size"] == size), key=lambda row: row["context"])
         if len(series) > 1:
-            listed = joined(f"{times(row['time_ratio'])} at {row['context']}" for row in series)
-            changes.setdefault(trend([row["time_ratio"] for row in series]), []).append(f"{size} ({listed})")
+            how = trend([row["time_ratio"] for row in series])
+            changes.setdefault(how, []).append({"size": size, "ratios": series})
     if changes:
-        words = joined(f"{how} in {joined(sizes)}" for how, sizes in changes.items())
-        sentences.append(f"With the context the ratio of times {words}, while that of FLOPs does not depend on it.")
-    columns = (
-        *("size", "context", "scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio"),
-        *("bytes_ratio", "matmul_tflops", "softmax_gbps"),
-    )
-    tables = [table for group in found for table in group.table("attention", *columns)]
-    return Answer(sentences, tables, {}, runs_of(found))
+        answer.say("with the context", changes=[{"how": how, "sizes": sizes} for how, sizes in changes.items()])
+    columns = ("size", "context", "scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio")
+    answer.show(found, "attention", *columns, "bytes_ratio", "matmul_tflops", "softmax_gbps")
 
 
 def profile_commands(target: Target) -> list[Command]:
     handout = target.handout
     contexts = target.contexts(handout.profile_contexts)[-2 if target.is_small else 0 :]
-    sizes = target.sizes(handout.profile_sizes)
     # The profile itself and the steps without a profiler; nsys writes and exports its report.
-    return [Sweep("nsys", sizes, contexts, steps=25).on(target)]
-
-
-NSYS_PROFILE = Problem(
-    "nsys_profile",
-    "Nsight Systems profiling",
-    tuple(
-        Part(letter, answer, profile_commands)
-        for letter, answer in zip("abcde", (forward_time, top_kernel, other_kernels, whole_step, softmax), strict=True)
-    ),
-)
+    return [Sweep("nsys", target.sizes(handout.profile_sizes), contexts, steps=25).on(target)]
