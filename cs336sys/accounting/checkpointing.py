@@ -14,10 +14,12 @@ https://arxiv.org/abs/1604.06174, section 3; the 2026 handout, section 3.2). Str
   memory, at most ``b + s log2 N``, for about ``N/2 log2 N + N/2`` further block computations.
 """
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.accounting.derivation import Derived, Number, ceil, log2, symbol
+from cs336sys.accounting.derivation import Derived, log2, symbol
 from cs336sys.accounting.flops import flops_by_component, linear_flops
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
 from cs336sys.errors import UsageError, choose_from
@@ -196,11 +198,12 @@ class GroupSize:
 
 def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) -> GroupSize:
     """Try every ``K``, and the formula (the 2026 handout, problem gradient_checkpointing (b))."""
-    layers = size.num_layers
-    peaks = {k: predicted_peak(size, precision, mode, attention, f"every={k}").total for k in range(1, layers + 1)}
+    layers = range(1, size.num_layers + 1)
+    peaks = {k: predicted_peak(size, precision, mode, attention, f"every={k}").total for k in layers}
     block_input = 4 * size.batch_size * size.context * size.d_model
     block = block_activations(size, precision, attention).total
-    return GroupSize(min(peaks, key=peaks.__getitem__), (layers * block_input / block) ** 0.5, block_input, block)
+    rule = (size.num_layers * block_input / block) ** 0.5
+    return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)
 
 
 # The 2026 handout's problem ``gradient_checkpointing``: what strategies hold and compute again, as functions of N.
@@ -210,87 +213,52 @@ _HANDOUT = "2026 handout, 3.2"
 _CHEN = "Chen et al., arXiv:1604.06174"
 
 
-def held_by_groups(blocks: Number, block_input: Number, block_activations: Number, group: Number) -> Number:
-    """Bytes held at most with a checkpoint for every ``K`` blocks: all inputs, and the activations of one group.
-
-    ``N s / K + K b``; its derivative by K is zero at ``K = sqrt(N s / b)``.
-    """
-    return blocks * block_input / group + group * block_activations
-
-
-def best_group(blocks: Number, block_input: Number, block_activations: Number) -> Number:
-    """The ``K`` with the least of :func:`held_by_groups`, at least 1 and not a whole number: ``sqrt(N s / b)``."""
-    return (blocks * block_input / block_activations) ** 0.5
-
-
-def held_by_halves(blocks: Number, block_input: Number, block_activations: Number) -> Number:
-    """Bytes held at most with halves inside halves down to one block: its activations and one input for each level."""
-    return block_activations + ceil(log2(blocks)) * block_input
-
-
 def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
     """Memory and recomputation of the strategies, for the blocks of one model.
 
     Raises:
         UsageError: ``attention`` is unknown.
     """
-    n = symbol("N", size.num_layers)
-    block_input = Derived(
-        "input of a block, which a checkpoint keeps",
-        4 * symbol("B", size.batch_size) * symbol("S", size.context) * symbol("d_model", size.d_model),
-        "bytes",
-        "s",
-        reason="fp32: the residual stream.",
-        source=_HANDOUT,
-    )
-    saved = Derived(
-        "what a block saves for backward",
-        symbol("as in account activations", block_activations(size, precision, attention).total),
-        "bytes",
-        "b",
-        source="what autograd saves, accounting/activations.py",
-    )
+    n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
+    what, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
+    block_input = Derived(what, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
+    total = symbol("as in account activations", block_activations(size, precision, attention).total)
+    source = "what autograd saves, accounting/activations.py"
+    saved = Derived("what a block saves for backward", total, "bytes", "b", source=source)
     s, b = block_input.as_symbol(), saved.as_symbol()
-    best = Derived(
-        "group with the least memory, one recomputation",
-        best_group(n, s, b),
-        "blocks",
-        "K",
-        reason="The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block.",
-        source=_CHEN,
-        question="gradient_checkpointing (b)",
-    )
+    row = partial(Derived, source=_CHEN)
+    asked_a, asked_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
+    what = "group with the least memory, one recomputation"
+    reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
+    best = row(what, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=asked_b)
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
     nested, _ = recomputed_blocks(size.num_layers, "nested")
     return [
         block_input,
         saved,
-        Derived("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
+        row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
         best,
-        Derived(
+        row(
             f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}",
-            held_by_groups(n, s, b, group),
+            n * s / group + group * b,
             "bytes",
             reason="All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for "
             "one more forward pass.",
-            source=_CHEN,
-            question="gradient_checkpointing (b)",
+            question=asked_b,
         ),
-        Derived(
+        row(
             "held with halves inside halves",
-            held_by_halves(n, s, b),
+            b + math.ceil(log2(n)) * s,
             "bytes",
             reason="One block's activations and one input for each level: O(log N), and O(1) where s is negligible.",
-            source=_CHEN,
-            question="gradient_checkpointing (a)",
+            question=asked_a,
         ),
-        Derived(
+        row(
             "blocks computed again with halves inside halves",
             n * (log2(n) + 1) / 2,
             "blocks",
             reason="Every block once to save its activations, and on each level but the first the left halves to get "
             f"at the right ones: O(N log N). Exact for powers of two; here it is {nested}.",
-            source=_CHEN,
-            question="gradient_checkpointing (a)",
+            question=asked_a,
         ),
     ]

@@ -4,16 +4,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
 from cs336sys.errors import UsageError, choose_from
 
-# Collective operations on paper: one call, the memory and bandwidth it needs, and a line through measured times.
+# Collective operations: one call, the memory and bandwidth it needs, and a line through measured times.
 #
 # The size of a message, ``S``, is that of the whole array: what one rank contributes to an all-reduce or broadcasts,
-# what
-# an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
-# NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``. Times of ring algorithms are in :mod:`cs336sys.accounting.communication`.
+# what an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
+# NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``.
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -63,6 +63,11 @@ class AlphaBeta:
         return self.latency_s + message_bytes / self.bytes_per_s
 
     @property
+    def has_bandwidth(self) -> bool:
+        """Whether larger messages took longer; noise can hide it."""
+        return math.isfinite(self.bytes_per_s)
+
+    @property
     def half_bandwidth_bytes(self) -> float:
         """The message that takes as long to start as to transfer, so that it reaches half of the bandwidth."""
         return self.latency_s * self.bytes_per_s
@@ -103,21 +108,18 @@ def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Al
 
 # How long collectives on a ring of devices take, bandwidth alone.
 #
-# Source: CS336 assignment 2 (2026), section 8.1. ``N`` devices each send ``W`` bytes/s to their neighbour and
-# receive as
-# much at the same time; ``S`` bytes is the whole tensor, one device's share ``S / N``. Latency is left out.
+# Source: CS336 assignment 2 (2026), section 8.1. ``N`` devices each send ``W`` bytes/s to their neighbour and receive
+# as much at the same time; ``S`` bytes is the whole tensor, one device's share ``S / N``. Latency is left out.
 #
 # Arguments may be numbers or symbols (:mod:`cs336sys.accounting.derivation`).
 
 
 def ring_all_gather_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
-    """Every device starts with a share and ends with all: ``N - 1`` steps, each passing on ``S / N`` bytes."""
+    """Every device starts with a share and ends with all: ``N - 1`` steps, each passing on ``S / N`` bytes.
+
+    A reduce-scatter is the same backwards, at its cost.
+    """
     return (devices - 1) / devices * size_bytes / bytes_per_s
-
-
-def ring_reduce_scatter_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
-    """Every device starts with a tensor and ends with a share of the sum: an all-gather backwards, at its cost."""
-    return ring_all_gather_s(size_bytes, devices, bytes_per_s)
 
 
 def ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s: Number) -> Number:
@@ -136,12 +138,10 @@ def alternate_ring_all_reduce_s(size_bytes: Number, devices: Number, bytes_per_s
 # What bucket size data parallel training should use, on paper: the handout's model of bucketed communication.
 #
 # Source: CS336 assignment 2 (2025), problem ``ddp_bucketed_benchmarking`` (b). Gradients of ``s`` bytes in ``n_b``
-# equal
-# buckets are all-reduced during the backward pass at ``w`` bytes/s, and every call costs ``o`` seconds besides. The
-# model
-# assumes that a bucket's gradients take as long to compute as to communicate. Then bucket ``i`` travels while bucket
-# ``i + 1`` is computed, and only the last bucket's transfer, ``s / (n_b w)``, and the cost of the calls, ``n_b o``,
-# remain after the backward pass::
+# equal buckets are all-reduced during the backward pass at ``w`` bytes/s, and every call costs ``o`` seconds besides.
+# The model assumes that a bucket's gradients take as long to compute as to communicate. Then bucket ``i`` travels while
+# bucket ``i + 1`` is computed, and only the last bucket's transfer, ``s / (n_b w)``, and the cost of the calls,
+# ``n_b o``, remain after the backward pass::
 #
 #     overhead = s / (n_b w) + n_b o
 #
@@ -250,53 +250,25 @@ def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | N
 def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:
     """How long the ring collectives take, and the alternate all-reduce beside the usual one."""
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
-    source = "2026 handout, 8.1"
-    usual = Derived(
-        "ring all-reduce",
-        ring_all_reduce_s(*setting),
-        "s",
-        symbol="T",
-        reason="A reduce-scatter, then an all-gather.",
-        source=source,
+    row = partial(Derived, source="2026 handout, 8.1")
+    gather_s = ring_all_gather_s(*setting)
+    usual = row(
+        "ring all-reduce", ring_all_reduce_s(*setting), "s", "T", reason="A reduce-scatter, then an all-gather."
     )
-    alternate = Derived(
-        "alternate ring all-reduce",
-        alternate_ring_all_reduce_s(*setting),
-        "s",
-        symbol="T_alternate",
-        reason="In each of N - 1 steps every device sends a whole tensor of S bytes.",
-        source=source,
-        question="alternate_ring_all_reduce",
-    )
+    name, problem = "alternate ring all-reduce", "alternate_ring_all_reduce"
+    reason = "In each of N - 1 steps every device sends a whole tensor of S bytes."
+    alternate_s = alternate_ring_all_reduce_s(*setting)
+    alternate = row(name, alternate_s, "s", "T_alternate", reason=reason, question=problem)
+    reason = "In each of N - 1 steps every device sends a share of S / N bytes."
     rows = [
-        Derived(
-            "ring all-gather",
-            ring_all_gather_s(*setting),
-            "s",
-            reason="In each of N - 1 steps every device sends a share of S / N bytes.",
-            source=source,
-        ),
-        Derived(
-            "ring reduce-scatter",
-            ring_reduce_scatter_s(*setting),
-            "s",
-            reason="The same steps, adding up on the way.",
-            source=source,
-        ),
+        row("ring all-gather", gather_s, "s", reason=reason),
+        row("ring reduce-scatter", gather_s, "s", reason="The same steps, adding up on the way."),
         usual,
         alternate,
     ]
     if devices > 1:
         ratio = alternate.as_symbol() / usual.as_symbol()
-        rows.append(
-            Derived(
-                "alternate over usual",
-                ratio,
-                "times",
-                reason="N / 2: it sends whole tensors, not shares.",
-                source=source,
-            )
-        )
+        rows.append(row("alternate over usual", ratio, "times", reason="N / 2: it sends whole tensors, not shares."))
     return rows
 
 
@@ -304,10 +276,11 @@ def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, f
     """One row of a table of sizes and devices: milliseconds, and the all-reduce's bandwidths in 1e9 bytes/s."""
     setting = size_bytes, devices, bytes_per_s
     all_reduce_s = number_of(ring_all_reduce_s(*setting))
+    gather_ms = 1e3 * number_of(ring_all_gather_s(*setting))
     algorithm_gbps = size_bytes / all_reduce_s / 1e9 if all_reduce_s else None
     return {
-        "all_gather_ms": 1e3 * number_of(ring_all_gather_s(*setting)),
-        "reduce_scatter_ms": 1e3 * number_of(ring_reduce_scatter_s(*setting)),
+        "all_gather_ms": gather_ms,
+        "reduce_scatter_ms": gather_ms,
         "all_reduce_ms": 1e3 * all_reduce_s,
         "alternate_all_reduce_ms": 1e3 * number_of(alternate_ring_all_reduce_s(*setting)),
         "algbw_gbps": algorithm_gbps,
@@ -318,34 +291,16 @@ def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, f
 def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call_s: float) -> list[Derived]:
     """The overhead of so many buckets, and the size and number with the least."""
     s, w, o = symbol("s", gradient_bytes), symbol("w", bytes_per_s), symbol("o", call_s)
+    row = partial(Derived, source="2025 handout, 2.3.3")
     problem = "ddp_bucketed_benchmarking (b)"
-    source = "2025 handout, 2.3.3"
-    best = Derived(
-        "bucket size with the least overhead",
-        optimal_bucket_bytes(s, w, o),
-        "decimal_bytes",
-        symbol="b",
-        reason="The derivative by n_b, o - s / (n_b^2 w), is zero at n_b = sqrt(s / (w o)); b = s / n_b, at most s.",
-        source=source,
-        question=problem,
-    )
-    count = Derived("buckets of that size", s / best.as_symbol(), "buckets", symbol="n_b", source=source)
-    return [
-        Derived(
-            f"overhead of {buckets} bucket{'s' * (buckets != 1)}",
-            bucketing_overhead_s(s, symbol("n_b", buckets), w, o),
-            "s",
-            reason="All but the last bucket travel while the next one is computed; every call costs o.",
-            source=source,
-            question=problem,
-        ),
-        best,
-        count,
-        Derived(
-            "overhead of these",
-            bucketing_overhead_s(s, count.as_symbol(), w, o),
-            "s",
-            reason="2 sqrt(s o / w): the last bucket's transfer and all calls cost the same.",
-            source=source,
-        ),
-    ]
+    overhead_s = bucketing_overhead_s(s, symbol("n_b", buckets), w, o)
+    what = f"overhead of {buckets} bucket{'s' * (buckets != 1)}"
+    reason = "All but the last bucket travel while the next one is computed; every call costs o."
+    given = row(what, overhead_s, "s", reason=reason, question=problem)
+    what, best_bytes = "bucket size with the least overhead", optimal_bucket_bytes(s, w, o)
+    reason = "The derivative by n_b, o - s / (n_b^2 w), is zero at n_b = sqrt(s / (w o)); b = s / n_b, at most s."
+    best = row(what, best_bytes, "decimal_bytes", "b", reason=reason, question=problem)
+    count = row("buckets of that size", s / best.as_symbol(), "buckets", "n_b")
+    reason = "2 sqrt(s o / w): the last bucket's transfer and all calls cost the same."
+    least_s = bucketing_overhead_s(s, count.as_symbol(), w, o)
+    return [given, best, count, row("overhead of these", least_s, "s", reason=reason)]

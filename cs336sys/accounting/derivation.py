@@ -207,14 +207,9 @@ def minimum(*terms: Number) -> Number:
     return _choose("min", min, terms)
 
 
-def log2(value: Number) -> Number:
+def log2(value: Expression) -> Expression:
     """The binary logarithm."""
-    return _call("log2", math.log2, value) if isinstance(value, Expression) else math.log2(value)
-
-
-def ceil(value: Number) -> Number:
-    """The least whole number that is not smaller."""
-    return _call("ceil", math.ceil, value) if isinstance(value, Expression) else math.ceil(value)
+    return _call("log2", math.log2, value)
 
 
 def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) -> Number:

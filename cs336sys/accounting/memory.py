@@ -32,7 +32,7 @@ class TrainingState:
     parameters: int
     gradients: int
     optimizer_state: int
-    master_parameters: int
+    master_parameters: int = 0
 
     @property
     def total(self) -> int:
@@ -162,7 +162,11 @@ def widest_moments(
         at_blocks = at_blocks or everything_saved(size.num_layers)
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if mode == "train":
-        moments.append(_optimizer_moment(size))
+        # torch's fused AdamW makes no temporary, its foreach variant one of all parameters; this is one as large as the
+        # largest of them.
+        largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
+        held = 16 * size.batch_size * size.context + 4 * largest
+        moments.append(("optimizer", count_parameters(size), held))
     state = training_state(size, precision, autocast=autocast)
     gradient_bytes = state.gradients // count_parameters(size)
     optimizer_state = state.optimizer_state if mode == "train" else 0
@@ -272,16 +276,6 @@ def _backward_moments(
             done = gradients + (3 * w2 + projection + size.d_model)
             moments.append((f"softmax backward, {blocks.name}", done, softmax))
     return moments
-
-
-def _optimizer_moment(size: ModelSize) -> _Moment:
-    """AdamW's step: all gradients, and one temporary as large as the largest parameter.
-
-    torch's fused AdamW makes no temporary; its ``foreach`` variant makes one of all parameters and would need more.
-    """
-    tokens = size.batch_size * size.context
-    largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-    return "optimizer", count_parameters(size), 16 * tokens + 4 * largest
 
 
 def _stream_bytes(precision: str, autocast: bool) -> int:

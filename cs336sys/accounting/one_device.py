@@ -5,6 +5,7 @@ handout, sections 1.1 and 1.2; 2026 handout, 2.1 and 4.1.
 """
 
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from cs336sys.accounting.activations import attention_memory, block_activations
@@ -48,15 +49,15 @@ _FLOPS = "2 a b c a product, accounting/flops.py"
 
 def _named(size: ModelSize) -> ModelSize:
     """The size with symbols for its numbers."""
-    return replace(
-        size,
-        d_model=_whole("d_model", size.d_model),
-        d_ff=_whole("d_ff", size.d_ff),
-        num_heads=_whole("H", size.num_heads),
-        vocab_size=_whole("V", size.vocab_size),
-        context=_whole("S", size.context),
-        batch_size=_whole("B", size.batch_size),
-    )
+    names = {
+        "d_model": "d_model",
+        "d_ff": "d_ff",
+        "num_heads": "H",
+        "vocab_size": "V",
+        "context": "S",
+        "batch_size": "B",
+    }
+    return replace(size, **{field: _whole(name, getattr(size, field)) for field, name in names.items()})
 
 
 def _whole(name: str, value: int) -> Any:
@@ -66,80 +67,57 @@ def _whole(name: str, value: int) -> Any:
 
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
     """The size of the residual stream, and the largest tensors that a forward pass makes, by size."""
-    named = _named(size)
-    e = ELEMENT_BYTES[precision]
+    named, e = _named(size), ELEMENT_BYTES[precision]
     tokens = named.batch_size * named.context
-    scores = named.batch_size * named.num_heads * named.context * named.context
+    row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
+    scores = e * named.batch_size * named.num_heads * named.context * named.context
+    what = "batch, heads, queries, keys; softmax makes more tensors of this shape."
     largest = [
-        ("attention scores", e * scores, "batch, heads, queries, keys; softmax makes more tensors of this shape."),
-        ("feed-forward activations", e * tokens * named.d_ff, "w1(x), w3(x) and everything between them and w2."),
-        ("logits", e * tokens * named.vocab_size, "The LM head's output."),
-    ]
-    return [
-        Derived(
-            "tensor of the residual stream",
-            4 * tokens * named.d_model,
-            "bytes",
-            reason="fp32 whatever the precision: autocast's matrix products are added to it.",
-            source=_SHAPES,
-            question="memory_profiling (d)",
+        row("attention scores", scores, reason=what),
+        row(
+            "feed-forward activations",
+            e * tokens * named.d_ff,
+            reason="w1(x), w3(x) and everything between them and w2.",
         ),
-        *(
-            Derived(name, value, "bytes", reason=reason, source=_SHAPES, question="memory_profiling (e)")
-            for name, value, reason in sorted(largest, key=lambda tensor: -number_of(tensor[1]))
-        ),
+        row("logits", e * tokens * named.vocab_size, reason="The LM head's output."),
     ]
+    what, asked = "tensor of the residual stream", "memory_profiling (d)"
+    reason = "fp32 whatever the precision: autocast's matrix products are added to it."
+    stream = row(what, 4 * tokens * named.d_model, reason=reason, question=asked)
+    return [stream, *sorted(largest, key=lambda tensor: -tensor.value)]
 
 
 def block_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
     """What one block saves for the backward pass, the largest first, and the gradients that it produces there."""
     named = _named(size)
+    row = partial(Derived, unit="bytes", source=_SAVED, question="memory_profiling (f), 2026")
     parts = {
         name: value
         for name, value in asdict(block_activations(named, precision, attention)).items()
         if isinstance(value, Expression) and value.value
     }
     total = sum(value.value for value in parts.values())
-    question = "memory_profiling (f), 2026"
     rows = [
-        Derived(
-            _ACTIVATION_NAMES[name],
-            value,
-            "bytes",
-            reason=f"{value.value / total:.1%} of the block.",
-            source=_SAVED,
-            question=question,
-        )
+        row(_ACTIVATION_NAMES[name], value, reason=f"{value.value / total:.1%} of the block.")
         for name, value in sorted(parts.items(), key=lambda part: -part[1].value)
     ]
-    five = sum(row.value for row in rows[:5])
-    saved = Derived(
-        "saved for backward by one block",
-        symbol("sum of these", total),
-        "bytes",
-        symbol="b",
-        reason=f"The five largest of these kinds, each all tensors of its kind, are {five / total:.1%} of it; memprof "
-        "lists single tensors.",
-        source=_SAVED,
-        question=question,
+    five = sum(part.value for part in rows[:5]) / total
+    reason = (
+        f"The five largest of these kinds, each all tensors of its kind, are {five:.1%} of it; memprof lists single "
+        "tensors."
     )
-    gradients = Derived(
-        "gradients of one block's parameters",
-        4 * (4 * named.d_model**2 + 3 * named.d_model * named.d_ff + 2 * named.d_model),
-        "bytes",
-        symbol="g",
-        reason="fp32: four square projections, three SwiGLU matrices, two norm gains. The gradient of the residual "
-        "stream takes the place of the one that came in.",
-        source=_SHAPES,
-        question=question,
+    saved = row("saved for backward by one block", symbol("sum of these", total), symbol="b", reason=reason)
+    reason = (
+        "fp32: four square projections, three SwiGLU matrices, two norm gains. The gradient of the residual stream "
+        "takes the place of the one that came in."
     )
-    change = Derived(
+    d, f = named.d_model, named.d_ff
+    own = 4 * (4 * d**2 + 3 * d * f + 2 * d)
+    gradients = row("gradients of one block's parameters", own, symbol="g", reason=reason, source=_SHAPES)
+    change = row(
         "change of memory over the block's backward pass",
         gradients.as_symbol() - saved.as_symbol(),
-        "bytes",
         reason="What was saved is freed, and the gradients stay.",
-        source=_SAVED,
-        question=question,
     )
     return [*rows, saved, gradients, change]
 
@@ -150,72 +128,52 @@ def flops_answers(size: ModelSize) -> list[Derived]:
     Counted as in ``accounting.flops``, but with the whole square of attention, which the model computes and masks.
     """
     named = _named(size)
-    tokens = named.batch_size * named.context
-    layers = symbol("L", size.num_layers)
-    head_dim = _whole("d_head", size.head_dim)
-    tokens_and_width = tokens, named.d_model
+    tokens, d = named.batch_size * named.context, named.d_model
+    batch, heads, context = named.batch_size, named.num_heads, named.context
+    layers, head_dim = symbol("L", size.num_layers), _whole("d_head", size.head_dim)
 
-    def row(quantity: str, value: Number, unit: str, name: str = "", reason: str = "", question: str = "") -> Derived:
-        question = f"nsys_profile {question}" if question else ""
+    def row(
+        quantity: str, value: Number, unit: str = "flops", name: str = "", reason: str = "", part: str = ""
+    ) -> Derived:
+        question = f"nsys_profile {part}" if part else ""
         return Derived(quantity, value, unit, name, reason=reason, source=_FLOPS, question=question)
 
-    square = attention_flops(
-        named.batch_size, named.num_heads, named.context, named.context, head_dim, causal=False, backward=False
-    )
-    projections = 4 * linear_flops(*tokens_and_width, named.d_model, backward=False)
-    feed_forward = 3 * linear_flops(*tokens_and_width, named.d_ff, backward=False)
-    attention = row(
-        "Q K^T and P V", layers * square, "flops", "F_attn", "The whole square, of which the mask leaves half."
-    )
+    square = attention_flops(batch, heads, context, context, head_dim, causal=False, backward=False)
+    projections = 4 * linear_flops(tokens, d, d, backward=False)
+    feed_forward = 3 * linear_flops(tokens, d, named.d_ff, backward=False)
+    reason = "The whole square, of which the mask leaves half."
+    attention = row("Q K^T and P V", layers * square, name="F_attn", reason=reason)
     products = (
-        row("projections q, k, v, output", layers * projections, "flops", "F_proj"),
+        row("projections q, k, v, output", layers * projections, name="F_proj"),
         attention,
-        row("SwiGLU's three products", layers * feed_forward, "flops", "F_ffn"),
-        row("LM head", linear_flops(*tokens_and_width, named.vocab_size, backward=False), "flops", "F_head"),
+        row("SwiGLU's three products", layers * feed_forward, name="F_ffn"),
+        row("LM head", linear_flops(tokens, d, named.vocab_size, backward=False), name="F_head"),
     )
-    forward = row("forward pass", sum(product.as_symbol() for product in products), "flops", "F")
-    softmax = row(
-        "softmax of attention",
-        SOFTMAX_FLOPS_PER_SCORE * layers * named.batch_size * named.num_heads * named.context**2,
-        "flops",
-        "F_softmax",
-        "A score is compared, shifted, exponentiated, summed and divided: 5 operations.",
-        "(e)",
+    forward = row("forward pass", sum(product.as_symbol() for product in products), name="F")
+    of_scores = SOFTMAX_FLOPS_PER_SCORE * layers * batch * heads * context**2
+    reason = "A score is compared, shifted, exponentiated, summed and divided: 5 operations."
+    softmax = row("softmax of attention", of_scores, name="F_softmax", reason=reason, part="(e)")
+    reason = "The backward pass multiplies twice for each product of the forward pass."
+    training = row("training step", 3 * forward.as_symbol(), reason=reason)
+    reason = "4 projections, 2 of attention and 3 of SwiGLU in each layer, and the LM head."
+    count = row("matrix products in the forward pass", 9 * layers + 1, "products", reason=reason, part="(b)")
+    ratio = row(
+        "attention's products over softmax, FLOPs",
+        attention.as_symbol() / softmax.as_symbol(),
+        "times",
+        reason="4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and "
+        "writes, so memory sets its pace, and it cannot use tensor cores.",
+        part="(e)",
     )
-    return [
-        *products,
-        forward,
-        row(
-            "training step",
-            3 * forward.as_symbol(),
-            "flops",
-            reason="The backward pass multiplies twice for each product of the forward pass.",
-        ),
-        row(
-            "matrix products in the forward pass",
-            9 * layers + 1,
-            "products",
-            reason="4 projections, 2 of attention and 3 of SwiGLU in each layer, and the LM head.",
-            question="(b)",
-        ),
-        softmax,
-        row(
-            "attention's products over softmax, FLOPs",
-            attention.as_symbol() / softmax.as_symbol(),
-            "times",
-            reason="4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and "
-            "writes, so memory sets its pace, and it cannot use tensor cores.",
-            question="(e)",
-        ),
-        row(
-            "bytes that AdamW reads and writes in a step",
-            28 * symbol("P", count_parameters(size)),
-            "bytes",
-            reason="fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no "
-            "matrices, so their share of a training step is smaller than that of a forward pass.",
-            question="(d)",
-        ),
-    ]
+    moved = row(
+        "bytes that AdamW reads and writes in a step",
+        28 * symbol("P", count_parameters(size)),
+        "bytes",
+        reason="fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no "
+        "matrices, so their share of a training step is smaller than that of a forward pass.",
+        part="(d)",
+    )
+    return [*products, forward, training, count, softmax, ratio, moved]
 
 
 def attention_answers(
@@ -224,29 +182,14 @@ def attention_answers(
     """The memory of attention alone, tensor by tensor (arguments as in ``accounting.activations.attention_memory``)."""
     shape = _whole("B", batch), _whole("S", context), _whole("d", head_dim)
     memory = attention_memory(*shape, dtype, causal=causal, implementation=implementation)
-    question = "pytorch_attention (a)"
     source = "FlashAttention-2, alg. 1 and 2" if implementation == "flash" else _SAVED
+    row = partial(Derived, unit="bytes", source=source, question="pytorch_attention (a)")
     rows = [
-        Derived(quantity, value, "bytes", reason=reason, source=source, question=question)
+        row(quantity, value, reason=reason)
         for name, (quantity, reason) in _ATTENTION_NAMES.items()
         if number_of(value := getattr(memory, name))
     ]
-    held = Derived(
-        "held before the backward pass",
-        symbol("sum of these", memory.held),
-        "bytes",
-        symbol="held",
-        source=source,
-        question=question,
-    )
-    backward = Derived(
-        "more where the backward pass is widest",
-        memory.backward,
-        "bytes",
-        symbol="more",
-        reason=_BACKWARD_NAMES[implementation],
-        source=source,
-        question=question,
-    )
-    total = held.as_symbol() + backward.as_symbol()
-    return [*rows, held, backward, Derived("peak", total, "bytes", source=source, question=question)]
+    held = row("held before the backward pass", symbol("sum of these", memory.held), symbol="held")
+    reason = _BACKWARD_NAMES[implementation]
+    backward = row("more where the backward pass is widest", memory.backward, symbol="more", reason=reason)
+    return [*rows, held, backward, row("peak", held.as_symbol() + backward.as_symbol())]

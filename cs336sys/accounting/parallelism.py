@@ -14,9 +14,10 @@ Everything takes numbers or symbols (:mod:`cs336sys.accounting.derivation`), so 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
 from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, symbol
@@ -77,35 +78,15 @@ def layer_flops(layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1) -
     return 2 * products * layer.batch * layer.d_model * layer.d_ff / (fsdp * tp)
 
 
-def dp_communication_s(layer: Layer, devices: Number, which: str) -> Number:
-    """Backward: an all-reduce of the gradients of all three matrices. Forward: nothing, 0."""
-    return 0 if which == "forward" else ring_all_reduce_s(layer.weight_bytes, devices, layer.bytes_per_s)
-
-
-def fsdp_communication_s(layer: Layer, devices: Number, which: str, *, tp: Number = 1) -> Number:
-    """Forward: an all-gather of the weights. Backward: another, and a reduce-scatter of their gradients, as long.
-
-    Args:
-        tp: devices that tensor parallelism has split each matrix over; a device gathers its part.
-    """
-    gather = ring_all_gather_s(layer.weight_bytes / tp, devices, layer.bytes_per_s)
+def _along_fsdp_s(layer: Layer, which: str, fsdp: Number, tp: Number = 1) -> Number:
+    """Forward: an all-gather of a device's part of the weights. Backward: another, and a reduce-scatter, as long."""
+    gather = ring_all_gather_s(layer.weight_bytes / tp, fsdp, layer.bytes_per_s)
     return gather if which == "forward" else 2 * gather
 
 
-def tp_communication_s(layer: Layer, devices: Number, *, fsdp: Number = 1) -> Number:
-    """Forward: an all-reduce of the output. Backward: one of the input's gradient, as large, so as long.
-
-    Args:
-        fsdp: devices that the batch is split over; a device reduces its own rows.
-    """
-    return ring_all_reduce_s(layer.activation_bytes / fsdp, devices, layer.bytes_per_s)
-
-
-def mesh_communication_s(layer: Layer, fsdp: Number, tp: Number, which: str, *, overlapped: bool) -> Number:
-    """Both axes of fsdp-tp: the longer one if their collectives overlap, the sum if they share the network."""
-    along_fsdp = fsdp_communication_s(layer, fsdp, which, tp=tp)
-    along_tp = tp_communication_s(layer, tp, fsdp=fsdp)
-    return maximum(along_fsdp, along_tp) if overlapped else along_fsdp + along_tp
+def _along_tp_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
+    """Forward: an all-reduce of a device's rows of the output. Backward: one of the input's gradient, as long."""
+    return ring_all_reduce_s(layer.activation_bytes / fsdp, tp, layer.bytes_per_s)
 
 
 def communication_s(
@@ -119,12 +100,14 @@ def communication_s(
         overlapped: whether the two axes of fsdp-tp communicate at the same time.
     """
     if strategy == "dp":
-        return dp_communication_s(layer, fsdp, which)
+        # The gradients of all three matrices.
+        return 0 if which == "forward" else ring_all_reduce_s(layer.weight_bytes, fsdp, layer.bytes_per_s)
     if strategy == "fsdp":
-        return fsdp_communication_s(layer, fsdp, which)
+        return _along_fsdp_s(layer, which, fsdp)
     if strategy == "tp":
-        return tp_communication_s(layer, tp)
-    return mesh_communication_s(layer, fsdp, tp, which, overlapped=overlapped)
+        return _along_tp_s(layer, tp)
+    axes = _along_fsdp_s(layer, which, fsdp, tp), _along_tp_s(layer, tp, fsdp)
+    return maximum(*axes) if overlapped else sum(axes)
 
 
 def fsdp_reach(layer: Layer) -> Number:
@@ -146,21 +129,15 @@ def tp_reach(layer: Layer, which: str) -> Number:
     return _over(products, layer.element_bytes) * layer.d_ff * layer.bytes_per_s / layer.flops_per_s
 
 
-def largest_mesh_overlapped(b: Number, t: Number) -> Number:
-    """Devices of fsdp-tp whose axes overlap: each axis goes to its own limit, ``(1 + b) (1 + t)``.
-
-    Args:
-        b, t: :func:`fsdp_reach` and :func:`tp_reach`.
-    """
-    return (1 + b) * (1 + t)
-
-
 def largest_mesh_shared(b: Number, t: Number) -> tuple[Number, Number]:
-    """``(N_FSDP, N_TP)`` of the largest fsdp-tp mesh whose axes share the network (arguments as above).
+    """``(N_FSDP, N_TP)`` of the largest fsdp-tp mesh whose axes share the network.
 
     The sum of both times is as long as computing where ``(N_FSDP - 1) / b + (N_TP - 1) / t = 1``. On that line the
     derivative of ``N_FSDP N_TP`` is zero at ``N_FSDP / b = N_TP / t``: ``N_FSDP = (b + t + b t) / (2 t)`` and
     ``N_TP = (b + t + b t) / (2 b)``. Where one of them would be under 1, the other axis alone reaches furthest.
+
+    Args:
+        b, t: :func:`fsdp_reach` and :func:`tp_reach`.
     """
     corner = b + t + b * t
     if corner < 2 * t:
@@ -183,7 +160,8 @@ def most_devices(strategy: str, layer: Layer, which: str, *, overlapped: bool = 
     if strategy == "tp":
         return 1 + t
     fsdp, tp = largest_mesh_shared(b, t)
-    return largest_mesh_overlapped(b, t) if overlapped else fsdp * tp
+    # Axes that overlap go to their own limits.
+    return (1 + b) * (1 + t) if overlapped else fsdp * tp
 
 
 def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) -> tuple[float, float]:
@@ -194,8 +172,8 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     where they are equal, the root of ``g N_FSDP^2 + (r - g) N_FSDP - r N``.
     """
     # At N = 2 both factors (N - 1) / N are 1 / 2.
-    g = number_of(2 * fsdp_communication_s(layer, 2, which))
-    r = number_of(2 * tp_communication_s(layer, 2))
+    g = number_of(2 * _along_fsdp_s(layer, which, 2))
+    r = number_of(2 * _along_tp_s(layer, 2))
     if overlapped:
         fsdp = (g - r + math.sqrt((g - r) ** 2 + 4 * g * r * devices)) / (2 * g)
     else:
@@ -210,7 +188,7 @@ def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool)
 
     def seconds(mesh: tuple[int, int]) -> float:
         fsdp, tp = mesh
-        return number_of(mesh_communication_s(layer, fsdp, tp, which, overlapped=overlapped))
+        return number_of(communication_s("fsdp-tp", layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
 
     return min(meshes, key=seconds)
 
@@ -220,7 +198,7 @@ def _over(number: int, element_bytes: int) -> float:
     return number // element_bytes if number % element_bytes == 0 else number / element_bytes
 
 
-# The 2026 handout's questions on parallelism, answered by the formulas of ``accounting.parallelism`` with numbers.
+# The 2026 handout's questions on parallelism, with numbers.
 #
 # Problems ``data_parallel_calcs``, ``fsdp_calcs``, ``tp_calcs`` and ``fsdp_tp_calcs``, sections 8.2 to 8.5.
 
@@ -268,13 +246,6 @@ class Mesh:
         return self.fsdp * self.tp
 
 
-class _Axes(NamedTuple):
-    """Devices by axis; one that a strategy does not use leaves no trace in its formulas."""
-
-    fsdp: Number = 1
-    tp: Number = 1
-
-
 def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived]:
     """FLOPs, times and largest numbers of devices of one strategy.
 
@@ -283,19 +254,15 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
         layer: in plain numbers.
         mesh: dp and fsdp use its first axis, tp its second.
     """
-    named = Layer(
-        batch=symbol("B", layer.batch),
-        d_model=symbol("D", layer.d_model),
-        d_ff=symbol("D_FF", layer.d_ff),
-        flops_per_s=symbol("C", layer.flops_per_s),
-        bytes_per_s=symbol("W", layer.bytes_per_s),
-        element_bytes=layer.element_bytes,
-    )
+    width, inner = symbol("D", layer.d_model), symbol("D_FF", layer.d_ff)
+    rates = symbol("C", layer.flops_per_s), symbol("W", layer.bytes_per_s)
+    named = Layer(symbol("B", layer.batch), width, inner, *rates, layer.element_bytes)
+    # An axis that a strategy does not use leaves no trace in its formulas.
     axes = {
-        "dp": _Axes(fsdp=symbol("N_DP", mesh.fsdp)),
-        "fsdp": _Axes(fsdp=symbol("N_FSDP", mesh.fsdp)),
-        "tp": _Axes(tp=symbol("N_TP", mesh.tp)),
-        "fsdp-tp": _Axes(symbol("N_FSDP", mesh.fsdp), symbol("N_TP", mesh.tp)),
+        "dp": {"fsdp": symbol("N_DP", mesh.fsdp)},
+        "fsdp": {"fsdp": symbol("N_FSDP", mesh.fsdp)},
+        "tp": {"tp": symbol("N_TP", mesh.tp)},
+        "fsdp-tp": {"fsdp": symbol("N_FSDP", mesh.fsdp), "tp": symbol("N_TP", mesh.tp)},
     }[strategy]
     forward, backward = (
         [*_computing(strategy, named, axes, which), *_communication(strategy, named, axes, which)] for which in PASSES
@@ -305,14 +272,7 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
 
 
 def _row(
-    strategy: str,
-    which: str,
-    part: int,
-    quantity: str,
-    result: Number,
-    unit: str,
-    name: str = "",
-    **details: str,
+    strategy: str, which: str, part: int, quantity: str, result: Number, unit: str, name: str = "", **details: str
 ) -> Derived:
     """A row about one pass.
 
@@ -322,27 +282,23 @@ def _row(
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
     asked = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
     problem = _PROBLEMS[strategy]
-    return Derived(
-        f"{quantity}, {which}",
-        result,
-        unit,
-        name,
-        source=f"2026 handout, {_SECTIONS[strategy]}",
-        question=f"{problem[0]} {problem[part]}" if asked else "",
-        **details,
-    )
+    question = f"{problem[0]} {problem[part]}" if asked else ""
+    return Derived(f"{quantity}, {which}", result, unit, name, source=_source(strategy), question=question, **details)
 
 
-def _computing(strategy: str, layer: Layer, axes: _Axes, which: str) -> list[Derived]:
+def _source(strategy: str) -> str:
+    return f"2026 handout, {_SECTIONS[strategy]}"
+
+
+def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     row = partial(_row, strategy, which)
     products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
     reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
-    flops = layer_flops(layer, which, fsdp=axes.fsdp, tp=axes.tp)
-    count = row(1, "FLOPs of a device", flops, "flops", f"F_{_SHORT[which]}", reason=reason)
+    count = row(1, "FLOPs of a device", layer_flops(layer, which, **axes), "flops", f"F_{_SHORT[which]}", reason=reason)
     return [count, row(0, "computing time", count.as_symbol() / layer.flops_per_s, "s", f"T_{_SHORT[which]}")]
 
 
-def _communication(strategy: str, layer: Layer, axes: _Axes, which: str) -> list[Derived]:
+def _communication(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """The communication times of a pass; the one named K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
         return []
@@ -356,24 +312,13 @@ def _communication(strategy: str, layer: Layer, axes: _Axes, which: str) -> list
     reduced = {"forward": "the output, (B, D)", "backward": "the gradient of the input, (B, D)"}[which]
     activations = f"Each device has a partial sum of {reduced}: an all-reduce."
     if strategy != "fsdp-tp":
-        seconds = communication_s(strategy, layer, which, fsdp=axes.fsdp, tp=axes.tp)
+        seconds = communication_s(strategy, layer, which, **axes)
         return [row(2, "communication time", seconds, "s", name, reason=activations if strategy == "tp" else weights)]
-    along_fsdp = row(
-        2,
-        "communication time along FSDP",
-        fsdp_communication_s(layer, axes.fsdp, which, tp=axes.tp),
-        "s",
-        f"{name}_FSDP",
-        reason=f"{weights} TP has split each matrix N_TP ways.",
-    )
-    along_tp = row(
-        2,
-        "communication time along TP",
-        tp_communication_s(layer, axes.tp, fsdp=axes.fsdp),
-        "s",
-        f"{name}_TP",
-        reason=f"{activations} FSDP has split its rows N_FSDP ways.",
-    )
+    reason = f"{weights} TP has split each matrix N_TP ways."
+    seconds = _along_fsdp_s(layer, which, **axes)
+    along_fsdp = row(2, "communication time along FSDP", seconds, "s", f"{name}_FSDP", reason=reason)
+    reason = f"{activations} FSDP has split its rows N_FSDP ways."
+    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), "s", f"{name}_TP", reason=reason)
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
     longer = "The axes have links of their own: the longer one counts."
     return [
@@ -394,8 +339,10 @@ def _step(strategy: str, forward: list[Derived], backward: list[Derived]) -> lis
         ("communication overlapped with computing", sum(maximum(*terms) for terms in times), "The longer one counts."),
         ("nothing overlapped", sum(term for terms in times for term in terms), "Each waits for the other."),
     )
-    source = f"2026 handout, {_SECTIONS[strategy]}"
-    return [Derived(f"both passes, {how}", total, "s", reason=reason, source=source) for how, total, reason in sums]
+    return [
+        Derived(f"both passes, {how}", total, "s", reason=reason, source=_source(strategy))
+        for how, total, reason in sums
+    ]
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
@@ -409,20 +356,12 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
         "B and D cancel.",
         ("tp", "backward"): "Twice the FLOPs beside an all-reduce of the same size.",
     }
+    quantity = "most devices before communication takes longer than computing"
+    name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
+    limits = {which: most_devices(strategy, layer, which) for which in PASSES if (strategy, which) in reasons}
     return [
-        _row(
-            strategy,
-            which,
-            3,
-            "most devices before communication takes longer than computing",
-            most_devices(strategy, layer, which),
-            "devices",
-            {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy],
-            relation="<=",
-            reason=reasons[strategy, which],
-        )
-        for which in PASSES
-        if (strategy, which) in reasons
+        _row(strategy, which, 3, quantity, most, "devices", name, relation="<=", reason=reasons[strategy, which])
+        for which, most in limits.items()
     ]
 
 
@@ -430,47 +369,28 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
     """The largest meshes of fsdp-tp, with both axes overlapped and sharing the network."""
     rows = []
     for which in PASSES:
-        row = partial(_row, "fsdp-tp", which)
-        b = row(
-            0,
-            "devices beyond the first that FSDP alone could use",
-            fsdp_reach(layer),
-            "devices",
-            "b",
-            reason="K along FSDP <= T: N_TP divides both and cancels, as in fsdp_calcs (c).",
-        )
-        t = row(
-            0,
-            "devices beyond the first that TP alone could use",
-            tp_reach(layer, which),
-            "devices",
-            "t",
-            reason="K along TP <= T: N_FSDP divides both and cancels, as in tp_calcs (d).",
-        )
+
+        def row(part: int, quantity: str, result: Number, name: str, which: str = which, **details: str) -> Derived:
+            return _row("fsdp-tp", which, part, quantity, result, "devices", name, **details)
+
+        reason = "K along FSDP <= T: N_TP divides both and cancels, as in fsdp_calcs (c)."
+        b = row(0, "devices beyond the first that FSDP alone could use", fsdp_reach(layer), "b", reason=reason)
+        reason = "K along TP <= T: N_FSDP divides both and cancels, as in tp_calcs (d)."
+        t = row(0, "devices beyond the first that TP alone could use", tp_reach(layer, which), "t", reason=reason)
         reaches = b.as_symbol(), t.as_symbol()
         product = "3 B D_FF W^2 / (2 C^2)" if which == "forward" else "3 B D_FF W^2 / C^2"
-        overlapped = row(
-            3,
-            "most devices, axes overlapped",
-            largest_mesh_overlapped(*reaches),
-            "devices",
-            "N",
-            relation="<=",
-            reason=f"The longer axis counts, so each goes to its own limit; b t is {product} for two-byte elements.",
-        )
+        reason = f"The longer axis counts, so each goes to its own limit; b t is {product} for two-byte elements."
+        most = (1 + reaches[0]) * (1 + reaches[1])
+        overlapped = row(3, "most devices, axes overlapped", most, "N", relation="<=", reason=reason)
         best = [
-            row(0, f"{axis} of that mesh, axes sharing the network", devices, "devices", axis)
+            row(0, f"{axis} of that mesh, axes sharing the network", devices, axis)
             for axis, devices in zip(("N_FSDP", "N_TP"), largest_mesh_shared(*reaches), strict=True)
         ]
-        shared = row(
-            4,
-            "most devices, axes sharing the network",
-            best[0].as_symbol() * best[1].as_symbol(),
-            "devices",
-            "N",
-            relation="<=",
-            reason="The sum counts: (N_FSDP - 1) / b + (N_TP - 1) / t <= 1. On that line N_FSDP N_TP is largest at "
-            "N_FSDP / b = N_TP / t: (b + t + b t)^2 / (4 b t), which is b t / 4 for many devices.",
+        reason = (
+            "The sum counts: (N_FSDP - 1) / b + (N_TP - 1) / t <= 1. On that line N_FSDP N_TP is largest at "
+            "N_FSDP / b = N_TP / t: (b + t + b t)^2 / (4 b t), which is b t / 4 for many devices."
         )
+        most = best[0].as_symbol() * best[1].as_symbol()
+        shared = row(4, "most devices, axes sharing the network", most, "N", relation="<=", reason=reason)
         rows += [b, t, overlapped, *best, shared]
     return rows

@@ -14,7 +14,7 @@ What is counted, for ``c`` seconds that one device computes on a sequence:
 - optimizer: one device's time over fsdp x tp.
 
 While a device computes and communicates at the same time, both may be slower than alone
-(:class:`.cluster.OverlapSlowdown`).
+(:class:`.hardware.OverlapSlowdown`).
 
 A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
 for the last.
@@ -38,7 +38,6 @@ from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
-CHECKPOINTING = ("none", "block")
 _FORWARD = 1 / 3
 
 
@@ -58,7 +57,6 @@ class Dtypes:
 
     @property
     def text(self) -> str:
-        """In words."""
         return f"{self.computed}, ddp's gradients in {self.gradients}, state in {self.state}"
 
 
@@ -109,8 +107,18 @@ class SimulatedStep:
     memory: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "computing": self.computing_s,
+            "fsdp": self.exposed_fsdp_s,
+            "ddp": self.exposed_ddp_s,
+            "tp": self.tensor_s,
+            "optimizer": self.optimizer_s,
+        }
+
+    @property
     def step_s(self) -> float:
-        return self.computing_s + self.exposed_fsdp_s + self.exposed_ddp_s + self.tensor_s + self.optimizer_s
+        return sum(self.parts.values())
 
     @property
     def memory_gib(self) -> float:
@@ -119,128 +127,114 @@ class SimulatedStep:
     @property
     def limit(self) -> str:
         """The longest part."""
-        parts = {
-            "computing": self.computing_s,
-            "fsdp": self.exposed_fsdp_s,
-            "ddp": self.exposed_ddp_s,
-            "tp": self.tensor_s,
-            "optimizer": self.optimizer_s,
-        }
-        return max(parts, key=lambda name: parts[name])
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
-def simulate(
-    size: ModelSize,
-    dtypes: Dtypes,
-    mesh: MeshShape,
-    cluster: Cluster,
-    device: DeviceTime,
-    checkpointing: str = "none",
-    accumulation: int = 1,
-) -> SimulatedStep:
-    """A step of ``size``, whose batch is that of all devices.
+@dataclass(frozen=True)
+class Simulation:
+    """What is trained, and on which devices.
 
-    Args:
-        accumulation: how many parts of the batch pass one after the other.
-
-    Raises:
-        UsageError: the ranks of ddp and fsdp do not divide the batch, those of tp not the heads, or layers would be
-            shared by several nodes.
+    Attributes:
+        size: its batch is that of all devices.
+        device: one of them, by itself.
+        checkpointing: ``none`` or ``block``.
     """
-    groups = mesh.ddp * mesh.fsdp
-    if size.batch_size % (groups * accumulation):
-        raise UsageError(
-            f"{groups} groups of ranks with {accumulation} parts each do not divide the batch of {size.batch_size}"
+
+    size: ModelSize
+    dtypes: Dtypes
+    cluster: Cluster
+    device: DeviceTime
+    checkpointing: str = "none"
+
+    def with_batch(self, batch_size: int) -> "Simulation":
+        return replace(self, size=replace(self.size, batch_size=batch_size))
+
+    def step(self, mesh: MeshShape, accumulation: int = 1) -> SimulatedStep:
+        """A step on this mesh.
+
+        Args:
+            accumulation: how many parts of the batch pass one after the other.
+
+        Raises:
+            UsageError: the ranks of ddp and fsdp do not divide the batch, those of tp not the heads, or layers would be
+                shared by several nodes.
+        """
+        size, dtypes, cluster, device = self.size, self.dtypes, self.cluster, self.device
+        groups = mesh.ddp * mesh.fsdp
+        if size.batch_size % (groups * accumulation):
+            raise UsageError(
+                f"{groups} groups of ranks with {accumulation} parts each do not divide the batch of {size.batch_size}"
+            )
+        refusal = heads_refusal(size.num_heads, mesh.tp)
+        if refusal is not None:
+            raise UsageError(refusal)
+        if mesh.tp > cluster.node_devices:
+            raise UsageError(f"tp={mesh.tp}: layers are shared inside a node, which has {cluster.node_devices} devices")
+        part = replace(size, batch_size=size.batch_size // accumulation)
+        again = _FORWARD if self.checkpointing == "block" else 0.0
+        forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD
+        backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
+
+        gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
+        overlapped = cluster.slowdown.seconds
+        sharded_s = overlapped(backward_s, gather_s + scatter_s)
+        replicated_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
+        exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
+        return SimulatedStep(
+            mesh,
+            size.batch_size,
+            accumulation,
+            accumulation * (forward_s + backward_s),
+            accumulation * exposed_fsdp_s,
+            replicated_s - sharded_s,
+            accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
+            device.optimizer_s / (mesh.fsdp * mesh.tp),
+            _memory(part, dtypes, mesh, self.checkpointing),
         )
-    refusal = heads_refusal(size.num_heads, mesh.tp)
-    if refusal is not None:
-        raise UsageError(refusal)
-    if mesh.tp > cluster.node_devices:
-        raise UsageError(f"tp={mesh.tp}: layers are shared inside a node, which has {cluster.node_devices} devices")
-    part = replace(size, batch_size=size.batch_size // accumulation)
-    again = _FORWARD if checkpointing == "block" else 0.0
-    forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD
-    backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
 
-    gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
-    overlapped = cluster.slowdown.seconds
-    sharded_s = overlapped(backward_s, gather_s + scatter_s)
-    replicated_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
-    exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
-    return SimulatedStep(
-        mesh,
-        size.batch_size,
-        accumulation,
-        accumulation * (forward_s + backward_s),
-        accumulation * exposed_fsdp_s,
-        replicated_s - sharded_s,
-        accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, checkpointing),
-        device.optimizer_s / (mesh.fsdp * mesh.tp),
-        _memory(part, dtypes, mesh, checkpointing),
-    )
+    def in_fewest_parts(self, mesh: MeshShape) -> SimulatedStep:
+        """The step with the least gradient accumulation that fits; that of single sequences if none does.
 
+        Raises:
+            UsageError: as :meth:`step`.
+        """
+        for accumulation in _divisors(max(1, self.size.batch_size // (mesh.ddp * mesh.fsdp))):
+            step = self.step(mesh, accumulation)
+            if step.memory <= self.cluster.memory_bytes:
+                break
+        return step
 
-def in_fewest_parts(
-    size: ModelSize, dtypes: Dtypes, mesh: MeshShape, cluster: Cluster, device: DeviceTime, checkpointing: str = "none"
-) -> SimulatedStep:
-    """The step with the least gradient accumulation that fits; that of single sequences if none does.
+    def meshes(self, devices: int, dimension: str | None = None) -> Iterator[MeshShape]:
+        """All meshes of so many devices that :meth:`step` takes, or the one that has them all in one dimension."""
+        for tp in _divisors(devices):
+            if tp > self.cluster.node_devices or self.size.num_heads % tp:
+                continue
+            for fsdp in _divisors(devices // tp):
+                mesh = MeshShape(devices // tp // fsdp, fsdp, tp)
+                is_asked = dimension is None or getattr(mesh, dimension) == devices
+                if is_asked and self.size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
+                    yield mesh
 
-    Raises:
-        UsageError: as :func:`simulate`.
-    """
-    sequences = size.batch_size // (mesh.ddp * mesh.fsdp)
-    for accumulation in _divisors(max(1, sequences)):
-        step = simulate(size, dtypes, mesh, cluster, device, checkpointing, accumulation)
-        if step.memory <= cluster.memory_bytes:
-            break
-    return step
+    def fastest(self, devices: int, dimension: str | None = None) -> tuple[SimulatedStep, SimulatedStep] | None:
+        """The fastest step that fits, and the fastest where the whole batch passed at once; the smallest, if none fits.
 
+        None if no mesh of so many devices divides the batch and the heads.
 
-def meshes_of(devices: int, size: ModelSize, cluster: Cluster, dimension: str | None = None) -> Iterator[MeshShape]:
-    """All meshes of so many devices that :func:`simulate` takes, or the one that has them all in one dimension."""
-    for tp in _divisors(devices):
-        if tp > cluster.node_devices or size.num_heads % tp:
-            continue
-        for fsdp in _divisors(devices // tp):
-            mesh = MeshShape(devices // tp // fsdp, fsdp, tp)
-            is_asked = dimension is None or getattr(mesh, dimension) == devices
-            if is_asked and size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
-                yield mesh
+        Args:
+            dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
+        """
+        steps = [self.in_fewest_parts(mesh) for mesh in self.meshes(devices, dimension)]
+        if not steps:
+            return None
+        anyway = min((self.step(step.mesh) for step in steps), key=lambda step: step.step_s)
+        fitting = [step for step in steps if step.memory <= self.cluster.memory_bytes]
+        if not fitting:
+            return min(steps, key=lambda step: step.memory), anyway
+        return min(fitting, key=lambda step: step.step_s), anyway
 
-
-def fastest(
-    devices: int,
-    size: ModelSize,
-    dtypes: Dtypes,
-    cluster: Cluster,
-    device: DeviceTime,
-    checkpointing: str = "none",
-    dimension: str | None = None,
-) -> tuple[SimulatedStep, SimulatedStep] | None:
-    """The fastest step that fits, and the fastest where the whole batch passed at once; the smallest, if none fits.
-
-    None if no mesh of so many devices divides the batch and the heads.
-
-    Args:
-        dimension: ``ddp``, ``fsdp`` or ``tp``, for all devices in that one.
-    """
-    steps = [
-        in_fewest_parts(size, dtypes, mesh, cluster, device, checkpointing)
-        for mesh in meshes_of(devices, size, cluster, dimension)
-    ]
-    if not steps:
-        return None
-    fitting = [step for step in steps if step.memory <= cluster.memory_bytes]
-    at_once = (simulate(size, dtypes, step.mesh, cluster, device, checkpointing) for step in steps)
-    anyway = min(at_once, key=lambda step: step.step_s)
-    if not fitting:
-        return min(steps, key=lambda step: step.memory), anyway
-    return min(fitting, key=lambda step: step.step_s), anyway
-
-
-def flops_per_s(size: ModelSize, step: SimulatedStep) -> float:
-    """Model FLOPs (nothing computed again) that a device computes a second."""
-    return model_flops(replace(size, batch_size=step.batch_size)) / step.step_s / step.mesh.devices
+    def flops_per_s(self, step: SimulatedStep) -> float:
+        """Model FLOPs (nothing computed again) that a device computes a second."""
+        return model_flops(replace(self.size, batch_size=step.batch_size)) / step.step_s / step.mesh.devices
 
 
 @cache

@@ -263,13 +263,15 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
     for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
-            predicted_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+            predicted_ms = None
+            if link.has_bandwidth:
+                predicted_ms = 1e3 * bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
             rows.append(
                 cell.configuration
                 | {
                     "buckets": count,
                     "mean_bucket_bytes": total / count,
-                    "predicted_ms": 1e3 * predicted_s,
+                    "predicted_ms": predicted_ms,
                     "exposed_ms": exposure(cell)["exposed_ms"],
                     "step_ms": cell.samples["step"],
                 }
@@ -291,6 +293,8 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
 
 def _optimum(sweep: Sequence[Cell]) -> str:
     link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
+    if not link.has_bandwidth:
+        return "w not found: of the all-reduces just measured larger ones took no longer, so nothing is predicted"
     best_bytes = optimal_bucket_on_link_bytes(total, link)
     link_words = (
         f"w {format_quantity(link.bytes_per_s / 1e9, 'gbps')} and o {format_quantity(1e6 * link.latency_s, 'us')}, "
@@ -405,8 +409,9 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
         smallest = min(sizes) / 4
         curve = [smallest * (total / smallest) ** (point / _CURVE_POINTS) for point in range(_CURVE_POINTS + 1)]
-        predicted = [1e3 * overhead_on_link_s(total, size, link) for size in curve]
-        drawing.plot([size / 1e6 for size in curve], predicted, color="C7", label="model: s / (n w) + n o")
+        if link.has_bandwidth:
+            predicted = [1e3 * overhead_on_link_s(total, size, link) for size in curve]
+            drawing.plot([size / 1e6 for size in curve], predicted, color="C7", label="model: s / (n w) + n o")
         exposed = [cell.derived["exposed_ms"] for cell in sweep]
         drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")
         for size, value, cell in zip(sizes, exposed, sweep, strict=True):

@@ -11,13 +11,7 @@ from cs336sys.accounting.activations import (
     block_activations,
     saved_activations,
 )
-from cs336sys.accounting.checkpointing import (
-    best_group,
-    checkpointing_answers,
-    held_by_groups,
-    held_by_halves,
-    recomputed_blocks,
-)
+from cs336sys.accounting.checkpointing import checkpointing_answers, recomputed_blocks
 from cs336sys.accounting.communication import bucket_answers, ring_answers, ring_times
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
@@ -143,13 +137,16 @@ def test_attention_answers_are_its_memory(implementation, causal):
 
 
 def test_checkpoints_worked_by_hand():
-    # 16 blocks with inputs of 4 bytes and activations of 100: groups of 2 hold 8 inputs and 2 blocks' activations.
-    assert held_by_groups(16, 4, 100, 2) == 232
-    assert held_by_halves(16, 4, 100) == 116
-    assert best_group(16, 4, 1) == 8.0
-    assert held_by_groups(16, 4, 1, 8) == 16
-    for group in (4, 7, 9, 16):
-        assert held_by_groups(16, 4, 1, group) > 16
+    # Hardly an inner layer: 100 blocks with inputs of 4 * 64 * 64 bytes save 11 tensors of that size and a few numbers.
+    size = ModelSize("hand", d_model=64, d_ff=2, num_layers=100, num_heads=1, vocab_size=10, context=64, batch_size=1)
+    found = by_quantity(checkpointing_answers(size, "fp32", "sdpa"))
+    s, b = found["input of a block, which a checkpoint keeps"], found["what a block saves for backward"]
+    assert (s, b // s) == (16384, 11)
+    assert found["group with the least memory, one recomputation"] == pytest.approx((100 * s / b) ** 0.5)
+    # K is 3.0: 33 inputs and three blocks, the least of all groups of whole blocks; seven levels of halves.
+    assert found["held with a checkpoint for every 3 blocks"] == pytest.approx(100 * s / 3 + 3 * b)
+    assert all(100 * s / group + group * b > 100 * s / 3 + 3 * b for group in (1, 2, 4, 5))
+    assert found["held with halves inside halves"] == b + 7 * s
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8, 32, 128])

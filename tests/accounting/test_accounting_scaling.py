@@ -6,7 +6,7 @@ import pytest
 
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.accounting.scaling import DeviceTime, Dtypes, MeshShape, fastest, in_fewest_parts, meshes_of, simulate
+from cs336sys.accounting.scaling import DeviceTime, Dtypes, MeshShape, Simulation
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
@@ -16,6 +16,10 @@ SIZE = replace(SIZES["small"], batch_size=64)
 BF16 = Dtypes("bf16")
 DEVICE = DeviceTime(sequence_s=10e-3, optimizer_s=8e-3)
 CLUSTER = Cluster(8, 400e9, 50e9, 0.0, 140e9)
+
+
+def simulate(size, dtypes, mesh, cluster, device, checkpointing="none"):
+    return Simulation(size, dtypes, cluster, device, checkpointing).step(mesh)
 
 
 def test_one_device_takes_its_own_time():
@@ -68,32 +72,33 @@ def test_what_does_not_fit_passes_in_parts():
     mesh = MeshShape(1, 8, 1)
     whole = simulate(size, BF16, mesh, CLUSTER, DEVICE)
     tight = replace(CLUSTER, memory_bytes=whole.memory * 0.6)
-    parts = in_fewest_parts(size, BF16, mesh, tight, DEVICE)
+    parts = Simulation(size, BF16, tight, DEVICE).in_fewest_parts(mesh)
     assert whole.accumulation == 1
     assert parts.accumulation == 2
     assert parts.memory <= tight.memory_bytes < whole.memory
     assert parts.computing_s == pytest.approx(whole.computing_s)
     assert parts.exposed_fsdp_s == pytest.approx(2 * whole.exposed_fsdp_s)
-    found = fastest(8, size, BF16, tight, DEVICE)
+    found = Simulation(size, BF16, tight, DEVICE).fastest(8)
     assert found is not None
     assert found[0].memory <= tight.memory_bytes
     assert found[0].step_s <= parts.step_s
-    nothing = fastest(8, size, BF16, replace(CLUSTER, memory_bytes=1e6), DEVICE)
+    nothing = Simulation(size, BF16, replace(CLUSTER, memory_bytes=1e6), DEVICE).fastest(8)
     assert nothing is not None
     assert nothing[0].memory > 1e6
 
 
 def test_meshes_divide_batch_and_heads_inside_nodes():
-    meshes = list(meshes_of(32, SIZE, CLUSTER))
+    simulation = Simulation(SIZE, BF16, CLUSTER, DEVICE)
+    meshes = list(simulation.meshes(32))
     assert all(mesh.devices == 32 and mesh.tp <= 8 and SIZE.num_heads % mesh.tp == 0 for mesh in meshes)
     assert {mesh.tp for mesh in meshes} == {1, 2, 4}
     for dimension, mesh in (("ddp", MeshShape(4, 1, 1)), ("fsdp", MeshShape(1, 4, 1)), ("tp", MeshShape(1, 1, 4))):
-        assert list(meshes_of(4, SIZE, CLUSTER, dimension)) == [mesh]
-        found = fastest(4, SIZE, BF16, CLUSTER, DEVICE, dimension=dimension)
+        assert list(simulation.meshes(4, dimension)) == [mesh]
+        found = simulation.fastest(4, dimension)
         assert found is not None
         assert found[0].mesh == mesh
-    assert not list(meshes_of(7, replace(SIZE, batch_size=64), CLUSTER))
-    assert fastest(7, SIZE, BF16, CLUSTER, DEVICE) is None
+    assert not list(simulation.meshes(7))
+    assert simulation.fastest(7) is None
     for mesh, words in ((MeshShape(3, 1, 1), "divide the batch"), (MeshShape(1, 1, 5), "heads")):
         with pytest.raises(UsageError, match=words):
             simulate(SIZE, BF16, mesh, CLUSTER, DEVICE)

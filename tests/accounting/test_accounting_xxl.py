@@ -9,16 +9,7 @@ from cs336sys.accounting.xxl import (
     FeedForwardStack,
     TpuMesh,
     batch_answers,
-    batch_of_best_mesh,
-    batch_overlapped,
-    batch_shared,
-    largest_tp,
     memory_answers,
-    saved_bytes,
-    sharded_bytes,
-    sharding_needed,
-    state_bytes,
-    weight_copy_bytes,
 )
 from cs336sys.errors import UsageError
 
@@ -43,18 +34,16 @@ def by_quantity(answers):
     return {answer.quantity: answer.value for answer in answers}
 
 
-def test_parameters_and_states():
+def test_parameters_states_and_activations():
     assert (XXL.d_model, XXL.d_ff, XXL.num_blocks) == (16384, 53248, 126)
+    found = by_quantity(memory_answers(XXL, 1, 80e9, 95e9))
     # 16384 * 53248 = 872,415,232; two matrices in 126 blocks.
-    assert XXL.parameters == 219_848_638_464
-    assert state_bytes(XXL.parameters) == 3_517_578_215_424
-    assert weight_copy_bytes(XXL.parameters) == 439_697_276_928
-
-
-def test_saved_activations():
+    assert found["parameters"] == 219_848_638_464
+    assert found["master weights, accumulated gradients, optimizer state"] == 3_517_578_215_424
     # A token saves 2 * (16384 + 53248) = 139,264 bytes in a block, 17,547,264 in 126.
-    assert saved_bytes(XXL, 1) == 17_547_264
-    assert saved_bytes(FeedForwardStack(2, 3, 5), 7) == 350  # 2 bytes * 7 tokens * 5 blocks * 5
+    assert found["saved for backward"] == 17_547_264
+    small = by_quantity(memory_answers(FeedForwardStack(2, 3, 5), 7, 80e9, 95e9))
+    assert small["saved for backward"] == 350  # 2 bytes * 7 tokens * 5 blocks * 5
 
 
 def test_memory_answers_of_the_reference_batch():
@@ -71,9 +60,10 @@ def test_memory_answers_of_the_reference_batch():
 
 def test_sharding_is_the_smallest_that_fits():
     for tokens in (1, 320, 2048, 10_000):
-        states, saved = state_bytes(XXL.parameters), saved_bytes(XXL, tokens)
         smallest = by_quantity(memory_answers(XXL, tokens, 80e9, 95e9))["smallest N_FSDP with less than that"]
-        assert sharded_bytes(states, saved, smallest) < 95e9 <= sharded_bytes(states, saved, smallest - 1)
+        half = 17_547_264 * tokens / 2
+        of_device, of_fewer = ((3_517_578_215_424 + half) / devices + half for devices in (smallest, smallest - 1))
+        assert of_device < 95e9 <= of_fewer
 
 
 def test_activations_that_no_sharding_fits():
@@ -81,7 +71,9 @@ def test_activations_that_no_sharding_fits():
     answers = memory_answers(XXL, 12_000, 80e9, 95e9)
     assert by_quantity(answers)["smallest N_FSDP with less than that"] == math.inf
     assert answers[-1].reason.startswith("Never")
-    assert sharding_needed(1e12, 190e9, 95e9) == math.inf
+    # Nothing is left for states where that half fills a device exactly.
+    exactly = memory_answers(FeedForwardStack(1, 1, 1), 50, 80e9, 100)
+    assert by_quantity(exactly)["smallest N_FSDP with less than that"] == math.inf
 
 
 def test_weight_copies_on_request():
@@ -137,19 +129,21 @@ def test_more_tp_than_hides_is_never_compute_bound():
         assert answers[f"per-device batch, axes {axes}"].reason.startswith("Never")
     computing, _, along_y = forward_times(1e9, XXL, wide)
     assert along_y > computing
-    assert batch_overlapped(2555.6, 21, 2, largest_tp(53248, 2555.6, 1)) == math.inf
-    assert batch_shared(319.4, 20.8, 20.8) == math.inf
+    # F M_Y / alpha is 4: with as many, FSDP has no time left after TP, and none is needed beside it.
+    limit = by_quantity(batch_answers(FeedForwardStack(1, 8, 1), TpuMesh(2, 4, 1, 1, 2, 1)))
+    assert limit["per-device batch, axes overlapped"] == 0.5
+    assert limit["per-device batch, axes sharing the links"] == math.inf
 
 
 def test_best_mesh_beats_every_split():
-    alpha, devices = MESH.intensity, 64
-    batch = devices * batch_of_best_mesh(XXL.d_ff, alpha, 2, 1)
+    devices = 64
+    batch = devices * by_quantity(batch_answers(XXL, MESH))["per-device batch with the best mesh"]
     compute_bound = []
     for step in range(2001):
         x = devices ** (step / 2000)
         mesh = TpuMesh(x, devices / x, 2, 1, MESH.flops_per_s, MESH.bytes_per_s)
         # The least batch of this split: FSDP needs alpha / (2 Y) a device, and TP must be hidden.
-        compute_bound.append(batch_overlapped(alpha, mesh.y, 2, largest_tp(XXL.d_ff, alpha, 1)) * devices)
+        compute_bound.append(by_quantity(batch_answers(XXL, mesh))["overall batch, axes overlapped"])
     assert min(compute_bound) == pytest.approx(batch, rel=1e-2)
     assert min(compute_bound) >= batch * (1 - 1e-9)
 

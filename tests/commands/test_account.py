@@ -36,7 +36,9 @@ DOCUMENTED = re.compile(r"```sh\n(cs336sys account [^\n]*)\n```\n\n((?:(?!## ).*
 
 
 def account(*arguments):
-    return CliRunner().invoke(app, ["account", *arguments])
+    """The command with these words; one argument may hold several."""
+    words = [word for argument in arguments for word in shlex.split(argument)]
+    return CliRunner().invoke(app, ["account", *words])
 
 
 def tables(*arguments):
@@ -139,23 +141,7 @@ def test_options_of_xxl_change_what_they_name():
     assert found["saved for backward"]["value"] == pytest.approx(320 * 17_547_264e-9 + 439.697276928)
     assert found["GPUs that hold the states alone"]["value"] == 25  # 3517.6 / 141
     assert found["per-device batch, axes overlapped"]["value"] == pytest.approx(319.4444444 / 2)
-    small = rows(
-        "xxl",
-        "--d-model",
-        "2",
-        "--d-ff",
-        "3",
-        "--num-blocks",
-        "5",
-        "--x",
-        "2",
-        "--y",
-        "1",
-        "--m-x",
-        "1",
-        "--devices",
-        "2",
-    )
+    small = rows("xxl --d-model 2 --d-ff 3 --num-blocks 5 --x 2 --y 1 --m-x 1 --devices 2")
     assert small["parameters"]["value"] == 60
     half = rows("xxl", "--flops", "2.3e14", "--bandwidth", "3.6e11", "--m-y", "3")
     assert half["FLOPs a byte of communication"]["value"] == pytest.approx(23_000 / 36)
@@ -185,17 +171,7 @@ def test_the_mesh_can_be_chosen():
 
 def test_memory_table_and_its_settings():
     first, *states = tables(
-        "memory",
-        "--size",
-        "small",
-        "--world-size",
-        "1,2",
-        "--strategy",
-        "none,fsdp",
-        "--mode",
-        "forward,train",
-        "--precision",
-        "bf16",
+        "memory --size small --world-size 1,2 --strategy none,fsdp --mode forward,train --precision bf16"
     )
     assert len(first["rows"]) == 8
     train = {(row["world_size"], row["strategy"]): row for row in first["rows"] if row["mode"] == "train"}
@@ -215,9 +191,7 @@ def test_memory_table_and_its_settings():
 
 
 def test_activations_of_every_size_and_setting():
-    found = tables(
-        "activations", "--size", "2.7b", "--context", "128,512", "--precision", "bf16", "--attention", "flash"
-    )
+    found = tables("activations --size 2.7b --context 128,512 --precision bf16 --attention flash")
     assert [table["name"] for table in found] == ["tensors", "block"] * 2
     assert "context 512, bf16, flash attention" in found[3]["title"]
     residual = rows("activations")["tensor of the residual stream"]
@@ -234,9 +208,7 @@ def test_attention_grid_growth_and_the_shape_that_does_not_fit():
     assert "beyond the grid" in flash["title"]
     assert eager["rows"][-1]["quantity"] == "peak"
     # 32.2 GiB fit into 33 GiB, not into 33e9 bytes.
-    (last,) = tables(
-        "attention", "--head-dim", "64", "--context", "16384", "--implementation", "eager", "--capacity-gib", "33"
-    )[0]["rows"]
+    (last,) = tables("attention --head-dim 64 --context 16384 --implementation eager --capacity-gib 33")[0]["rows"]
     assert last["fits"]
 
 
@@ -249,21 +221,8 @@ def test_checkpointing_finds_the_best_group():
     recomputed = {row["checkpointing"]: row["recomputed_blocks"] for row in strategies["rows"]}
     assert (recomputed["none"], recomputed["block"], recomputed["nested"]) == (0, 32, 96)
     # With tiny activations beside the inputs, a group of several blocks needs less than one.
-    _, narrow = tables(
-        "checkpointing",
-        "--size",
-        "8b",
-        "--context",
-        "512",
-        "--batch-size",
-        "2",
-        "--attention",
-        "flash",
-        "--num-layers",
-        "4",
-        "--checkpoint",
-        "every=1,every=2",
-    )
+    narrow_model = "--size 8b --context 512 --batch-size 2 --attention flash --num-layers 4"
+    _, narrow = tables("checkpointing", narrow_model, "--checkpoint every=1,every=2")
     assert [row["checkpointing"] for row in narrow["rows"]] == ["block", "every=2"]
 
 
@@ -279,9 +238,7 @@ def test_collectives_by_size_and_devices():
 
 
 def test_buckets_of_gradients():
-    formulas, overheads = tables(
-        "buckets", "--gradients", "9GB", "--bandwidth", "1e11", "--call-us", "1", "--bucket-mb", "900,30"
-    )
+    formulas, overheads = tables("buckets --gradients 9GB --bandwidth 1e11 --call-us 1 --bucket-mb 900,30")
     assert formulas["rows"][0]["quantity"] == "overhead of 10 buckets"
     assert formulas["rows"][1]["value"] == pytest.approx(30)
     assert [row["overhead_ms"] for row in overheads["rows"]] == [pytest.approx(9.01), pytest.approx(0.6)]
@@ -368,14 +325,14 @@ def test_options_can_be_set_by_variables():
         (["parallel", "--strategy", "pp"], "--strategy 'pp': choose from dp, fsdp, tp, fsdp-tp"),
         (["parallel", "--tokens", "-8"], "--tokens '-8': must be at least 1"),
         (["parallel", "--flops", "nan"], "--flops 'nan': must be a finite number"),
-        (["parallel", "--devices", "0"], "--devices 0: must be at least 1"),
+        (["parallel", "--devices", "0"], "--devices '0': must be at least 1"),
         (["parallel", "--mesh", "4x"], "--mesh '4x': must be N_FSDPxN_TP, such as 4x2"),
         (["parallel", "--mesh", "0x4"], "mesh 0x4: every axis needs at least 1 device"),
         (
             ["parallel", "--mesh", "4x2", "--devices", "16"],
             "--mesh 4x2 is 8 devices: its axes must multiply to --devices 16",
         ),
-        (["scaling", "--node-size", "0"], "--node-size 0: must be at least 1"),
+        (["scaling", "--node-size", "0"], "--node-size '0': must be at least 1"),
         (["scaling", "--bandwidth", "-1"], "--bandwidth -1: must be positive"),
         (["scaling", "--node-bandwidth", "0"], "--node-bandwidth 0: must be positive"),
         (["scaling", "--devices", "8,1000000000000"], "--devices 1000000000000: must be at most 1000000"),
@@ -422,18 +379,7 @@ def test_a_simulated_step_is_within_10_percent_of_the_measured_one(ranks, gradie
         and cell.configuration["strategy"] == "bucketed"
     ]
     rates = [RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench-fused", "allreduce-x4", "ddp-graph-fused")]
-    arguments = [
-        "--size",
-        "xl",
-        "--devices",
-        f"{ranks}",
-        "--scaling",
-        "weak",
-        "--device-batch-size",
-        "2",
-        "--mesh",
-        "ddp",
-    ]
+    arguments = [f"--size xl --devices {ranks} --scaling weak --device-batch-size 2 --mesh ddp"]
     arguments += ["--gradient-dtype", gradients, *(word for path in rates for word in ("--measured", f"{path}"))]
     (row,) = tables("scaling", *arguments)[0]["rows"]
     assert row["step_ms"] == pytest.approx(measured, rel=0.1)

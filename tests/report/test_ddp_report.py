@@ -1,5 +1,6 @@
 """The tables and pictures of ``ddp``, from cells that were never measured."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -139,6 +140,16 @@ def test_bucket_table_predicts_from_the_number_of_buckets():
     assert any("least overhead, 1.414 ms, predicted for buckets of 226.3 MB" in note for note in notes)
     free = [cell("bucketed", 90.0, bucket_mb=100.0, link_latency_s=0.0)]
     assert "calls look free" in next(table.notes for table in ddp_tables(free, None) if table.name == "buckets")[1]
+
+
+def test_nothing_is_predicted_where_noise_hides_the_bandwidth(tmp_path):
+    cells = [cell("bucketed", 90.0, bucket_mb=100.0, link_bytes_per_s=math.inf)]
+    table = next(table for table in ddp_tables(cells, None) if table.name == "buckets")
+    assert table.rows[0]["predicted_ms"] is None
+    assert table.notes[1].startswith("w not found: of the all-reduces just measured larger ones took no longer")
+    assert "inf" not in render([table], "markdown")
+    plot_buckets(cells, tmp_path / "b.svg")
+    assert "model" not in (tmp_path / "b.svg").read_text()
 
 
 def test_sweeps_of_different_settings_stay_apart():

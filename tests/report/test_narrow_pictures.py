@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cs336sys.accounting.parallelism import Layer
 from cs336sys.report import attention, ddp
-from cs336sys.report.account import plots as account_plots
+from cs336sys.report.account import answers
 from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload
@@ -20,7 +20,7 @@ def drawn(monkeypatch):
         FigureCanvasAgg(figure).draw()
         figures.append(figure)
 
-    for module in (attention, account_plots, ddp):
+    for module in (answers, attention, ddp):
         monkeypatch.setattr(module, "write_figure", keep)
     return figures
 
@@ -43,7 +43,7 @@ def test_legend_of_many_implementations_beside_one_head_dimension(drawn, tmp_pat
 
 def test_heading_of_one_strategy(drawn, tmp_path):
     layer = Layer(batch=131072, d_model=2560, d_ff=10240, flops_per_s=989.4e12, bytes_per_s=450e9)
-    account_plots.plot_parallel(["fsdp"], layer, tmp_path / "parallel.png")
+    answers.plot_parallel(["fsdp"], layer, tmp_path / "parallel.png")
     assert is_inside(drawn[0]._suptitle, drawn[0])
 
 

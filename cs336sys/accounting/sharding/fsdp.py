@@ -60,7 +60,7 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
     Raises:
         UsageError: there is no such rank.
     """
-    _check_rank(rank, world_size)
+    check_rank(rank, world_size)
     elements = replicated_elements(size)
     for shapes in sharded_units(size).values():
         elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in shapes)
@@ -68,17 +68,13 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
     return TrainingState(elements * parameter, elements * gradient, elements * moments, elements * beside)
 
 
-def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> dict[str, int]:
-    """Memory of each unit while it is gathered."""
-    return dict(_gathered_bytes(size, element_bytes, world_size))
-
-
 @_remembering
-def _gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> tuple[tuple[str, int], ...]:
-    return tuple(
-        (name, gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1])
+def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapping[str, int]:
+    """Memory of each unit while it is gathered."""
+    return {
+        name: gathered_layout([(shape, element_bytes) for shape in shapes], world_size)[1]
         for name, shapes in sharded_units(size).items()
-    )
+    }
 
 
 def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int = 0) -> int:
@@ -172,18 +168,19 @@ def step_communication(
     Raises:
         UsageError: the world size is not positive.
     """
-    _check_rank(0, world_size)
-    communication = communication_of_units(sharded_units(size), element_bytes, world_size, keep_gathered)
-    return replace(communication, all_reduce=4 * replicated_elements(size))
+    check_rank(0, world_size)
+    return _communication_of(parameter_shapes(size), element_bytes, world_size, keep_gathered)
 
 
-def communication_of_units(
-    units: Mapping[str, Sequence[tuple[int, ...]]], element_bytes: int, world_size: int, keep_gathered: int = 0
+def _communication_of(
+    shapes: Mapping[str, tuple[int, ...]], element_bytes: int, world_size: int, keep_gathered: int
 ) -> StepCommunication:
-    """As :func:`step_communication`, of the shapes of units' parameters, without any that are replicated."""
-    gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in units.values()]
-    elements = sum(math.prod(shape) for shapes in units.values() for shape in shapes)
-    return StepCommunication(2 * sum(gathers) - sum(gathers[-1 - keep_gathered :]), element_bytes * elements, 0)
+    units = units_of(shapes).values()
+    gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
+    elements = sum(math.prod(shape) for unit in units for shape in unit)
+    norms = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    all_gather = 2 * sum(gathers) - sum(gathers[-1 - keep_gathered :])
+    return StepCommunication(all_gather, element_bytes * elements, 4 * norms)
 
 
 def most_sent_bytes(
@@ -196,22 +193,21 @@ def most_sent_bytes(
     Args:
         shapes: of whole parameters by name.
     """
-    communication = communication_of_units(units_of(shapes), element_bytes, world_size, keep_gathered)
-    norms = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    communication = _communication_of(shapes, element_bytes, world_size, keep_gathered)
     others = sum(
         (shape[0] - len(own_rows(shape[0], world_size - 1, world_size))) * math.prod(shape[1:])
         for shape in shapes.values()
         if len(shape) > 1
     )
-    weights_and_norms = replace(communication, reduce_scatter=0, all_reduce=4 * norms)
-    return weights_and_norms.sent_bytes(world_size) + element_bytes * others
+    return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * others
 
 
 def _widest(values: Sequence[int], count: int) -> int:
     return max(sum(values[start : start + count]) for start in range(max(1, len(values) - count + 1)))
 
 
-def _check_rank(rank: int, world_size: int) -> None:
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise a UsageError for a rank that there is not."""
     if world_size < 1:
         raise UsageError(f"world size {world_size}: must be at least 1")
     if not 0 <= rank < world_size:

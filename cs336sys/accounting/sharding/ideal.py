@@ -12,9 +12,10 @@ symbols.
 - ``fsdp``: parameters are in slices too, gathered for use in both passes (ZeRO stage 3).
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
+from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.sizes import ModelSize
@@ -25,22 +26,8 @@ OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 MOMENT_BYTES = 8
 
 
-@dataclass(frozen=True)
-class IdealState:
-    """Bytes on one rank between backward pass and optimizer step."""
-
-    parameters: Number
-    gradients: Number
-    optimizer_state: Number
-    master_parameters: Number = 0
-
-    @property
-    def total(self) -> Number:
-        return self.parameters + self.gradients + self.optimizer_state + self.master_parameters
-
-
-def ideal_state(strategy: str, parameters: Number, ranks: Number, element_bytes: int = 4) -> IdealState:
-    """Bytes that a rank holds with ideal shares.
+def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int = 4) -> TrainingState:
+    """Bytes that a rank holds with ideal shares between backward pass and optimizer step.
 
     Args:
         parameters: of the model, P.
@@ -52,17 +39,14 @@ def ideal_state(strategy: str, parameters: Number, ranks: Number, element_bytes:
         UsageError: the strategy is unknown.
     """
     _check(strategy)
-    p, e = parameters, element_bytes
-    masters = 0 if e == 4 else 4
-    if strategy == "none":
-        return IdealState(e * p, e * p, MOMENT_BYTES * p, masters * p if masters else 0)
-    share = p / ranks
+    whole = element_bytes * parameters
+    share = parameters if strategy == "none" else parameters / ranks
     moments = MOMENT_BYTES * share
-    if strategy == "optimizer":
-        return IdealState(e * p, e * p, moments, masters * share if masters else 0)
-    if strategy == "optimizer-flat":
-        return IdealState(e * p, (masters or e) * share, moments, masters * share if masters else 0)
-    return IdealState(4 * share, 4 * share, moments)
+    if strategy == "fsdp":
+        return TrainingState(4 * share, 4 * share, moments)
+    return TrainingState(
+        whole, 4 * share if strategy == "optimizer-flat" else whole, moments, 0 if element_bytes == 4 else 4 * share
+    )
 
 
 def sent_bytes(
@@ -100,9 +84,6 @@ def _check(strategy: str) -> None:
 # Problems ``optimizer_state_sharding_accounting`` (a) and (c), ``fsdp_accounting`` (a).
 
 
-_ZERO = "ZeRO, arXiv:1910.02054"
-
-
 def state_answers(
     size: ModelSize, world_size: int, strategy: str, *, element_bytes: int = 4, compute_bytes: int = 4
 ) -> list[Derived]:
@@ -113,7 +94,7 @@ def state_answers(
 
     def row(quantity: str, value: Number, reason: str = "", name: str = "", question: str = problem) -> Derived:
         named = f"{strategy}: {quantity}"
-        return Derived(named, value, "bytes", name, reason=reason, source=_ZERO, question=question)
+        return Derived(named, value, "bytes", name, reason=reason, source="ZeRO, arXiv:1910.02054", question=question)
 
     parts = [
         row("parameters", state.parameters, name="p"),
@@ -124,19 +105,17 @@ def state_answers(
         parts.append(row("fp32 master parameters", state.master_parameters, name="m"))
     held = {part.symbol: part.as_symbol() for part in parts}
     model = held["p"] + held.get("m", 0)
+    before, after = model + held["g"], model + held["g"] + held["o"]
     rows = [
         *parts,
         row("after model initialization", model),
-        row("directly before the first step", model + held["g"], "AdamW makes its moments in its first step."),
-        row("directly after the first step", model + held["g"] + held["o"], "The gradients are dropped after it."),
+        row("directly before the first step", before, "AdamW makes its moments in its first step."),
+        row("directly after the first step", after, "The gradients are dropped after it."),
     ]
-    if strategy != "none":
-        for other in ("none", "optimizer") if strategy == "fsdp" else ("none",):
-            theirs = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
-            saved = theirs - (model + held["g"] + held["o"])
-            rows.append(
-                row(f"less than {other}", saved, f"M_{other} is the state of {other}, where all gradients exist.")
-            )
+    for other in {"none": (), "fsdp": ("none", "optimizer")}.get(strategy, ("none",)):
+        theirs = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
+        reason = f"M_{other} is the state of {other}, where all gradients exist."
+        rows.append(row(f"less than {other}", theirs - after, reason))
     asked = "optimizer_state_sharding_accounting (c)" if strategy.startswith("optimizer") else ""
     sends = sent_bytes(strategy, p, n, element_bytes, compute_bytes)
     return [*rows, row("sent in a step", sends, _SENT[strategy], question=asked)]

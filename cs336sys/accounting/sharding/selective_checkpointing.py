@@ -10,7 +10,7 @@ Letters as in ``accounting.activations``; ``e`` is 2 in half precision.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -19,7 +19,7 @@ from cs336sys.accounting.flops import linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
-from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -70,6 +70,11 @@ class KeptStep:
         return count_parameters(self.size)
 
     @property
+    def state(self) -> TrainingState:
+        """Of the first rank, which holds most rows, between backward pass and optimizer."""
+        return fully_sharded_state(self.size, 0, self.world_size, self.state_dtype)
+
+    @property
     def kept_bytes(self) -> int:
         """What all blocks of a rank keep for the backward pass."""
         with_both = kept_block_bytes(self, gate_and_up=True)
@@ -80,11 +85,6 @@ class KeptStep:
     def tokens(self) -> int:
         """Of a rank."""
         return self.share.batch_size * self.size.context
-
-
-def kept_state(step: KeptStep) -> TrainingState:
-    """What the first rank, which holds most rows, has of the training state between backward pass and optimizer."""
-    return fully_sharded_state(step.size, 0, step.world_size, step.state_dtype)
 
 
 def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
@@ -106,7 +106,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     - Optimizer: the whole state.
     """
     e, size, tokens = step.element_bytes, step.size, step.tokens
-    state = kept_state(step)
+    state = step.state
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
     always = _always_held(step)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
@@ -145,31 +145,17 @@ def kept_peak(step: KeptStep) -> PeakMemory:
 
 def kept_memory(step: KeptStep) -> list[RankMemory]:
     """What the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
-    state, peak = kept_state(step), kept_peak(step)
-    parameters, optimizer_state = state.parameters, state.optimizer_state + state.master_parameters
-    always = _always_held(step)
-    at_peak = peak.parameters - parameters, peak.optimizer_state
-    return [
-        RankMemory(MOMENTS[0], parameters, 0, 0, always),
-        RankMemory(MOMENTS[1], parameters, state.gradients, 0, always),
-        RankMemory(MOMENTS[2], parameters, state.gradients, optimizer_state, always),
-        RankMemory(MOMENTS[3], parameters, 0, optimizer_state, always),
-        RankMemory(MOMENTS[4], parameters, peak.gradients, sum(at_peak), peak.activations),
-    ]
+    state, peak = step.state, kept_peak(step)
+    # Master weights, or their lower bits, are state of the optimizer.
+    optimizer_state = state.optimizer_state + state.master_parameters
+    held = TrainingState(state.parameters, state.gradients, optimizer_state)
+    at_peak = RankMemory(MOMENTS[4], state.parameters, peak.gradients, optimizer_state, peak.activations)
+    return [*memory_of_state(held, _always_held(step)), at_peak]
 
 
 def _always_held(step: KeptStep) -> int:
     """Bytes of the batch of all ranks and of the rotary table."""
     return 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
-
-
-def _with_weights_staying(step: KeptStep, limit_bytes: float) -> KeptStep:
-    def peak(blocks: int) -> int:
-        return kept_peak(replace(step, keep_gathered=blocks)).total
-
-    staying = _most_within(peak, step.size.num_layers, limit_bytes)
-    assert staying is not None, "none need stay"
-    return replace(step, keep_gathered=staying)
 
 
 def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -> int | None:
@@ -182,13 +168,6 @@ def flops_again(step: KeptStep) -> int:
     size = step.size
     product = linear_flops(size.batch_size * size.context, size.d_model, size.d_ff, backward=False)
     return 2 * (size.num_layers - step.blocks) * product
-
-
-def kept_choices(step: KeptStep, numbers: Sequence[int] | None = None) -> list[tuple[KeptStep, PeakMemory, int]]:
-    """For each number of blocks that keep gate and up, by default all: the step, its peak, and its FLOPs again."""
-    numbers = range(step.size.num_layers + 1) if numbers is None else numbers
-    steps = [replace(step, blocks=blocks) for blocks in numbers]
-    return [(one, kept_peak(one), flops_again(one)) for one in steps]
 
 
 def fitting_blocks(step: KeptStep, limit_bytes: float) -> int | None:
@@ -208,7 +187,12 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
     """
     blocks = fitting_blocks(step, limit_bytes)
     if keeps_gathered and blocks == step.size.num_layers:
-        return _with_weights_staying(replace(step, blocks=blocks), limit_bytes)
+        every = replace(step, blocks=blocks)
+        staying = _most_within(
+            lambda count: kept_peak(replace(every, keep_gathered=count)).total, step.size.num_layers, limit_bytes
+        )
+        assert staying is not None, "none need stay"
+        return replace(every, keep_gathered=staying)
     if blocks is None:
         need = kept_peak(replace(step, blocks=0)).total_gib
         raise UsageError(

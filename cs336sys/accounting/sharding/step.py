@@ -1,8 +1,7 @@
 """What a rank holds in a training step, and what it sends, for every strategy of ``shard`` and ``account memory``.
 
-Puts together what :mod:`~cs336sys.accounting.memory` (a step's activations),
-:mod:`~cs336sys.accounting.sharding.step` and :mod:`~cs336sys.accounting.sharding.fsdp` (who holds which part of
-the state) say on paper.
+Puts together what :mod:`~cs336sys.accounting.memory` (a step's activations) and
+:mod:`~cs336sys.accounting.sharding.fsdp` (who holds which part of the state) say on paper.
 """
 
 import math
@@ -20,7 +19,7 @@ from cs336sys.accounting.sharding.context import (
     context_sent_bytes,
     share_of_context,
 )
-from cs336sys.accounting.sharding.fsdp import fully_sharded_peak, fully_sharded_state, most_sent_bytes
+from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB, flat_pieces, greedy_partition, rows_per_rank
 from cs336sys.errors import UsageError
@@ -49,7 +48,7 @@ def sharded_optimizer_state(
     Raises:
         UsageError: the world size is not positive.
     """
-    _check_world_size(world_size)
+    check_rank(0, world_size)
     held = [0] * world_size
     for size, owner in zip(sizes, greedy_partition(sizes, held), strict=True):
         held[owner] += size
@@ -78,7 +77,7 @@ def flat_optimizer_state(
     Raises:
         UsageError: the world size is not positive.
     """
-    _check_world_size(world_size)
+    check_rank(0, world_size)
     stepped_bytes = master_bytes or element_bytes
     parameters = 0
     gradients, held = [0] * world_size, [0] * world_size
@@ -99,11 +98,6 @@ def flat_optimizer_state(
         TrainingState(parameters, gradients[rank], moments * stepped_bytes * held[rank], master_bytes * held[rank])
         for rank in range(world_size)
     ]
-
-
-def _check_world_size(world_size: int) -> None:
-    if world_size < 1:
-        raise UsageError(f"world size {world_size}: must be at least 1")
 
 
 MOMENTS = ("initialized", "before the first optimizer step", "before the optimizer", "after the optimizer", "peak")
@@ -218,13 +212,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
-    kept = state.gradients if step.strategy == "torch-zero" else 0
-    moments = [
-        RankMemory(MOMENTS[0], state.parameters, 0, 0, always + kept),
-        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always),
-        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
-        RankMemory(MOMENTS[3], state.parameters, kept, state.optimizer_state, always),
-    ]
+    moments = memory_of_state(state, always, kept=state.gradients if step.strategy == "torch-zero" else 0)
     keeps_scores = step.strategy == ALL_TO_ALL and step.attention == "reference"
     if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
         peak = rank_peak(step)
@@ -235,12 +223,21 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
 
 def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
     """As :func:`predicted_memory` without a peak, where ranks have this state and a batch of this size."""
-    held = _always_held(size)
+    return memory_of_state(state, _always_held(size))
+
+
+def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list[RankMemory]:
+    """All of :data:`MOMENTS` but the peak.
+
+    Args:
+        always: bytes that are there besides the state.
+        kept: those of gradients that live from step to step.
+    """
     return [
-        RankMemory(MOMENTS[0], state.parameters, 0, 0, held),
-        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, held),
-        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, held),
-        RankMemory(MOMENTS[3], state.parameters, 0, state.optimizer_state, held),
+        RankMemory(MOMENTS[0], state.parameters, 0, 0, always + kept),
+        RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always),
+        RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
+        RankMemory(MOMENTS[3], state.parameters, kept, state.optimizer_state, always),
     ]
 
 
@@ -259,16 +256,12 @@ def fullest_state(step: ShardedStep) -> TrainingState:
     if step.strategy == "torch-fsdp":
         # Norms are cut, too.
         elements = sum(rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
-        return TrainingState(4 * elements, 4 * elements, 8 * elements, 0)
-    master_bytes = 0 if step.parameter_bytes == 4 else 4
+        return TrainingState(4 * elements, 4 * elements, 8 * elements)
+    bytes_ = {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
     if step.strategy == "optimizer-flat":
-        of_ranks = flat_optimizer_state(
-            [sizes], world_size, element_bytes=step.parameter_bytes, master_bytes=master_bytes
-        )
+        of_ranks = flat_optimizer_state([sizes], world_size, **bytes_)
     else:
-        of_ranks = sharded_optimizer_state(
-            sizes, world_size, element_bytes=step.parameter_bytes, master_bytes=master_bytes
-        )
+        of_ranks = sharded_optimizer_state(sizes, world_size, **bytes_)
     return max(of_ranks, key=lambda state: state.total)
 
 

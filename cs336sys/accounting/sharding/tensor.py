@@ -72,7 +72,7 @@ class TensorStep:
             if outer_dimension(self.strategy) == "fsdp" and len(shape) > 1:
                 rows = len(own_rows(rows, 0, self.data_ranks))
             elements += rows * math.prod(shape[1:])
-        return TrainingState(4 * elements, 4 * elements, 8 * elements, 0)
+        return TrainingState(4 * elements, 4 * elements, 8 * elements)
 
     @property
     def sent_bytes(self) -> float:

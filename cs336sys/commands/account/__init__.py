@@ -1,10 +1,13 @@
 """``cs336sys account``: what training needs, on paper. Arithmetic without a GPU and without torch."""
 
-from typing import ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import typer
 
 from cs336sys.commands.invocation import LazyGroup
+from cs336sys.commands.options.reading import among
+from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
 _MODULES = {
@@ -34,3 +37,24 @@ def _account() -> None:
 
     cs336sys account parallel --strategy fsdp-tp --tokens 131072 --plot parallel.png
     """
+
+
+def choice(names: Collection[str], text: str | None = None) -> Any:
+    """An option that takes one of the names, or several; its help is ``text``, or else the names."""
+    return typer.Option(help=text or f"{', '.join(names)}.", autocompletion=among(names))
+
+
+def require_positive(value: float | None, option: str) -> None:
+    """Raise a UsageError for a rate that is 0 or less."""
+    if value is not None and value <= 0:
+        raise UsageError(f"{option} {value:g}: must be positive")
+
+
+# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
+_MOST_DEVICES = 1_000_000
+
+
+def require_triable(devices: int) -> None:
+    """Raise a UsageError for more devices than whose meshes can be tried in seconds."""
+    if devices > _MOST_DEVICES:
+        raise UsageError(f"--devices {devices}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")

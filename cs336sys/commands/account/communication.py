@@ -9,9 +9,9 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
+from cs336sys.commands.account import choice, require_positive, require_triable
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import (
-    among,
     at_least,
     between,
     byte_count,
@@ -23,11 +23,11 @@ from cs336sys.commands.options.reading import (
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
-# ``account collectives`` and ``account buckets``: rings, and gradients in buckets.
-
-
-# NVLink 4: 18 links of 25 GB/s each way.
-NVLINK_BYTES_PER_S = 450e9
+# NVLink 4 of an H100 or H200: 18 links of 25 GB/s each way. Their dense bf16 peak.
+_BANDWIDTH = 450e9
+_TFLOPS = peak_tflops("NVIDIA H200", "bf16")
+assert _TFLOPS is not None
+_FLOPS = _TFLOPS * 1e12
 
 
 def collectives(
@@ -35,7 +35,7 @@ def collectives(
         "1MB,10MB,100MB,1GB"
     ],
     devices: Annotated[list[str], typer.Option(help="Numbers of devices, N.")] = ["2,4,6"],
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s that a device sends, W.")] = NVLINK_BYTES_PER_S,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s that a device sends, W.")] = _BANDWIDTH,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """How long ring collectives take, and the handout's alternate ring all-reduce beside them.
@@ -46,21 +46,17 @@ def collectives(
 
     sizes = split_list(message, "--message", byte_count)
     counts = split_list(devices, "--devices", at_least(1))
-    _check_positive(bandwidth, "--bandwidth")
+    require_positive(bandwidth, "--bandwidth")
     output.check()
     output.emit(collectives_tables(sizes, counts, bandwidth))
 
 
 def buckets(
-    size: Annotated[
-        str, typer.Option(help=f"Whose gradients: {', '.join(SIZES)}.", autocompletion=among(SIZES))
-    ] = "xl",
+    size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
     gradients: Annotated[
         str | None, typer.Option(help="All gradients, s, in the place of the size's: 8GB.", show_default=False)
     ] = None,
-    gradient_dtype: Annotated[
-        str, typer.Option(help="What gradients are sent in.", autocompletion=among(PRECISIONS))
-    ] = "fp32",
+    gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
     bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
     bandwidth: Annotated[float, typer.Option(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
     call_us: Annotated[float, typer.Option(help="Cost of a communication call in microseconds, o.")] = 20.0,
@@ -79,45 +75,25 @@ def buckets(
         total = float(read_value(gradients, "--gradients", byte_count))
         title = gradients
     megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
-    _check_positive(bandwidth, "--bandwidth")
-    _check_positive(call_us, "--call-us")
+    require_positive(bandwidth, "--bandwidth")
+    require_positive(call_us, "--call-us")
     output.check()
-    tables = bucket_tables(total, [1e6 * value for value in megabytes], bandwidth, 1e-6 * call_us, title)
-    output.emit(tables)
-
-
-def _check_positive(value: float, option: str) -> None:
-    if value <= 0:
-        raise UsageError(f"{option} {value:g}: must be positive")
-
-
-# ``account parallel`` and ``account xxl``: how many devices, and what they say to each other.
-
-
-# An H100's or H200's dense bf16 peak, and what its NVLinks send: 18 of 25 GB/s each.
-_H200_TFLOPS = peak_tflops("NVIDIA H200", "bf16")
-assert _H200_TFLOPS is not None
-_H200_FLOPS = _H200_TFLOPS * 1e12
-_H200_BANDWIDTH = 450e9
-
-FlopsOption = Annotated[float, typer.Option("--flops", help="FLOP/s of a device, C.")]
+    output.emit(bucket_tables(total, [1e6 * value for value in megabytes], bandwidth, 1e-6 * call_us, title))
 
 
 def parallel(
-    strategy: Annotated[
-        list[str], typer.Option(help=f"{', '.join(PARALLELISMS)}.", autocompletion=among(PARALLELISMS))
-    ] = [",".join(PARALLELISMS)],
+    strategy: Annotated[list[str], choice(PARALLELISMS)] = [",".join(PARALLELISMS)],
     tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.", min=1)] = 131072,
-    d_model: Annotated[int, typer.Option("--d-model", help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
-    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
+    d_model: Annotated[int, typer.Option(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
+    d_ff: Annotated[int, typer.Option(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
     flops: Annotated[
         float | None,
-        typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_H200_FLOPS:g}.", show_default=False),
+        typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.", show_default=False),
     ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            help=f"Bytes/s that a device sends, W. Default: as measured, else {_H200_BANDWIDTH:g}.", show_default=False
+            help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.", show_default=False
         ),
     ] = None,
     measured: Annotated[
@@ -127,10 +103,8 @@ def parallel(
             show_default=False,
         ),
     ] = [],
-    dtype: Annotated[
-        str, typer.Option(help="Of weights, gradients and activations.", autocompletion=among(PRECISIONS))
-    ] = "fp16",
-    devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.")] = None,
+    dtype: Annotated[str, choice(PRECISIONS, "Of weights, gradients and activations.")] = "fp16",
+    devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.", min=1)] = None,
     mesh: Annotated[
         str | None, typer.Option(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")
     ] = None,
@@ -147,8 +121,7 @@ def parallel(
 
     cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
     """
-    from cs336sys.report.account.answers import parallel_tables
-    from cs336sys.report.account.plots import plot_parallel
+    from cs336sys.report.account.answers import parallel_tables, plot_parallel
     from cs336sys.report.account.rates import compare_with_measured, read_measured
     from cs336sys.report.outputs import check_plot
 
@@ -160,30 +133,18 @@ def parallel(
         tokens,
         d_model,
         d_ff,
-        rates[0] if rates else _H200_FLOPS if flops is None else flops,
-        rates[1] if rates else _H200_BANDWIDTH if bandwidth is None else bandwidth,
+        rates[0] if rates else _FLOPS if flops is None else flops,
+        rates[1] if rates else _BANDWIDTH if bandwidth is None else bandwidth,
         element_bytes,
     )
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
-    if count < 1:
-        raise UsageError(f"--devices {count}: must be at least 1")
     require_triable(count)
     output.check()
     check_plot(plot)
     output.emit([*parallel_tables(chosen, layer, count, asked_mesh), *compared])
     if plot is not None:
         plot_parallel(chosen, layer, plot)
-
-
-# All meshes of a number of devices are tried: at 10^12 that goes on for hours.
-_MOST_DEVICES = 1_000_000
-
-
-def require_triable(devices: int) -> None:
-    """Raise a UsageError for more devices than whose meshes can be tried in seconds."""
-    if devices > _MOST_DEVICES:
-        raise UsageError(f"--devices {devices}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
 
 
 def _read_mesh(text: str, devices: int | None) -> Mesh:
@@ -197,23 +158,21 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
 
 
 def xxl(
-    d_model: Annotated[int, typer.Option("--d-model", help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
-    d_ff: Annotated[int, typer.Option("--d-ff", help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
-    num_blocks: Annotated[int, typer.Option("--num-blocks", help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE[
-        "num_blocks"
-    ],
+    d_model: Annotated[int, typer.Option(help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
+    d_ff: Annotated[int, typer.Option(help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
+    num_blocks: Annotated[int, typer.Option(help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE["num_blocks"],
     tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
     weight_copies: Annotated[
         bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
     ] = False,
     gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).", min=1e-9)] = 80.0,
     device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).", min=1e-9)] = 95.0,
-    flops: FlopsOption = 4.6e14,
-    bandwidth: Annotated[float, typer.Option("--bandwidth", help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
-    x: Annotated[int, typer.Option("--x", help="Devices for FSDP, X.", min=1)] = 16,
-    y: Annotated[int, typer.Option("--y", help="Devices for TP, Y.", min=1)] = 4,
-    m_x: Annotated[int, typer.Option("--m-x", help="Axes of links for FSDP, M_X.", min=1)] = 2,
-    m_y: Annotated[int, typer.Option("--m-y", help="Axes of links for TP, M_Y.", min=1)] = 1,
+    flops: Annotated[float, typer.Option(help="FLOP/s of a device, C.")] = 4.6e14,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
+    x: Annotated[int, typer.Option(help="Devices for FSDP, X.", min=1)] = 16,
+    y: Annotated[int, typer.Option(help="Devices for TP, Y.", min=1)] = 4,
+    m_x: Annotated[int, typer.Option(help="Axes of links for FSDP, M_X.", min=1)] = 2,
+    m_y: Annotated[int, typer.Option(help="Axes of links for TP, M_Y.", min=1)] = 1,
     devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:

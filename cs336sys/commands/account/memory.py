@@ -7,36 +7,27 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES, STATE_DTYPES
 
-# ``account memory``: what a rank holds for each way of sharing out training state.
+WorldSizeOption = Annotated[list[str], typer.Option(help="Numbers of ranks.")]
 
 
 def memory(
     model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
-    world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
-    strategy: Annotated[
-        list[str],
-        typer.Option(help=f"{', '.join(OWN_SHARDING_STRATEGIES)}.", autocompletion=among(OWN_SHARDING_STRATEGIES)),
-    ] = [",".join(OWN_SHARDING_STRATEGIES)],
-    mode: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)}.", autocompletion=among(MODES))] = ["train"],
+    world_size: WorldSizeOption = ["2"],
+    strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = [",".join(OWN_SHARDING_STRATEGIES)],
+    mode: Annotated[list[str], choice(MODES)] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     parameter_dtype: Annotated[
-        str,
-        typer.Option(
-            "--parameter-dtype",
-            help="Of parameters and gradients; bf16 and fp16 have fp32 masters.",
-            autocompletion=among(PRECISIONS),
-        ),
+        str, choice(PRECISIONS, "Of parameters and gradients; bf16 and fp16 have fp32 masters.")
     ] = "fp32",
-    attention: Annotated[
-        str, typer.Option(help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))
-    ] = "reference",
+    attention: Annotated[str, choice(ATTENTION)] = "reference",
     plot: Annotated[Path | None, typer.Option(help="Also draw the peaks to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -47,8 +38,7 @@ def memory(
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
     from cs336sys.accounting.sharding.step import ShardedStep
-    from cs336sys.report.account.memory import rank_memory_tables
-    from cs336sys.report.account.plots import plot_rank_memory
+    from cs336sys.report.account.memory import plot_rank_memory, rank_memory_tables
     from cs336sys.report.outputs import check_plot
 
     precisions = precision.precisions()
@@ -58,15 +48,9 @@ def memory(
     check_plot(plot)
     steps = [
         ShardedStep(
-            chosen_strategy,
-            chosen_size,
-            ranks,
-            chosen_precision or chosen_size.precision,
-            attention,
-            mode=chosen_mode,
-            parameter_bytes=parameter_bytes,
+            name, size, ranks, dtype or size.precision, attention, mode=one_mode, parameter_bytes=parameter_bytes
         )
-        for chosen_size, chosen_precision, chosen_mode, ranks, chosen_strategy in product(
+        for size, dtype, one_mode, ranks, name in product(
             model.sizes(),
             precisions,
             split_list(mode, "--mode", one_of(MODES)),
@@ -79,23 +63,13 @@ def memory(
         plot_rank_memory(steps, plot)
 
 
-# ``account keep``: in how many blocks of a fully sharded step gate and up are kept.
-
-
 def keep(
     model: options.SharedSizeOptions = options.SharedSizeOptions(["8b"]),
-    world_size: Annotated[list[str], typer.Option("--world-size", help="Numbers of ranks.")] = ["2"],
+    world_size: WorldSizeOption = ["2"],
     state_dtype: Annotated[
-        list[str],
-        typer.Option(
-            "--state-dtype",
-            help=f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.",
-            autocompletion=among(STATE_DTYPES),
-        ),
+        list[str], choice(STATE_DTYPES, f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.")
     ] = [",".join(STATE_DTYPES)],
-    memory_limit: Annotated[
-        str, typer.Option("--memory-limit", help="What a rank may hold: 130GiB or 140GB.")
-    ] = "130GiB",
+    memory_limit: Annotated[str, typer.Option(help="What a rank may hold: 130GiB or 140GB.")] = "130GiB",
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """What --checkpoint auto of shard chooses, and why: the peak of a rank and FLOPs again for each number of blocks.

@@ -5,18 +5,16 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
 from cs336sys.sizes import PRECISIONS, SIZES
 from cs336sys.workload import ATTENTION, MODES
 
-AttentionOption = Annotated[
-    str, typer.Option("--attention", help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))
-]
-OnePrecisionOption = Annotated[
-    str, typer.Option("--precision", help=f"{', '.join(PRECISIONS)} (autocast).", autocompletion=among(PRECISIONS))
-]
+AttentionOption = Annotated[str, choice(ATTENTION)]
+OnePrecisionOption = Annotated[str, choice(PRECISIONS, f"{', '.join(PRECISIONS)} (autocast).")]
+_IMPLEMENTATIONS = ("eager", "flash")
 
 
 def activations(
@@ -53,13 +51,11 @@ def flops(
 
 def attention(
     batch_size: Annotated[int, typer.Option(help="Batch size times heads.", min=1)] = 8,
-    head_dim: Annotated[list[str], typer.Option("--head-dim", help="Head dimensions.")] = ["16,32,64,128"],
+    head_dim: Annotated[list[str], typer.Option(help="Head dimensions.")] = ["16,32,64,128"],
     context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}.", autocompletion=among(PRECISIONS))] = "fp32",
+    dtype: Annotated[str, choice(PRECISIONS)] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    implementation: Annotated[
-        list[str], typer.Option(help="eager, flash.", autocompletion=among(("eager", "flash")))
-    ] = ["eager,flash"],
+    implementation: Annotated[list[str], choice(_IMPLEMENTATIONS)] = [",".join(_IMPLEMENTATIONS)],
     capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -67,11 +63,11 @@ def attention(
 
     cs336sys account attention --capacity-gib 24 --causal
     """
-    from cs336sys.report.account.model import ATTENTION_IMPLEMENTATIONS, attention_tables
+    from cs336sys.report.account.model import attention_tables
 
     contexts = split_list(context, "--context", at_least(1))
     head_dims = split_list(head_dim, "--head-dim", at_least(1))
-    chosen = split_list(implementation, "--implementation", one_of(ATTENTION_IMPLEMENTATIONS))
+    chosen = split_list(implementation, "--implementation", one_of(_IMPLEMENTATIONS))
     check_choice(dtype, "--dtype", PRECISIONS)
     output.check()
     tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
@@ -79,14 +75,13 @@ def attention(
 
 
 def checkpointing(
-    size: Annotated[str, typer.Option("--size", help="Model size.", autocompletion=among(SIZES))] = "2.7b",
+    size: Annotated[str, choice(SIZES, "Model size.")] = "2.7b",
     context: Annotated[int, typer.Option(help="Context length.")] = 2048,
     batch_size: Annotated[int, typer.Option(help="Batch size.")] = 4,
     num_layers: options.NumLayersOption = None,
     checkpoint: Annotated[
         list[str],
         typer.Option(
-            "--checkpoint",
             help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
             show_default=False,
             autocompletion=among(("none", "block", "every=", "nested")),
@@ -101,8 +96,7 @@ def checkpointing(
 
     cs336sys account checkpointing --size 2.7b --attention flash --checkpoint none,block,every=2,every=4,nested
     """
-    from cs336sys.accounting.checkpointing import best_group_size
-    from cs336sys.report.account.model import checkpointing_tables, neighbours
+    from cs336sys.report.account.model import checkpointing_tables, compared_groups
     from cs336sys.sizes import choose_size
 
     chosen = choose_size(size, context=context, batch_size=batch_size, num_layers=num_layers)
@@ -112,8 +106,6 @@ def checkpointing(
     if checkpoint:
         strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
     else:
-        best = best_group_size(chosen, precision, mode, attention).best
-        groups = ["none", "block", *neighbours(best, chosen), "every=4", "every=8"]
-        strategies = [*dict.fromkeys(groups), "sublayer", "nested"]
+        strategies = compared_groups(chosen, precision, attention, mode)
     output.check()
     output.emit(checkpointing_tables(chosen, precision, attention, strategies, mode))

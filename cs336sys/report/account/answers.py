@@ -1,7 +1,10 @@
 """The tables of ``account``: derived values with their derivations; ``docs/account.md`` describes the columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s, ring_answers, ring_times
 from cs336sys.accounting.derivation import Derived, number_of
@@ -10,6 +13,7 @@ from cs336sys.accounting.parallelism import (
     TP_BACKWARD,
     Layer,
     Mesh,
+    best_split,
     best_whole_mesh,
     communication_s,
     layer_flops,
@@ -18,7 +22,11 @@ from cs336sys.accounting.parallelism import (
 )
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.numbers import Value, format_operand, in_shown_unit
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLUMNS = (
     Column("question", "question"),
@@ -44,9 +52,6 @@ def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequ
         row |= {"question": answer.question or None, "reason": answer.reason or None}
         rows.append(row | {"derivation": answer.derivation(format_operand)})
     return Table(name, title, _COLUMNS, rows, notes)
-
-
-# The tables of ``account collectives`` and ``account buckets``.
 
 
 def collectives_tables(messages: Sequence[int], devices: Sequence[int], bytes_per_s: float) -> list[Table]:
@@ -107,9 +112,6 @@ def bucket_tables(
     ]
 
 
-# The tables of ``account parallel`` and ``account xxl``.
-
-
 _TITLES = {
     "dp": "Data parallel",
     "fsdp": "Fully sharded data parallel",
@@ -142,9 +144,26 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
         notes = (_SETTING.format(bytes=layer.element_bytes), _OVERLAP)
         tables.append(answers_table(strategy, title, answers, notes))
         if strategy == "tp":
-            tables.append(_tp_backward())
+            title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
+            note = "* multiplies element by element; everything else by matrices."
+            rows = [{"equation": equation, "shape": shape, "reason": why} for equation, shape, why in TP_BACKWARD]
+            tables.append(Table("tp_backward", title, _TP_COLUMNS, rows, (note,)))
         summary.append(_summary_row(strategy, layer, chosen))
-    return [*tables, _summary(summary)] if len(summary) > 1 else tables
+    if len(summary) > 1:
+        note = "fsdp-tp: its axes share the network. dp communicates in the backward pass alone."
+        tables.append(Table("strategies", "The strategies beside each other", _SUMMARY_COLUMNS, summary, (note,)))
+    return tables
+
+
+_TP_COLUMNS = (Column("equation", "equation"), Column("shape", "shape"), Column("reason", "because"))
+_SUMMARY_COLUMNS = [Column("strategy", "strategy"), Column("devices", "devices")]
+for _which in PASSES:
+    _SUMMARY_COLUMNS += [
+        Column(f"{_which}_computing_ms", f"{_which} computing", "ms"),
+        Column(f"{_which}_communication_ms", f"{_which} communication", "ms"),
+        Column(f"{_which}_bound", f"{_which} bound by"),
+        Column(f"{_which}_most_devices", f"{_which} most devices", "value"),
+    ]
 
 
 def _mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
@@ -152,15 +171,6 @@ def _mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
         # The fastest forward pass, axes sharing the network as they do on one kind of links.
         return mesh or Mesh(*best_whole_mesh(layer, devices, "forward", overlapped=False))
     return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
-
-
-def _tp_backward() -> Table:
-    columns = (Column("equation", "equation"), Column("shape", "shape"), Column("reason", "because"))
-    rows = [dict(zip(("equation", "shape", "reason"), row, strict=True)) for row in TP_BACKWARD]
-    title = "tp_calcs (a): the backward pass of tensor parallelism, on device i, given dy"
-    return Table(
-        "tp_backward", title, columns, rows, ("* multiplies element by element; everything else by matrices.",)
-    )
 
 
 def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
@@ -178,17 +188,75 @@ def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
     return row
 
 
-def _summary(rows: Sequence[dict[str, Value]]) -> Table:
-    columns = [Column("strategy", "strategy"), Column("devices", "devices")]
-    for which in PASSES:
-        columns += [
-            Column(f"{which}_computing_ms", f"{which} computing", "ms"),
-            Column(f"{which}_communication_ms", f"{which} communication", "ms"),
-            Column(f"{which}_bound", f"{which} bound by"),
-            Column(f"{which}_most_devices", f"{which} most devices", "value"),
-        ]
-    notes = ("fsdp-tp: its axes share the network. dp communicates in the backward pass alone.",)
-    return Table("strategies", "The strategies beside each other", columns, rows, notes)
+_POINTS = 121
+
+
+def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
+    """Computing and communication time over the devices, forward above backward, and where they cross."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 3.6 * len(strategies), 6.5), layout="constrained")
+    axes = figure.subplots(len(PASSES), len(strategies), squeeze=False, sharex="col")
+    for column, strategy in enumerate(strategies):
+        curves = {which: _curves(strategy, layer, which) for which in PASSES}
+        most = 8 * max(crossing for which in PASSES for _, crossing in curves[which].values())
+        # From one device on, evenly spaced on a logarithmic axis.
+        counts = [most ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+        for drawing, which in zip(axes[:, column], PASSES, strict=True):
+            _draw_pass(drawing, layer, which, curves[which], counts)
+        axes[0, column].set_title(strategy)
+        axes[-1, column].set_xlabel("devices")
+    for drawing, which in zip(axes[:, 0], PASSES, strict=True):
+        drawing.set_ylabel(f"{which}, ms")
+    rates = f"C {layer.flops_per_s:g} FLOP/s, W {layer.bytes_per_s:g} B/s"
+    figure.suptitle(f"B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}\n{rates}", fontsize=10)
+    write_figure(figure, path)
+
+
+def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
+    """One strategy's pass: computing, each communication time, and the number of devices where they cross."""
+
+    def computing_ms(devices: float) -> float:
+        return 1e3 * number_of(layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
+
+    drawing.plot(counts, [computing_ms(n) for n in counts], color="C0", label="computing")
+    for number, (name, (seconds, crossing)) in enumerate(curves.items(), start=1):
+        # One device communicates nothing, which a logarithmic axis cannot show.
+        drawing.plot(counts[1:], [1e3 * seconds(n) for n in counts[1:]], color=f"C{number}", label=name)
+        drawing.axvline(crossing, color=f"C{number}", linestyle=":", linewidth=1)
+        drawing.annotate(
+            f"{crossing:.4g}",
+            (crossing, computing_ms(crossing)),
+            textcoords="offset points",
+            xytext=(4, 6),
+            color=f"C{number}",
+            fontsize=9,
+            # Other curves may cross the number.
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
+        )
+    drawing.set_xscale("log", base=2)
+    drawing.set_yscale("log")
+    drawing.grid(alpha=0.3)
+    drawing.legend(fontsize=7)
+
+
+def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable[[float], float], float]]:
+    """Name of each communication time: seconds as a function of the devices, and where it crosses computing."""
+
+    def seconds(devices: float, overlapped: bool) -> float:
+        fsdp, tp = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}.get(strategy) or best_split(
+            layer, devices, which, overlapped=overlapped
+        )
+        return number_of(communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
+
+    if (strategy, which) == ("dp", "forward"):
+        return {}
+    of_mesh = {"axes overlapped": True, "axes sharing the network": False}
+    curves: dict[str, tuple[Callable[[float], float], float]] = {}
+    for name, overlapped in of_mesh.items() if strategy == "fsdp-tp" else [("communication", True)]:
+        crossing = number_of(most_devices(strategy, layer, which, overlapped=overlapped))
+        curves[name] = (partial(seconds, overlapped=overlapped), crossing)
+    return curves
 
 
 def xxl_tables(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from cs336sys.accounting.derivation import Derived, symbol
 from cs336sys.accounting.flops import model_flops
@@ -12,6 +13,7 @@ from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, fitti
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
+from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import SIZE_COLUMNS
 from cs336sys.sizes import ELEMENT_BYTES
@@ -49,43 +51,27 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
             "Buffers are gathered weights (fsdp: an upper bound) and whole gradients on their way (optimizer-flat, "
             "fsdp). In half precision fsdp computes without autocast."
         )
-    title = f"Memory of a rank: {', '.join(dict.fromkeys(_batch_words(step) for step in steps))}"
+    batches = dict.fromkeys(f"batch {step.size.batch_size}, {step.attention} attention" for step in steps)
+    title = f"Memory of a rank: {', '.join(batches)}"
     tables = [Table("memory", title, _COLUMNS, [_row(step) for step in steps], notes)]
-    groups: dict[tuple, dict[str, ShardedStep]] = {}
+    states: dict[str, dict[str, list[Derived]]] = {}
     for step in steps:
         if step.mode == "train":
             # Activations, and so context, precision and attention, are no part of the state.
-            key = (step.size.name, step.world_size, step.parameter_bytes)
-            groups.setdefault(key, {}).setdefault(step.strategy, step)
-    return [*tables, *(_state_table(list(of_group.values())) for of_group in groups.values())]
-
-
-def _state_table(steps: Sequence[ShardedStep]) -> Table:
-    """Ideal shares of one model on one number of ranks, strategy by strategy."""
-    first = steps[0]
-    answers = [
-        answer
-        for step in steps
-        for answer in state_answers(
-            step.size,
-            step.world_size,
-            step.strategy,
-            element_bytes=step.parameter_bytes,
-            compute_bytes=ELEMENT_BYTES[step.precision],
-        )
-    ]
-    ranks = f"{first.world_size} rank{'s' * (first.world_size != 1)}"
-    return answers_table("state", f"Ideal shares of training state: {first.size.name}, {ranks}", answers, _STATE_NOTES)
+            group = f"{step.size.name}, {step.world_size} rank{'s' * (step.world_size != 1)}"
+            bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
+            answers = state_answers(step.size, step.world_size, step.strategy, **bytes_)
+            states.setdefault(group, {}).setdefault(step.strategy, answers)
+    for group, of_strategies in states.items():
+        answers = [answer for answers in of_strategies.values() for answer in answers]
+        tables.append(answers_table("state", f"Ideal shares of training state: {group}", answers, _STATE_NOTES))
+    return tables
 
 
 _STATE_NOTES = (
     "Ideal shares: optimizer-state sharding gives whole parameters to ranks, and fsdp cuts matrices by rows and keeps "
     "norms whole, so the fullest rank, in the table above, can hold slightly more.",
 )
-
-
-def _batch_words(step: ShardedStep) -> str:
-    return f"batch {step.size.batch_size}, {step.attention} attention"
 
 
 def _row(step: ShardedStep) -> dict:
@@ -118,6 +104,42 @@ def _row(step: ShardedStep) -> dict:
             "after_first_step_gib": state.total / GIB,
         }
     return row
+
+
+_BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
+
+
+def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
+    """A bar for each way of training, stacked by component: what is there at the peak."""
+    from matplotlib.figure import Figure
+
+    peaks = [rank_peak(step) for step in steps]
+    labels = [_bar_label(step, steps) for step in steps]
+    figure = Figure(figsize=(2 + 1.1 * len(steps), 5), layout="constrained")
+    drawing = figure.subplots()
+    bottoms = [0.0] * len(peaks)
+    for component in ("parameters", "gradients", "optimizer_state", "activations"):
+        heights = [getattr(peak, component) / GIB for peak in peaks]
+        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=_BAR_NAMES.get(component, component))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for position, total in enumerate(bottoms):
+        drawing.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=9)
+    drawing.set_xticks(range(len(labels)), labels, fontsize=8)
+    drawing.set_ylabel("memory of a rank at its peak, GiB")
+    drawing.legend(fontsize=8)
+    write_figure(figure, path)
+
+
+def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
+    """The strategy, and below it what differs between the bars."""
+
+    def words(one: ShardedStep) -> tuple[str, ...]:
+        size = one.size
+        return size.name, f"context {size.context}", one.precision, one.mode, f"{one.world_size} ranks"
+
+    columns = zip(*map(words, steps), strict=True)
+    differing = [index for index, values in enumerate(columns) if len(set(values)) > 1]
+    return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
 
 
 # The tables of ``account keep``: what a rank holds and computes again, by how many blocks keep gate and up.
@@ -158,9 +180,9 @@ def keep_tables(steps: Sequence[KeptStep], limit_bytes: float) -> list[Table]:
 def _rows(step: KeptStep, limit_bytes: float) -> list[dict[str, Value]]:
     layers = step.size.num_layers
     chosen = fitting_blocks(step, limit_bytes)
-    numbers = {round(part * layers / _ROWS) for part in range(_ROWS + 1)} | ({chosen} if chosen is not None else set())
+    numbers = {round(part * layers / _ROWS) for part in range(_ROWS + 1)} | {chosen}
     rows: list[dict[str, Value]] = []
-    for blocks in sorted(numbers):
+    for blocks in sorted(number for number in numbers if number is not None):
         one = replace(step, blocks=blocks)
         peak, again = kept_peak(one), flops_again(one)
         rows.append(
@@ -185,23 +207,15 @@ def _rows(step: KeptStep, limit_bytes: float) -> list[dict[str, Value]]:
 def _block_table(step: KeptStep) -> Table:
     size = step.share
     tokens = symbol("T", size.batch_size * size.context)
-    width, inner, heads = symbol("d_model", size.d_model), symbol("d_ff", size.d_ff), symbol("H", size.num_heads)
-    element = symbol("e", step.element_bytes)
+    d, f = symbol("d_model", size.d_model), symbol("d_ff", size.d_ff)
+    heads, e = symbol("H", size.num_heads), symbol("e", step.element_bytes)
+    always = 6 * e * tokens * d + 4 * tokens * heads + 8 * tokens
+    what = "Input, q, k, v, attention's output and the second norm's sum; logsumexp; both norms' factors."
+    both = "Kept in the last blocks, as room allows."
+    again = "Two products, for each block that does not keep them, on each rank."
     answers = [
-        Derived(
-            "kept by every block",
-            6 * element * tokens * width + 4 * tokens * heads + 8 * tokens,
-            "bytes",
-            reason="Input, q, k, v, attention's output and the second norm's sum; logsumexp; both norms' factors.",
-        ),
-        Derived(
-            "gate and up", 2 * element * tokens * inner, "bytes", reason="Kept in the last blocks, as room allows."
-        ),
-        Derived(
-            "computing gate and up again",
-            2 * 2 * tokens * width * inner,
-            "FLOPs",
-            reason="Two products, for each block that does not keep them, on each rank.",
-        ),
+        Derived("kept by every block", always, "bytes", reason=what),
+        Derived("gate and up", 2 * e * tokens * f, "bytes", reason=both),
+        Derived("computing gate and up again", 2 * 2 * tokens * d * f, "FLOPs", reason=again),
     ]
     return answers_table("block", f"One block of {size.name} on one of {step.world_size} ranks", answers)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from itertools import product
 
-from cs336sys.accounting.activations import attention_memory
+from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.checkpointing import (
     SUBLAYERS,
+    best_group_size,
     checkpointing_answers,
     predicted_peak,
     recomputed_blocks,
@@ -18,8 +19,6 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
 from cs336sys.report.table import Column, Table
 from cs336sys.sizes import ModelSize
-
-ATTENTION_IMPLEMENTATIONS = ("eager", "flash")
 
 # Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.
 _LONGEST_CONTEXT = 2**30
@@ -68,27 +67,20 @@ def attention_tables(
 ) -> list[Table]:
     """Memory of every shape, and for each implementation the smallest that does not fit, tensor by tensor."""
 
-    def memory(implementation: str, context: int, head_dim: int):
+    def memory(implementation: str, context: int, head_dim: int) -> AttentionMemory:
         return attention_memory(batch, context, head_dim, dtype, causal=causal, implementation=implementation)
 
-    rows = []
+    rows: list[dict[str, Value]] = []
     for implementation, head_dim in product(implementations, head_dims):
-        before = None
-        for context in sorted(contexts):
-            of_shape = memory(implementation, context, head_dim)
-            rows.append(
-                {
-                    "implementation": implementation,
-                    "head_dim": head_dim,
-                    "context": context,
-                    "held_gib": of_shape.held / GIB,
-                    "peak_gib": of_shape.peak / GIB,
-                    "context_ratio": context / before[0] if before else None,
-                    "held_ratio": of_shape.held / before[1].held if before else None,
-                    "fits": of_shape.peak <= capacity_bytes,
-                }
-            )
-            before = context, of_shape
+        rising = sorted(contexts)
+        for shorter, context in zip([None, *rising], rising, strict=False):
+            found = memory(implementation, context, head_dim)
+            row: dict[str, Value] = {"implementation": implementation, "head_dim": head_dim, "context": context}
+            row |= {"held_gib": found.held / GIB, "peak_gib": found.peak / GIB, "fits": found.peak <= capacity_bytes}
+            if shorter is not None:
+                held_ratio = found.held / memory(implementation, shorter, head_dim).held
+                row |= {"context_ratio": context / shorter, "held_ratio": held_ratio}
+            rows.append(row)
     columns = (
         Column("implementation", "implementation"),
         Column("head_dim", "head dim"),
@@ -106,7 +98,12 @@ def attention_tables(
     )
     tables = [Table("attention", title, columns, rows, notes)]
     for implementation in implementations:
-        context, head_dim = _smallest_too_large(memory, implementation, contexts, head_dims, capacity_bytes)
+        peaks = {
+            (context, head_dim): memory(implementation, context, head_dim).peak
+            for context, head_dim in product(_doubled(contexts), head_dims)
+        }
+        # The shape with the least memory over the capacity.
+        _, context, head_dim = min((peak, *shape) for shape, peak in peaks.items() if peak > capacity_bytes)
         where = "in the grid" if context <= max(contexts) else "beyond the grid"
         answers = attention_answers(batch, context, head_dim, dtype, causal=causal, implementation=implementation)
         shape = f"context {context}, head dim {head_dim}, {where}"
@@ -115,17 +112,12 @@ def attention_tables(
     return tables
 
 
-def _smallest_too_large(memory, implementation, contexts, head_dims, capacity_bytes) -> tuple[int, int]:
-    """Context and head dimension of the shape with the least memory over the capacity; contexts go on doubling."""
-    candidates = sorted(contexts)
-    while candidates[-1] < _LONGEST_CONTEXT:
-        candidates.append(2 * candidates[-1])
-    too_large = [
-        (peak, context, head_dim)
-        for context, head_dim in product(candidates, head_dims)
-        if (peak := memory(implementation, context, head_dim).peak) > capacity_bytes
-    ]
-    return min(too_large)[1:]
+def _doubled(contexts: Sequence[int]) -> list[int]:
+    """The contexts, and beyond them ones twice as long as those before, until no memory holds what they need."""
+    tried = sorted(contexts)
+    while tried[-1] < _LONGEST_CONTEXT:
+        tried.append(2 * tried[-1])
+    return tried
 
 
 def checkpointing_tables(
@@ -167,7 +159,9 @@ def checkpointing_tables(
     ]
 
 
-def neighbours(best: int, size: ModelSize) -> list[str]:
-    """The group size with the least memory, with the next smaller and larger ones, as strategies."""
+def compared_groups(size: ModelSize, precision: str, attention: str, mode: str) -> list[str]:
+    """No checkpoints, the group of blocks with the least memory and its neighbours, and the other kinds."""
+    best = best_group_size(size, precision, mode, attention).best
     groups = [group for group in (best - 1, best, best + 1) if 1 <= group <= size.num_layers]
-    return ["block" if group == 1 else f"every={group}" for group in groups]
+    around = ["block" if group == 1 else f"every={group}" for group in groups]
+    return list(dict.fromkeys(["none", "block", *around, "every=4", "every=8", "sublayer", "nested"]))

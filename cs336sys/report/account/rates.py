@@ -1,6 +1,6 @@
 """The rates of a machine in saved results: FLOP/s, bandwidth, calls, and what one device needs for a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -8,16 +8,22 @@ from typing import Any
 
 from cs336sys.accounting.communication import bus_factor
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.hardware import OverlapSlowdown
+from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.accounting.scaling import DeviceTime
+from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.shard import sharding_sent_bytes
 from cs336sys.report.table import Column, Table
-from cs336sys.results.model import Cell, Results, Samples, read_several
+from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+
+# An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
+_FLOPS = 4e14
+
+# NVLink 4: 18 links of 25 GB/s each way.
+_NVLINK_BYTES_PER_S = 450e9
 
 
 @dataclass(frozen=True)
@@ -34,21 +40,14 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
     Raises:
         UsageError: no cell of ``bench`` computes in this precision.
     """
-    steps = [
-        (cell.derived["tflops"], cell)
-        for cell in cells
-        if cell.command == "bench"
-        and cell.configuration.get("precision") == precision
-        and cell.configuration.get("mode") == "train"
-        and cell.derived.get("tflops")
-    ]
+    steps = [cell for cell in _bench(cells, {"precision": precision, "mode": "train"}) if cell.derived.get("tflops")]
     if not steps:
         raise UsageError(
             f"--measured: no step in {precision} to take FLOP/s from; "
             f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
         )
-    tflops, cell = max(steps, key=lambda step: step[0])
-    return MeasuredRate(tflops * 1e12, f"bench, {_of(cell)}: model FLOPs of the whole step")
+    cell = max(steps, key=lambda step: step.derived["tflops"])
+    return MeasuredRate(cell.derived["tflops"] * 1e12, f"bench, {_of(cell)}: model FLOPs of the whole step")
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
@@ -64,21 +63,19 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
             "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
         )
     cell = max(found, key=lambda one: (one.configuration["message_bytes"], one.configuration["world_size"]))
-    settings = cell.configuration
-    source = (
-        f"allreduce, {settings['backend']}, {settings['world_size']} ranks, "
-        f"{settings['message_bytes'] / 1e6:g} MB: busbw"
-    )
-    return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, source)
+    one = cell.configuration
+    source = f"{one['backend']}, {one['world_size']} ranks, {one['message_bytes'] / 1e6:g} MB: busbw"
+    return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, f"allreduce, {source}")
 
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
     """The same for each number of ranks: bytes a second."""
-    of_ranks: dict[int, list[Cell]] = {}
-    for cell in _all_reduces(cells):
-        if cell.derived.get("back_to_back_busbw_gbps"):
-            of_ranks.setdefault(cell.configuration["world_size"], []).append(cell)
-    return {ranks: measured_bandwidth(of_ranks[ranks]).value for ranks in sorted(of_ranks)}
+    found = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
+    counts = sorted({cell.configuration["world_size"] for cell in found})
+    return {
+        ranks: measured_bandwidth([cell for cell in found if cell.configuration["world_size"] == ranks]).value
+        for ranks in counts
+    }
 
 
 def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
@@ -101,25 +98,17 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
     """
     computing, communication = [], []
     for cell in cells:
-        timeline = cell.derived.get("timeline")
-        settings = cell.configuration
-        is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
-        by_engines = settings.get("transport") == "copy-engines"
-        if (
-            not is_replayed
-            or by_engines
-            or not timeline
-            or not {"unsynchronized", "communication"} <= cell.samples.keys()
-        ):
+        timeline, one = cell.derived.get("timeline"), cell.configuration
+        is_replayed = cell.command == "ddp" and one.get("cuda_graph") == "on"
+        is_whole = {"unsynchronized", "communication"} <= cell.samples.keys()
+        if not timeline or not is_replayed or not is_whole or one.get("transport") == "copy-engines":
             continue
-        # What mostly runs by itself says nothing of this.
-        if timeline["overlap_ms"] < timeline["communication_ms"] / 2:
-            continue
+        overlap_ms, sent_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
-        alone_ms = cell.samples["communication"].median
-        if 0 <= lost_ms < timeline["overlap_ms"]:
-            computing.append(1 - lost_ms / timeline["overlap_ms"])
-            communication.append(min(1.0, alone_ms / timeline["communication_ms"]))
+        # What mostly runs by itself says nothing of this.
+        if overlap_ms >= sent_ms / 2 and 0 <= lost_ms < overlap_ms:
+            computing.append(1 - lost_ms / overlap_ms)
+            communication.append(min(1.0, cell.samples["communication"].median / sent_ms))
     if not computing:
         return OverlapSlowdown(), "assumed: no step of ddp in CUDA graphs says more"
     return OverlapSlowdown(median(computing), median(communication)), f"ddp, {len(computing)} steps in CUDA graphs"
@@ -136,15 +125,11 @@ def measured_device_time(
     Raises:
         UsageError: there is none in this precision with this state.
     """
+    asked = {"precision": precision, "state_dtype": state_dtype, "update": "step"}
     steps = [
         cell
-        for cell in cells
-        if cell.command == "bench"
-        and cell.configuration.get("precision") == precision
-        and cell.configuration.get("state_dtype") == state_dtype
-        and cell.configuration.get("update") == "step"
-        and cell.configuration.get("size") in SIZES
-        and {"forward", "backward", "optimizer"} <= cell.samples.keys()
+        for cell in _bench(cells, asked)
+        if cell.configuration.get("size") in SIZES and {"forward", "backward", "optimizer"} <= cell.samples.keys()
     ]
     if not steps:
         more = "" if state_dtype == "fp32" else f" --optimizer adamw --state-dtype {state_dtype}"
@@ -166,6 +151,61 @@ def measured_device_time(
     return DeviceTime(passes_s, optimizer_s), f"bench, {_of(cell)}, by FLOPs and parameters"
 
 
+def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: float | None) -> tuple[DeviceTime, str]:
+    """One device's time, measured or from FLOP/s, and a note that says which.
+
+    Raises:
+        UsageError: there are both, or what was measured says nothing of it.
+    """
+    if flops is not None and cells:
+        raise UsageError("--flops and --measured: both say how fast a device is; give one of them")
+    if cells:
+        time, source = measured_device_time(cells, size, dtypes.computed, dtypes.state)
+    else:
+        rate = _FLOPS if flops is None else flops
+        if rate <= 0:
+            raise UsageError(f"--flops {rate:g}: must be positive")
+        time = DeviceTime(model_flops(replace(size, batch_size=1)) / rate, 0.0)
+        source = f"{rate:g} FLOP/s, {'assumed' if flops is None else '--flops'}; no time for the optimizer"
+    sequence_ms, optimizer_ms = 1e3 * time.sequence_s, 1e3 * time.optimizer_s
+    return time, f"One device: {sequence_ms:.4g} ms a sequence, {optimizer_ms:.4g} ms for the optimizer ({source})."
+
+
+def simulated_cluster(
+    cells: Sequence[Cell], bandwidth: float | None, node_bandwidth: float, node_devices: int, memory_bytes: float
+) -> tuple[Cluster, list[str]]:
+    """Devices with the links that were measured, or given, and notes that say which."""
+    call, of_ranks = measured_call(cells), measured_ranks(cells) if bandwidth is None else {}
+    if bandwidth is not None:
+        in_node, source = bandwidth, f"{bandwidth / 1e9:.4g} GB/s in a node (--bandwidth)."
+    elif not any(cell.command == "allreduce" for cell in cells):
+        in_node, source = _NVLINK_BYTES_PER_S, "450 GB/s in a node: NVLink 4, assumed (--bandwidth)."
+    else:
+        rate = measured_bandwidth(cells)
+        fewer = [f", {of_ranks[ranks] / 1e9:.4g} among {ranks} ranks" for ranks in sorted(of_ranks)[:-1]]
+        in_node, source = rate.value, f"{rate.value / 1e9:.4g} GB/s in a node ({rate.source}){''.join(fewer)}."
+    slowdown, steps = measured_slowdown(cells)
+    ranks_bytes_per_s = tuple(of_ranks.items())
+    cluster = Cluster(node_devices, in_node, node_bandwidth, call.value, memory_bytes, ranks_bytes_per_s, slowdown)
+    return cluster, [
+        source,
+        f"{1e6 * call.value:.4g} us a collective, besides its bytes ({call.source}).",
+        f"{node_bandwidth / 1e9:.4g} GB/s a device between nodes of {node_devices} (--node-bandwidth, --node-size): "
+        "assumed; tp ranks share a node, and a ring over several nodes is as fast as that.",
+        f"Beside each other computing has {slowdown.computing:.3g} of its speed, and communication "
+        f"{slowdown.communication:.3g} ({steps}).",
+    ]
+
+
+def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
+    """The cells of ``bench`` with these settings."""
+    return [
+        cell
+        for cell in cells
+        if cell.command == "bench" and all(cell.configuration.get(name) == value for name, value in settings.items())
+    ]
+
+
 def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
     """Measured by ``allreduce``; NCCL's, or Gloo's where there are no others."""
     found = [
@@ -178,13 +218,18 @@ def _of(cell: Cell) -> str:
     settings = cell.configuration
     words = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
     words += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
-    if settings.get("cuda_graph", "off") != "off":
-        words.append(f"CUDA graph {settings['cuda_graph']}")
-    if settings.get("kernels", "reference") != "reference":
-        words.append(f"kernels {settings['kernels']}")
-    if settings.get("state_dtype", "fp32") != "fp32":
-        words.append(f"state in {settings['state_dtype']}")
+    # What everybody assumes is not named.
+    for name, (word, assumed) in _NAMED.items():
+        if settings.get(name, assumed) != assumed:
+            words.append(f"{word} {settings[name]}")
     return " ".join(words)
+
+
+_NAMED = {
+    "cuda_graph": ("CUDA graph", "off"),
+    "kernels": ("kernels", "reference"),
+    "state_dtype": ("state in", "fp32"),
+}
 
 
 def _shape(cell: Cell) -> tuple[Any, ...]:
@@ -275,7 +320,7 @@ def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, 
     sent = _sent_bytes(cell, workload)
     if sent is None:
         return None
-    training, ranks = workload.training, workload.world_size
+    training = workload.training
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
@@ -287,8 +332,8 @@ def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, 
         "precision": training.precision,
         "compile": training.compile,
         "cuda_graph": training.cuda_graph,
-        "ranks": ranks,
-        "predicted_computing_ms": model_flops(training.size) / ranks / flops.value * 1e3,
+        "ranks": workload.world_size,
+        "predicted_computing_ms": model_flops(training.size) / workload.world_size / flops.value * 1e3,
         "computing_ms": computing_ms,
         "sent_bytes": sent,
         "communication_ms": communication_ms,
@@ -309,9 +354,9 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
         return "faster than its parts, although as much is computed: noise"
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
-    alone: Samples | None = cell.samples.get("communication")
-    more_ms = step_ms - in_turn_ms
-    if alone is not None and alone.median - (in_turn_ms - cell.samples["unsynchronized"].median) > more_ms / 2:
+    alone = cell.samples.get("communication")
+    sent_ms = in_turn_ms - cell.samples["unsynchronized"].median
+    if alone is not None and alone.median - sent_ms > (step_ms - in_turn_ms) / 2:
         return "calls: communication alone takes longer than its bytes at W"
     return "launches, or kernels that communication slows"
 
@@ -328,5 +373,5 @@ def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
 
 
 def _strategy(workload: ParallelWorkload) -> str:
-    words = [workload.strategy, *([] if workload.mesh is None else [workload.mesh])]
-    return " ".join([*words, *(["copy engines"] if workload.transport == "copy-engines" else [])])
+    engines = "copy engines" if workload.transport == "copy-engines" else None
+    return " ".join(word for word in (workload.strategy, workload.mesh, engines) if word is not None)

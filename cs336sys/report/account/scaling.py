@@ -1,26 +1,16 @@
 """The table and the picture of ``account scaling``."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.accounting.scaling import (
-    DeviceTime,
-    Dtypes,
-    MeshShape,
-    SimulatedStep,
-    fastest,
-    flops_per_s,
-    in_fewest_parts,
-)
+from cs336sys.accounting.scaling import MeshShape, SimulatedStep, Simulation
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
-from cs336sys.sizes import ModelSize
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
 Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
@@ -46,14 +36,7 @@ _COLUMNS = (
 
 
 def simulate_scaling(
-    size: ModelSize,
-    dtypes: Dtypes,
-    scalings: Mapping[str, int],
-    devices: Sequence[int],
-    cluster: Cluster,
-    device: DeviceTime,
-    checkpointing: str,
-    dimension: str | None = None,
+    simulation: Simulation, scalings: Mapping[str, int], devices: Sequence[int], dimension: str | None = None
 ) -> Simulated:
     """The fastest mesh for each number of devices.
 
@@ -61,48 +44,47 @@ def simulate_scaling(
         scalings: ``strong`` with the batch of all devices, ``weak`` with that of each.
         dimension: ``ddp``, ``fsdp`` or ``tp``, for meshes with all devices in that one.
     """
-    found: dict[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None] = {}
-    for scaling, batch in scalings.items():
-        for count in devices:
-            whole = replace(size, batch_size=batch * count if scaling == "weak" else batch)
-            found[scaling, count] = fastest(count, whole, dtypes, cluster, device, checkpointing, dimension)
-    return found
+    return {
+        (scaling, count): simulation.with_batch(batch * count if scaling == "weak" else batch).fastest(count, dimension)
+        for scaling, batch in scalings.items()
+        for count in devices
+    }
 
 
-def scaling_table(
-    simulated: Sequence[Simulated],
-    size: ModelSize,
-    dtypes: Dtypes,
-    cluster: Cluster,
-    device: DeviceTime,
-    notes: Sequence[str],
-) -> Table:
-    """A row for each kind of mesh, kind of scaling and number of devices."""
+def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
+    """A row for each kind of mesh, kind of scaling and number of devices; ``notes`` say where its rates come from."""
     rows = [
-        _row(scaling, count, found, size, cluster, device)
+        _row(scaling, count, found, simulation)
         for of_meshes in simulated
         for (scaling, count), found in of_meshes.items()
     ]
+    size = simulation.size
     billions = count_parameters(size) / 1e9
-    title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}, {dtypes.text}"
-    return Table("scaling", title, _COLUMNS, rows, notes)
+    title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
+    assumptions = (
+        "Assumed: fsdp and ddp communicate beside the computing of their pass, tp beside nothing; tp divides "
+        "computing, activations and state without a rest.",
+        "passes: parts of a rank's batch, one after the other.",
+    )
+    return Table("scaling", f"{title}, {simulation.dtypes.text}", _COLUMNS, rows, [*notes, *assumptions])
 
 
 def _row(
-    scaling: str,
-    count: int,
-    found: tuple[SimulatedStep, SimulatedStep] | None,
-    size: ModelSize,
-    cluster: Cluster,
-    device: DeviceTime,
+    scaling: str, count: int, found: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if found is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
     step, anyway = found
-    tokens_per_s = step.batch_size * size.context / step.step_s
+    context, capacity = simulation.size.context, simulation.cluster.memory_bytes
+    tokens_per_s = step.batch_size * context / step.step_s
     # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
-    ideal = size.context / device.sequence_s * count
+    ideal = context / simulation.device.sequence_s * count
+    limit = step.limit
+    if step.memory > capacity:
+        limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
+    elif anyway.step_s < step.step_s:
+        limit = f"memory: {anyway.mesh.text} at once: {1e3 * anyway.step_s:.4g} ms, {anyway.memory_gib:.4g} GiB"
     return row | {
         "mesh": step.mesh.text,
         "batch_size": step.batch_size,
@@ -115,45 +97,31 @@ def _row(
         "optimizer_ms": 1e3 * step.optimizer_s,
         "tokens_per_s": tokens_per_s,
         "efficiency_percent": 100 * tokens_per_s / ideal,
-        "tflops": flops_per_s(size, step) / 1e12,
+        "tflops": simulation.flops_per_s(step) / 1e12,
         "memory_gib": step.memory_gib,
-        "limit": _limit(step, anyway, cluster),
+        "limit": limit,
     }
 
 
-def _limit(step: SimulatedStep, anyway: SimulatedStep, cluster: Cluster) -> str:
-    if step.memory > cluster.memory_bytes:
-        return f"memory: no mesh fits into {cluster.memory_bytes / GIB:.4g} GiB"
-    if anyway.step_s < step.step_s:
-        return f"memory: {anyway.mesh.text} at once: {1e3 * anyway.step_s:.4g} ms, {anyway.memory_gib:.4g} GiB"
-    return step.limit
-
-
-def plot_scaling(
-    simulated: Simulated,
-    size: ModelSize,
-    dtypes: Dtypes,
-    cluster: Cluster,
-    device: DeviceTime,
-    checkpointing: str,
-    path: Path,
-) -> None:
+def plot_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
     """Above, tokens/s of a device over the devices, by strategy and by the fastest mesh; below, a rank's memory."""
     from matplotlib.figure import Figure
 
+    size, capacity = simulation.size, simulation.cluster.memory_bytes
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure = Figure(figsize=(1 + 5.5 * len(scalings), 7.5), layout="constrained")
     axes = figure.subplots(2, len(scalings), squeeze=False, sharex="col")
     for column, scaling in enumerate(scalings):
         steps = {count: found[0] for (name, count), found in simulated.items() if name == scaling and found}
         rates, memories = axes[0, column], axes[1, column]
-        for name, curve in _curves(steps, size, dtypes, cluster, device, checkpointing).items():
+        for name, curve in _curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
             tokens = [step.batch_size * size.context / step.step_s / count for count, step in curve.items()]
             rates.plot(list(curve), tokens, label=name, **style)
             memories.plot(list(curve), [step.memory_gib for step in curve.values()], label=name, **style)
-        rates.axhline(size.context / device.sequence_s, linestyle=":", color="grey", label="one device, passes alone")
-        memories.axhline(cluster.memory_bytes / GIB, linestyle=":", color="grey", label="a device's memory")
+        one_device = size.context / simulation.device.sequence_s
+        rates.axhline(one_device, linestyle=":", color="grey", label="one device, passes alone")
+        memories.axhline(capacity / GIB, linestyle=":", color="grey", label="a device's memory")
         rates.set_title(f"{scaling} scaling")
         for drawing in (rates, memories):
             drawing.set_xscale("log", base=2)
@@ -165,30 +133,21 @@ def plot_scaling(
         memories.set_xlabel("devices")
     axes[0, 0].set_ylabel("tokens/s of a device")
     axes[1, 0].set_ylabel("peak of a rank, GiB")
-    figure.suptitle(f"{size.name}, context {size.context}, {dtypes.text}: a simulation", fontsize=10)
+    title = f"{size.name}, context {size.context}, {simulation.dtypes.text}: a simulation"
+    figure.suptitle(title, fontsize=10)
     write_figure(figure, path)
 
 
-def _curves(
-    steps: Mapping[int, SimulatedStep],
-    size: ModelSize,
-    dtypes: Dtypes,
-    cluster: Cluster,
-    device: DeviceTime,
-    checkpointing: str,
-) -> dict[str, dict[int, SimulatedStep]]:
+def _curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
     """By name, the steps of each number of devices: the fastest that fits, and single strategies where they can."""
+    widths = [tp for tp in (2, simulation.cluster.node_devices) if tp > 1]
     curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
-    curves |= {f"fsdp, tp={tp}": {} for tp in (2, cluster.node_devices) if tp > 1}
+    curves |= {f"fsdp, tp={tp}": {} for tp in widths}
     for count, step in steps.items():
-        whole = replace(size, batch_size=step.batch_size)
-        tp = cluster.node_devices
         shapes = {"ddp": MeshShape(count, 1, 1), "fsdp": MeshShape(1, count, 1)}
-        shapes |= {f"fsdp, tp={tp}": MeshShape(1, count // tp, tp) for tp in (2, tp) if tp > 1 and count % tp == 0}
+        shapes |= {f"fsdp, tp={tp}": MeshShape(1, count // tp, tp) for tp in widths if count % tp == 0}
         for name, shape in shapes.items():
-            try:
-                curves[name][count] = in_fewest_parts(whole, dtypes, shape, cluster, device, checkpointing)
-            except UsageError:
-                # This mesh does not divide the batch or the heads.
-                continue
+            # A mesh may not divide the batch or the heads.
+            with contextlib.suppress(UsageError):
+                curves[name][count] = simulation.with_batch(step.batch_size).in_fewest_parts(shape)
     return {name: curve for name, curve in curves.items() if curve}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.ideal import (
     OWN_SHARDING_STRATEGIES,
-    IdealState,
     ideal_state,
     sent_bytes,
     state_answers,
@@ -18,14 +18,14 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("strategy", "element_bytes", "state"),
     [
-        ("none", 4, IdealState(400, 400, 800)),
-        ("none", 2, IdealState(200, 200, 800, 400)),
-        ("optimizer", 4, IdealState(400, 400, 200)),
-        ("optimizer", 2, IdealState(200, 200, 200, 100)),
-        ("optimizer-flat", 4, IdealState(400, 100, 200)),
-        ("optimizer-flat", 2, IdealState(200, 100, 200, 100)),
-        ("fsdp", 4, IdealState(100, 100, 200)),
-        ("fsdp", 2, IdealState(100, 100, 200)),
+        ("none", 4, TrainingState(400, 400, 800)),
+        ("none", 2, TrainingState(200, 200, 800, 400)),
+        ("optimizer", 4, TrainingState(400, 400, 200)),
+        ("optimizer", 2, TrainingState(200, 200, 200, 100)),
+        ("optimizer-flat", 4, TrainingState(400, 100, 200)),
+        ("optimizer-flat", 2, TrainingState(200, 100, 200, 100)),
+        ("fsdp", 4, TrainingState(100, 100, 200)),
+        ("fsdp", 2, TrainingState(100, 100, 200)),
     ],
 )
 def test_state_of_100_parameters_on_4_ranks(strategy, element_bytes, state):
