@@ -1,7 +1,6 @@
 """``cs336sys allreduce``: what communication costs on this machine's links."""
 
 import math
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +9,12 @@ import typer
 
 from cs336sys.accounting.communication import COLLECTIVES
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import among, byte_count, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import byte_count, choice, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep
+from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
-from cs336sys.results.model import Cell
-from cs336sys.workload import COLLECTIVE_DTYPES, DEVICES, CollectiveWorkload
+from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.
 BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
@@ -32,24 +30,18 @@ _MOST_SIZES = 1000
 def allreduce(
     backend: Annotated[
         list[str],
-        typer.Option(
-            help="gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.",
-            show_default=False,
-            autocompletion=among(BACKEND_DEVICES),
+        choice(
+            BACKEND_DEVICES, "gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.", show_default=False
         ),
     ] = [],
-    collective: Annotated[
-        list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}.", autocompletion=among(COLLECTIVES))
-    ] = ["all_reduce"],
+    collective: Annotated[list[str], choice(COLLECTIVES)] = ["all_reduce"],
     message: Annotated[
         list[str],
         typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.", show_default=False),
     ] = [],
     factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
     world_size: WorldSizeOption = [],
-    dtype: Annotated[
-        list[str], typer.Option(help=f"{', '.join(COLLECTIVE_DTYPES)}.", autocompletion=among(COLLECTIVE_DTYPES))
-    ] = ["fp32"],
+    dtype: Annotated[list[str], choice(COLLECTIVE_DTYPES)] = ["fp32"],
     warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.", min=0)] = 5,
     steps: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,
@@ -67,15 +59,11 @@ def allreduce(
 
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
-    from cs336sys.report.allreduce import allreduce_plan, allreduce_tables
-    from cs336sys.report.outputs import check_plot
+    from cs336sys.report.allreduce import allreduce_plan, allreduce_tables, plot_collectives
 
-    collectives = split_list(collective, "--collective", one_of(COLLECTIVES))
-    dtypes = split_list(dtype, "--dtype", one_of(tuple(COLLECTIVE_DTYPES)))
     world_sizes = choose_world_sizes(world_size)
     if is_first_rank():
-        output.check()
-        check_plot(plot)
+        output.check(plot=plot)
     # Before torch is imported, which takes seconds.
     messages = message_sizes(message, factor) if message else []
     backends = _backends(backend, device)
@@ -83,25 +71,15 @@ def allreduce(
     # Backend and world size outermost: for each of them ranks are started.
     workloads = [
         CollectiveWorkload(name, kind, ranks, type_, size, warmup, steps, timeout)
-        for name, ranks, type_, kind, size in product(backends, world_sizes, dtypes, collectives, messages)
+        for name, ranks, type_, kind, size in product(backends, world_sizes, dtype, collective, messages)
     ]
     if dry_run:
-        check_planned(sweeping, {"--plot": plot}, across_ranks=True)
-        planned_capacity(device)
-        if is_first_rank():
-            output.emit([allreduce_plan(workloads)])
+        show_plan(lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot)
         return
-    sweep = run_sweep(
-        "allreduce",
-        "cs336sys.experiments.collectives:measure_collective",
-        [workload.configuration() for workload in workloads],
-        sweeping,
-        across_ranks=True,
-    )
-    sweep.report(
-        lambda: allreduce_tables(sweep.cells, sweep.run),
-        output,
-        pictures=[] if plot is None else [lambda: _draw(sweep.cells, plot)],
+    measure = "cs336sys.experiments.collectives:measure_collective"
+    configurations = [workload.configuration() for workload in workloads]
+    run_sweep("allreduce", measure, configurations, sweeping, across_ranks=True).report(
+        allreduce_tables, output, (plot, plot_collectives)
     )
 
 
@@ -132,22 +110,14 @@ def message_sizes(values: list[str], factor: float) -> list[int]:
 
 
 def _backends(values: list[str], device: str) -> list[str]:
-    check_choice(device, "--device", DEVICES)
+    for backend in values:
+        if device not in ("auto", BACKEND_DEVICES[backend]):
+            raise UsageError(
+                f"--backend {backend}: communicates tensors on {BACKEND_DEVICES[backend]}, not on {device}"
+            )
     if values:
-        chosen = split_list(values, "--backend", one_of(tuple(BACKEND_DEVICES)))
-        for backend in chosen:
-            if device not in ("auto", BACKEND_DEVICES[backend]):
-                raise UsageError(
-                    f"--backend {backend}: communicates tensors on {BACKEND_DEVICES[backend]}, not on {device}"
-                )
-        return chosen
+        return values
 
     from cs336sys.measure.device import choose_device
 
     return ["nccl" if choose_device(device).type == "cuda" else "gloo"]
-
-
-def _draw(cells: Sequence[Cell], path: Path) -> None:
-    from cs336sys.report.allreduce import plot_collectives
-
-    plot_collectives(cells, path)

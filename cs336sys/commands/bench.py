@@ -8,8 +8,8 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, among, between, check_choice, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice
+from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
@@ -22,20 +22,17 @@ def bench(
     mode: options.ModeOption = "train",
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=10),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[int, typer.Option(help="Times through all of it.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
         str | None,
-        typer.Option(
-            help="Steps of its values in turn: attention.",
-            show_default=False,
-            autocompletion=among(_COMPARED),
-            rich_help_panel=MEASURING,
-        ),
+        choice(_COMPARED, "Steps of its values in turn: attention.", show_default=False, rich_help_panel=MEASURING),
     ] = None,
     percentiles: Annotated[
-        list[str],
-        typer.Option(help="Also these percentiles of steps: 50,90.", show_default=False, rich_help_panel=OUTPUT),
+        list[float],
+        typer.Option(
+            help="Also these percentiles of steps: 50,90.", show_default=False, min=0, max=100, rich_help_panel=OUTPUT
+        ),
     ] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
@@ -50,23 +47,25 @@ def bench(
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
     from cs336sys.report.bench import bench_plan, bench_tables, plot_bench, pool_bench_rounds
-    from cs336sys.report.outputs import check_plot
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
-    shown_percentiles = split_list(percentiles, "--percentiles", between(0, 100)) if percentiles else []
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
         measure = "cs336sys.experiments.bench:measure_training"
         configurations = [workload.configuration() for workload in workloads]
     else:
         measure = "cs336sys.experiments.bench:measure_interleaved"
-        configurations = _interleaved(workloads, check_choice(interleave, "--interleave", _COMPARED))
+        configurations = _interleaved(workloads, interleave)
         plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
     if dry_run:
-        check_planned(sweeping, {"--plot": plot})
-        output.emit([bench_plan(workloads, notes=plan_notes, capacity=planned_capacity(run.device))])
+        show_plan(
+            lambda capacity: bench_plan(workloads, notes=plan_notes, capacity=capacity),
+            sweeping,
+            output,
+            run.device,
+            plot=plot,
+        )
         return
     tell_what_does_not_fit(workloads, run.device)
     if rounds > 1:
@@ -74,17 +73,9 @@ def bench(
         configurations = [
             configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
         ]
-    sweep = run_sweep(
-        "bench",
-        measure,
-        configurations,
-        sweeping,
-        fresh_worker=len({workload.warmup for workload in workloads}) > 1,
-    )
-    sweep.report(
-        lambda: bench_tables(pool_bench_rounds(sweep.cells), sweep.run, shown_percentiles),
-        output,
-        pictures=[] if plot is None else [lambda: plot_bench(pool_bench_rounds(sweep.cells), plot)],
+    is_alone = len({workload.warmup for workload in workloads}) > 1
+    run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_alone).report(
+        lambda cells, run: bench_tables(cells, run, percentiles), output, (plot, plot_bench), pooled=pool_bench_rounds
     )
 
 

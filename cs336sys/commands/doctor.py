@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,
@@ -19,6 +19,7 @@ from cs336sys.commands.options.training import (
     RunOptions,
     StepsOptions,
     expand_workloads,
+    read_optimizer,
 )
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
@@ -28,7 +29,7 @@ def doctor(
     model: ModelOption = None,
     loss: LossOption = None,
     batch: BatchOption = None,
-    optimizer: Annotated[str, typer.Option(help="As of bench.", autocompletion=among(OPTIMIZERS))] = "course",
+    optimizer: Annotated[str, choice(OPTIMIZERS, "As of bench.", parser=read_optimizer)] = "course",
     blocks: BlocksOption = None,
     debug: DebugOption = False,
     output: OutputOptions = OutputOptions(),
@@ -56,13 +57,13 @@ def doctor(
 
         checks, subject = diagnose(), "here"
     else:
-        given = ModelOptions(["tiny"], ["32"], ["2"], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
+        given = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
         (workload,) = expand_workloads(
             given,
             "train",
             PrecisionOptions(["fp32"]),
             ImplementationOptions(optimizer=[optimizer]),
-            StepsOptions(["0"], 1),
+            StepsOptions([0], 1),
             RunOptions(device="cpu"),
         )
         from cs336sys.experiments.checks.user_model import check_model

@@ -3,8 +3,7 @@
 import ast
 import copy
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +21,7 @@ from cs336sys.commands.options.settings_file import (
 )
 from cs336sys.errors import UsageError, choose_from
 
-# The rows in which ``--help`` shows a command's options: fewer than options, so that it fits on a screen.
-
-
-# Options that share a row, by the name of the first, and what it says of them.
+# Options that share a row of help, so that it fits on a screen: by the name of the first, and what it says of them.
 _TOGETHER = {
     "--d-model": (("--d-ff",), "Model and inner width. Default: by size."),
     "--num-layers": (("--num-heads",), "Blocks and heads. Default: by size."),
@@ -72,48 +68,51 @@ def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
     return rows
 
 
-@contextmanager
-def narrow_columns() -> Iterator[None]:
-    """While it lasts typer shows options with one space after a column: four of its six are empty in our rows."""
-    from typer import rich_utils
-
-    wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
-    rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
-    try:
-        yield
-    finally:
-        rich_utils.STYLE_OPTIONS_TABLE_PADDING = wide
-
-
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-class _Command(TyperCommand):
-    def format_help(self, ctx, formatter):
+class _OwnOptions:
+    """What commands and groups have in common: variables of their options' names, and help in few rows."""
+
+    def get_params(self: Any, ctx: Any) -> list[Any]:
+        return with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        from typer import rich_utils
+
         shown = copy.copy(self)
-        shown.help = self.help or _docstring_of(self.callback)
+        shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
         vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
-        with narrow_columns():
-            super(_Command, shown).format_help(ctx, formatter)
+        # One space after a column: four of typer's six are empty in our rows.
+        wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
+        try:
+            super(_OwnOptions, shown).format_help(ctx, formatter)  # type: ignore[misc]
+        finally:
+            rich_utils.STYLE_OPTIONS_TABLE_PADDING = wide
 
-    def get_params(self, ctx):
-        return with_own_variables(super().get_params(ctx), ctx)
 
+class _Command(_OwnOptions, TyperCommand):
     def parse_args(self, ctx, args):
         if ctx.default_map:
             ctx.default_map = defaults_of(ctx, self.get_params(ctx))
-        rest = super().parse_args(ctx, list(args))
-        if overruled := overruled_settings(ctx):
-            ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
-            ctx.params.clear()
+        try:
             rest = super().parse_args(ctx, list(args))
+            if overruled := overruled_settings(ctx):
+                ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
+                ctx.params.clear()
+                rest = super().parse_args(ctx, list(args))
+        except UsageError:
+            # A value that cannot be may be one of the file's.
+            tell_settings(ctx)
+            raise
         if not ctx.resilient_parsing:
             check_variables(ctx, self.get_params(ctx))
             tell_settings(ctx)
         return rest
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(_OwnOptions, TyperGroup):
     """A group of commands in modules of their own.
 
     Attributes:
@@ -122,9 +121,6 @@ class LazyGroup(TyperGroup):
     """
 
     modules: ClassVar[dict[str, str]] = {}
-
-    def get_params(self, ctx):
-        return with_own_variables(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
@@ -152,11 +148,8 @@ class LazyGroup(TyperGroup):
     def format_help(self, ctx, formatter):
         # A list of commands needs what each says of itself, and that can be read without its imports and its options.
         listed = copy.copy(self)
-        listed.help = self.help or _docstring_of(self.callback)
         vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
-        vars(listed)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
-        with narrow_columns():
-            super(LazyGroup, listed).format_help(ctx, formatter)
+        super(LazyGroup, listed).format_help(ctx, formatter)
 
     def _described(self, name):
         """A command that does nothing, with the docstring of the one in its module; None if that is a group."""
@@ -167,10 +160,6 @@ class LazyGroup(TyperGroup):
         if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"unknown command '{args[0]}': {choose_from(args[0], self.modules)}")
         return super().resolve_command(ctx, args)
-
-
-def _docstring_of(callback):
-    return _docstring(callback.__module__, callback.__name__)
 
 
 def _docstring(module, function):

@@ -33,10 +33,8 @@ def losses(
     cs336sys losses --size small --bf16 --kernels reference,fused --text docs --plot losses.png
     """
     from cs336sys.report.losses import loss_tables, plot_losses
-    from cs336sys.report.outputs import check_plot
 
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     if not text:
         raise UsageError("--text: give a file to learn from, or a folder of them; several with --text again")
     for path in text:
@@ -45,20 +43,14 @@ def losses(
         if "," in str(path):
             raise UsageError(f"--text {path}: a comma stands between files in what is saved; rename it")
     workloads = options.expand_workloads(
-        model, "train", precision, implementation, options.StepsOptions(warmup=["0"], steps=steps), run
+        model, "train", precision, implementation, options.StepsOptions(warmup=[0], steps=steps), run
     )
     paths = ",".join(map(str, text))
     tell_what_does_not_fit(workloads, run.device)
     text_digest = digest(paths)
-    configurations = [LossWorkload(workload, paths, learning_rate, weight_decay, text_digest) for workload in workloads]
-    sweep = run_sweep(
-        "losses",
-        "cs336sys.experiments.losses:measure_losses",
-        [workload.configuration() for workload in configurations],
-        sweeping,
-    )
-    sweep.report(
-        lambda: loss_tables(sweep.cells, sweep.run),
-        output,
-        pictures=[] if plot is None else [lambda: plot_losses(sweep.cells, plot)],
-    )
+    configurations = [
+        LossWorkload(workload, paths, learning_rate, weight_decay, text_digest).configuration()
+        for workload in workloads
+    ]
+    measure = "cs336sys.experiments.losses:measure_losses"
+    run_sweep("losses", measure, configurations, sweeping).report(loss_tables, output, (plot, plot_losses))

@@ -9,45 +9,33 @@ import typer
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import among, between, one_of, read_value, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
+from cs336sys.commands.options.reading import choice
+from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
-from cs336sys.workload import MODES, MemoryWorkload
-
-ModesOption = Annotated[
-    list[str], typer.Option("--mode", help=f"Phases of a step: {', '.join(MODES)}.", autocompletion=among(MODES))
-]
-CheckpointOption = Annotated[
-    list[str],
-    typer.Option(
-        "--checkpoint",
-        help="none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
-        "ffn alone; nested: halves within halves.",
-        autocompletion=among(("none", "block", "every=", "sublayer", "attention", "ffn", "nested")),
-    ),
-]
-TopOption = Annotated[int, typer.Option("--top", help="Largest allocations shown.")]
-SnapshotOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--snapshot",
-        help="Write timelines, pages and snapshots to this folder.",
-        show_default=False,
-    ),
-]
+from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload
 
 
 def memprof(
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    mode: ModesOption = ["train"],
+    mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    checkpoint: CheckpointOption = ["none"],
-    top: TopOption = 5,
-    snapshot: SnapshotOption = None,
+    checkpoint: Annotated[
+        list[str],
+        choice(
+            ("none", "block", "every=", "sublayer", "attention", "ffn", "nested"),
+            "none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
+            "ffn alone; nested: halves within halves.",
+            parser=parse_checkpointing,
+        ),
+    ] = ["none"],
+    top: Annotated[int, typer.Option(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Write timelines, pages and snapshots to this folder.", show_default=False)
+    ] = None,
     predict: Annotated[bool, typer.Option("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
-    steps: options.StepsOptions = options.StepsOptions(warmup=["1"], steps=3),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[1], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
@@ -61,33 +49,28 @@ def memprof(
     """
     from cs336sys.report.memory.page import check_directory, write_files
     from cs336sys.report.memory.tables import memory_tables, plan_tables
-    from cs336sys.workload import LARGEST_ALLOCATIONS
 
-    modes = split_list(mode, "--mode", one_of(MODES))
-    strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
-    shown = int(read_value(str(top), "--top", between(1, LARGEST_ALLOCATIONS)))
-    if modes == ["forward"] and "none" not in strategies:
+    if mode == ["forward"] and "none" not in checkpoint:
         listed = ",".join(checkpoint)
         raise UsageError(
             f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"
         )
-    training = options.expand_workloads(model, modes[0], precision, implementation, steps, run)
+    training = options.expand_workloads(model, mode[0], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [
         MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory)
         for workload in training
-        for phases in modes
+        for phases in mode
         # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
-        for strategy in (strategies if phases != "forward" else ["none"])
+        for strategy in (checkpoint if phases != "forward" else ["none"])
     ]
     workloads = list(dict.fromkeys(workloads))
     output.check()
     if dry_run:
-        check_planned(sweeping, {"--snapshot": snapshot})
-        planned_capacity(run.device)
+        check_planned(sweeping, run.device, snapshot=snapshot)
     if dry_run and not predict:
         cells = [Cell("memprof", workload.configuration(), "ok") for workload in workloads]
-        output.emit(plan_tables(cells, shown))
+        output.emit(plan_tables(cells, top))
         return
     if not dry_run:
         check_directory(snapshot)
@@ -100,10 +83,10 @@ def memprof(
         SweepOptions(cell_timeout=sweeping.cell_timeout) if dry_run else sweeping,
     )
     if dry_run:
-        sweep.report(lambda: plan_tables(sweep.cells, shown), output)
+        sweep.report(lambda cells, _: plan_tables(cells, top), output)
     else:
         sweep.report(
-            lambda: memory_tables(sweep.cells, sweep.run, shown),
+            lambda cells, run: memory_tables(cells, run, top),
             output,
-            pictures=[] if snapshot is None else [lambda: write_files(sweep.cells, sweep.run, snapshot)],
+            (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
         )

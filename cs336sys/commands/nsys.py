@@ -10,8 +10,8 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import among, one_of, split_list
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
+from cs336sys.commands.options.reading import choice, split_list
+from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
@@ -44,15 +44,9 @@ def nsys(
         bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare phases.")
     ] = False,
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=["5"], steps=5),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=5),
     run: options.RunOptions = options.RunOptions(),
-    profiler: Annotated[
-        list[str],
-        typer.Option(
-            help="nsys, torch; auto: nsys if it is there.",
-            autocompletion=among(PROFILERS),
-        ),
-    ] = ["auto"],
+    profiler: Annotated[list[str], choice(PROFILERS, "nsys, torch; auto: nsys if it is there.")] = ["auto"],
     keep: Annotated[Path | None, typer.Option(help="Keep the profiler's files in this folder.")] = None,
     top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
@@ -71,11 +65,9 @@ def nsys(
     """
     from cs336sys.measure.profile.nsys import is_profiled
     from cs336sys.report.bench import bench_plan
-    from cs336sys.report.outputs import check_plot
     from cs336sys.report.profile import plot_profiles, plot_report, profile_tables, report_tables
 
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     if len(source) > 1:
         raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
     if source:
@@ -87,37 +79,38 @@ def nsys(
         return
     _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
-        if precision != options.PrecisionOptions():
+        if precision.precisions() != [None]:
             raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
         precision = options.PrecisionOptions(["fp32", "bf16"])
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
-    profilers = split_list(profiler, "--profiler", one_of(PROFILERS))
     if dry_run:
-        check_planned(sweeping, {"--plot": plot, "--keep": keep})
-        output.emit([bench_plan(workloads, "nsys", capacity=planned_capacity(run.device))])
+        show_plan(
+            lambda capacity: bench_plan(workloads, "nsys", capacity=capacity),
+            sweeping,
+            output,
+            run.device,
+            plot=plot,
+            keep=keep,
+        )
         return
     if is_profiled():
         _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
-        _run_under_nsys(workloads, profilers)
+        _run_under_nsys(workloads, profiler)
         return
     if keep is not None:
         _check_folder(keep)
     tell_what_does_not_fit(workloads, run.device)
-    cells = [
-        ProfileWorkload(workload, name, str(keep) if keep else None) for workload in workloads for name in profilers
+    configurations = [
+        ProfileWorkload(workload, name, str(keep) if keep else None).configuration()
+        for workload in workloads
+        for name in profiler
     ]
-    sweep = run_sweep(
-        "nsys",
-        "cs336sys.experiments.profiling:measure_profile",
-        [cell.configuration() for cell in cells],
-        sweeping,
-    )
-    sweep.report(
-        lambda: profile_tables(
-            sweep.cells, sweep.run, top=top, full_names=full_names, compare_precision=compare_precision
+    run_sweep("nsys", "cs336sys.experiments.profiling:measure_profile", configurations, sweeping).report(
+        lambda cells, run: profile_tables(
+            cells, run, top=top, full_names=full_names, compare_precision=compare_precision
         ),
         output,
-        pictures=[] if plot is None else [lambda: plot_profiles(sweep.cells, plot)],
+        (plot, plot_profiles),
     )
 
 

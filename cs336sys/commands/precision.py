@@ -4,15 +4,12 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cs336sys.commands.options.output import OutputOptions, SaveOption
-from cs336sys.commands.options.reading import among, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.run import Sweep, unsaved
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell
-from cs336sys.workload import DEVICES
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +19,7 @@ AUTOCAST_PRECISIONS = ("fp16", "bf16")
 
 def precision(
     precision: Annotated[
-        list[str],
-        typer.Option(
-            "--precision",
-            help=f"What autocast casts to: {', '.join(AUTOCAST_PRECISIONS)}.",
-            autocompletion=among(AUTOCAST_PRECISIONS),
-        ),
+        list[str], choice(AUTOCAST_PRECISIONS, f"What autocast casts to: {', '.join(AUTOCAST_PRECISIONS)}.")
     ] = ["fp16", "bf16"],
     device: DeviceOption = "auto",
     save: SaveOption = None,
@@ -39,8 +31,6 @@ def precision(
     """
     from cs336sys.report.precision import precision_tables
 
-    chosen = split_list(precision, "--precision", one_of(AUTOCAST_PRECISIONS))
-    check_choice(device, "--device", DEVICES)
     output.check()
 
     from cs336sys.measure.device import choose_device
@@ -49,13 +39,13 @@ def precision(
     torch_device = choose_device(device)
     file = ResultsFile(save) if save is not None else None
     run = new_run(sys.argv[1:])
-    cells = [*_accumulations(torch_device, run.run_id), *_autocast_steps(chosen, torch_device, run.run_id)]
+    cells = [*_accumulations(torch_device, run.run_id), *_autocast_steps(precision, torch_device, run.run_id)]
     if file is not None:
         file.append(run)
         for cell in cells:
             file.append(cell)
         file.close()
-    Sweep(tuple(cells), run, faults=tuple(unsaved(file))).report(lambda: precision_tables(cells, run), output)
+    Sweep(tuple(cells), run, faults=tuple(unsaved(file))).report(precision_tables, output)
 
 
 def _accumulations(device: "torch.device", run_id: str) -> list[Cell]:

@@ -1,6 +1,5 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +18,11 @@ from cs336sys.commands.sweep.ranks import (
     TraceOption,
     WorldSizeOption,
     check_scaling_plot,
+    check_trace,
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import check_planned, planned_capacity, run_sweep, tell_what_does_not_fit
-from cs336sys.results.model import Cell
+from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 
 
 def shard(
@@ -35,7 +34,7 @@ def shard(
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=["2"], steps=5),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[2], steps=5),
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
@@ -61,9 +60,9 @@ def shard(
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
     from cs336sys.report.board import sharding_tables
-    from cs336sys.report.outputs import check_plot, check_writable
+    from cs336sys.report.scaling import plot_scaling as draw_scaling
     from cs336sys.report.scaling import scaling_tables
-    from cs336sys.report.shard import shard_plan
+    from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
         refuse_beside_board(model.model, sharding.mesh, plot)
@@ -81,16 +80,20 @@ def shard(
         check_layers=check_layers,
     )
     if is_first_rank():
-        output.check()
-        check_plot(plot)
+        output.check(plot=plot, plot_scaling=plot_scaling)
         check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
-        if trace is not None:
-            check_writable(trace / "trace.json.gz", "--trace")
+        check_trace(trace)
     if dry_run:
-        check_planned(sweeping, {"--plot": plot, "--plot-scaling": plot_scaling, "--trace": trace}, across_ranks=True)
-        planned_capacity(run.device)
-        if is_first_rank():
-            output.emit([shard_plan(chosen)])
+        show_plan(
+            lambda _: shard_plan(chosen),
+            sweeping,
+            output,
+            run.device,
+            across_ranks=True,
+            plot=plot,
+            plot_scaling=plot_scaling,
+            trace=trace,
+        )
         return
     if not sharding.board:
         tell_what_does_not_fit(chosen, run.device)
@@ -98,25 +101,10 @@ def shard(
     measure, mark = "measurement:measure_parallel_training", {}
     if sharding.board:
         measure, mark = "board:measure_board", {"board": True}
-    sweep = run_sweep(
-        "shard",
-        f"cs336sys.experiments.parallel.{measure}",
-        [workload.configuration() | mark for workload in chosen],
-        sweeping,
-        across_ranks=True,
-    )
-    sweep.report(
-        lambda: [*sharding_tables(sweep.cells, sweep.run), *scaling_tables(sweep.cells)],
+    configurations = [workload.configuration() | mark for workload in chosen]
+    run_sweep("shard", f"cs336sys.experiments.parallel.{measure}", configurations, sweeping, across_ranks=True).report(
+        lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)],
         output,
-        pictures=_pictures(sweep.cells, plot, plot_scaling),
+        (plot, plot_memory),
+        (plot_scaling, draw_scaling),
     )
-
-
-def _pictures(cells: Sequence[Cell], memory: Path | None, scaling: Path | None) -> Iterator[Callable[[], None]]:
-    from cs336sys.report.scaling import plot_scaling
-    from cs336sys.report.shard import plot_memory
-
-    if memory is not None:
-        yield lambda: plot_memory(cells, memory)
-    if scaling is not None:
-        yield lambda: plot_scaling(cells, scaling)

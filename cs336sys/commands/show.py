@@ -9,7 +9,7 @@ import typer
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, at_least, between, one_of, split_list
+from cs336sys.commands.options.reading import choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, Status, passed_over_words, read_results
 
@@ -26,12 +26,7 @@ def show(
     ] = [],
     status: Annotated[
         list[str],
-        typer.Option(
-            "--status",
-            help=f"Only cells of these: {', '.join(get_args(Status))}.",
-            show_default=False,
-            autocompletion=among(get_args(Status)),
-        ),
+        choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False),
     ] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")
@@ -55,7 +50,6 @@ def show(
     from cs336sys.report.page import check_page
     from cs336sys.report.registry import Shown, invocations, marked, saved_page, saved_pictures, sound_cells_and_tables
 
-    statuses = split_list(status, "--status", one_of(get_args(Status))) if status else []
     output.check()
     check_plot(plot)
     check_page(html)
@@ -72,7 +66,7 @@ def show(
     for invocation in found:
         try:
             of_invocation = sound_cells_and_tables(
-                invocation, statuses, _presentation(ctx, invocation), lambda sentence: say(f"warning: {sentence}")
+                invocation, status, _presentation(ctx, invocation), lambda sentence: say(f"warning: {sentence}")
             )
         except UsageError as fault:
             faults.append(fault)
@@ -83,7 +77,7 @@ def show(
     if faults and not cells:
         raise faults[0]
     if not cells:
-        raise UsageError(f"--status {','.join(statuses)}: no cell has it")
+        raise UsageError(f"--status {','.join(status)}: no cell has it")
     names = [invocation.command for invocation, _ in cells]
     tables = [
         marked(invocation, some) if names.count(invocation.command) > 1 else some
@@ -136,17 +130,13 @@ def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation
         ignore_unknown_options=True,
         allow_extra_args=True,
     ).params
-    try:
-        return Presentation(
-            asked.get("baseline") or default.baseline,
-            split_list(asked["percentiles"], "--percentiles", between(0, 100)) if asked.get("percentiles") else (),
-            split_list([str(asked["top"])], "--top", at_least(1))[0] if asked.get("top") else default.top,
-            bool(asked.get("full_names")),
-            bool(asked.get("compare_precision")),
-        )
-    except UsageError:
-        # No command took these arguments: somebody else wrote them.
-        return default
+    return Presentation(
+        asked.get("baseline") or default.baseline,
+        asked.get("percentiles") or (),
+        asked.get("top") or default.top,
+        bool(asked.get("full_names")),
+        bool(asked.get("compare_precision")),
+    )
 
 
 def _drawings(

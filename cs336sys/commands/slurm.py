@@ -15,9 +15,8 @@ import typer
 from cs336sys.accounting.sharding.mesh import mesh_ranks, read_mesh
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.reading import OUTPUT, at_least, split_list
+from cs336sys.commands.options.reading import OUTPUT
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.sizes import MOST_RANKS
 
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
@@ -60,8 +59,6 @@ def slurm(
     """
     from cs336sys.report.outputs import check_writable, write_file, writing_stdout
 
-    pass
-
     command, context = _read(ctx, arguments)
     asked = dict(context.params)
     on_ranks, needed, started = "world_size" in asked, 1, None
@@ -102,7 +99,7 @@ def slurm(
 def _world_sizes(asked: dict[str, Any]) -> list[int]:
     """Numbers of ranks that a command will have where nothing else starts them."""
     if asked["world_size"]:
-        return split_list(asked["world_size"], "--world-size", at_least(1, MOST_RANKS))
+        return asked["world_size"]
     return [mesh_ranks(read_mesh(asked["mesh"])) if asked.get("mesh") else 2]
 
 
@@ -142,7 +139,7 @@ def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
     command.callback.read_options(asked | saved)
     if name in _PLANNED:
         if ranks is not None:
-            asked["world_size"] = [str(ranks)]
+            asked["world_size"] = [ranks]
         # It writes nothing here.
         context.params |= dict.fromkeys(_OF_THE_JOB.intersection(asked)) | {"dry_run": True}
         context.params |= {option: value for option, value in _EMPTY.items() if option in asked}

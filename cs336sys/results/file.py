@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.results.gzip_members import as_member, is_compressed, read_members
+from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
 
 # Names that promise something else than JSON lines to whoever opens the file.
@@ -42,10 +42,7 @@ def check_appendable(path: Path) -> None:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 return
             if is_compressed(path):
-                members = read_members(stream.read())
-                if members.is_damaged:
-                    raise _of_something_else(path)
-                _check_first_line(path, (members.whole + members.cut).partition(b"\n")[0])
+                _check_members(path, stream.read())
             else:
                 _check_first_line(path, stream.readline(2**20))
     except OSError as error:
@@ -97,7 +94,7 @@ class ResultsFile:
     def _close_damaged_end(self) -> None:
         self._stream.seek(0)
         if is_compressed(self.path):
-            self._check_members()
+            self._close_cut_member()
         else:
             _check_first_line(self.path, self._stream.readline(2**20))
             self._end_truncated_line()
@@ -175,7 +172,7 @@ class ResultsFile:
         self._stream.seek(0)
         content = self._stream.read()
         if is_compressed(self.path):
-            content = read_members(content).whole
+            content, _ = read_members(content)
         return {_key(record) for line in content.splitlines() if (record := read_record(line)) is not None}
 
     def _open_again(self) -> None:
@@ -206,16 +203,15 @@ class ResultsFile:
             # Some network file systems know no locks.
             return
 
-    def _check_members(self) -> None:
-        """Check the first line, and close a line and a member that an earlier, killed run left half written."""
-        members = read_members(self._stream.read())
-        if members.is_damaged:
-            raise _of_something_else(self.path)
-        content = members.whole + members.cut
-        _check_first_line(self.path, content.partition(b"\n")[0])
-        # No program reads beyond a cut member: what it still holds is written again as a whole one.
-        self._stream.truncate(members.end)
-        lost = members.cut if content.endswith(b"\n") or not content else members.cut + b"\n"
+    def _close_cut_member(self) -> None:
+        """Close a line and a member that an earlier, killed run left half written."""
+        whole, cut = _check_members(self.path, self._stream.read())
+        lost = b"" if cut is None else cut.content
+        if not (whole + lost or b"\n").endswith(b"\n"):
+            lost += b"\n"
+        if cut is not None:
+            # No program reads beyond a cut member: what it still holds is written again as a whole one.
+            self._stream.truncate(cut.start)
         if lost:
             self._stream.write(as_member(lost))
 
@@ -225,6 +221,15 @@ class ResultsFile:
             self._stream.seek(-1, 2)
             if self._stream.read(1) != b"\n":
                 self._stream.write(b"\n")
+
+
+def _check_members(path: Path, compressed: bytes) -> tuple[bytes, Member | None]:
+    """Raise a UsageError for what holds no results, else return the whole members' content and the one that is cut."""
+    whole, faulty = read_members(compressed)
+    if faulty is not None and not faulty.is_cut:
+        raise _of_something_else(path)
+    _check_first_line(path, (whole + (faulty.content if faulty else b"")).partition(b"\n")[0])
+    return whole, faulty
 
 
 def _check_first_line(path: Path, first_line: bytes) -> None:

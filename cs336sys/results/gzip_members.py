@@ -33,23 +33,6 @@ def as_member(record: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Members:
-    """What a file of members holds.
-
-    Attributes:
-        whole: the content of the whole members.
-        cut: what can be read of one after them that is cut, or damaged.
-        end: where in the file the whole members end.
-        is_damaged: what follows them is no member, or one whose data are wrong.
-    """
-
-    whole: bytes
-    cut: bytes
-    end: int
-    is_damaged: bool
-
-
-@dataclass(frozen=True)
 class Member:
     """One member of a file.
 
@@ -116,13 +99,11 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
     return Member(start, position, b"".join(parts))
 
 
-def read_members(compressed: bytes) -> Members:
-    """Decompress a file of members, up to one that is cut or damaged."""
+def read_members(compressed: bytes) -> tuple[bytes, Member | None]:
+    """Decompress a file of members, up to the first that is cut or damaged, which comes second."""
     whole: list[bytes] = []
-    end = 0
     for member in members_of(compressed):
         if member.fault:
-            return Members(b"".join(whole), member.content, end, is_damaged=not member.is_cut)
+            return b"".join(whole), member
         whole.append(member.content)
-        end = member.end
-    return Members(b"".join(whole), b"", end, is_damaged=False)
+    return b"".join(whole), None

@@ -140,7 +140,7 @@ def test_attn_measures_eager_and_compiled(tmp_path):
             [*FLASH, "--window", "4", "--full"],
             "--window 4: counts keys back from the query's own, so it needs --causal",
         ),
-        ([*FLASH, "--head-dim", "512"], "--head-dim 512: must be at most 256"),
+        ([*FLASH, "--head-dim", "512"], "--head-dim '512': must be between 1 and 256"),
         ([*FLASH, "--repetition-ms", "0"], "--repetition-ms '0': must be between 1 and 1e+18"),
         ([*FLASH, "--rounds", "0"], "--rounds '0': must be at least 1"),
         ([*FLASH, "--context", "0"], "--context '0': must be at least 1"),

@@ -160,7 +160,7 @@ def test_dry_run_lists_the_cells():
         (["--world-size", "3"], "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         (["--batch-size", "5"], "--batch-size 5: 2 ranks cannot share it equally; choose a multiple of 2"),
         (["--gradient-dtype", "fp8"], "--gradient-dtype 'fp8': choose from fp32, bf16, fp16"),
-        (["--backend", "mpi"], "unknown backend 'mpi': choose from auto, gloo, nccl"),
+        (["--backend", "mpi"], "--backend 'mpi': choose from auto, gloo, nccl"),
         (["--backend", "nccl", "--device", "cpu"], "backend 'nccl' communicates between GPUs"),
         (["--transport", "mail"], "--transport 'mail': choose from collectives, copy-engines"),
         (["--mode", "flat", "--transport", "copy-engines"], "only mode bucketed has the choice; add it to --mode"),

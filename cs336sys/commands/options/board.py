@@ -1,6 +1,7 @@
 """What ``shard --board`` and ``shard --checkpoint auto`` choose, before anything runs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _IMPLEMENTATION = {
 _CHECKPOINTING = {"fsdp": "auto", "torch-fsdp": "keep=0"}
 
 # The handout's benchmark repeats steps for 10 s of warm-up and then for 30 s: at 4.2 s a step 2 and 7.
-_WARMUP, _STEPS = ["2"], 7
+_WARMUP, _STEPS = [2], 7
 
 _UNITS = {"gib": GIB, "gb": 10**9}
 
@@ -34,11 +35,11 @@ _LIMIT_BYTES = 130 * GIB
 
 def chosen_for_board(
     context: typer.Context,
-    strategy: list[str],
-    checkpoint: list[str],
+    strategy: Sequence[str],
+    checkpoint: Sequence[str],
     implementation: ImplementationOptions,
     steps: StepsOptions,
-) -> tuple[list[str], list[str], ImplementationOptions, StepsOptions]:
+) -> tuple[Sequence[str], Sequence[str], ImplementationOptions, StepsOptions]:
     """The options of a board's cell: what was not asked for is what is fastest.
 
     Raises:

@@ -1,13 +1,13 @@
 """The options that say how results are shown and kept: groups that every command with a table, or with cells, takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, one_of, split_list
+from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
@@ -16,7 +16,7 @@ from cs336sys.results.file import check_name
 if TYPE_CHECKING:
     from cs336sys.report.table import Table
 
-SaveOption = Annotated[Path | None, typer.Option("--save", help="Append cells to this .jsonl or .jsonl.gz.")]
+SaveOption = Annotated[Path | None, typer.Option(help="Append cells to this .jsonl or .jsonl.gz.")]
 
 
 @dataclass(frozen=True)
@@ -25,33 +25,30 @@ class OutputOptions:
 
     panel: ClassVar = OUTPUT
     format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help=f"{', '.join(FORMATS)}.",
-            show_default=False,
-            autocompletion=among(FORMATS),
-        ),
+        str | None, typer.Option(help=f"{', '.join(FORMATS)}.", show_default=False, autocompletion=among(FORMATS))
     ] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
-    table: Annotated[list[str], typer.Option("--table", help="Only the tables of these names.")] = field(
-        default_factory=list
-    )
-    columns: Annotated[list[str], typer.Option("--columns", help="Only these columns: size,step_ms.")] = field(
-        default_factory=list
-    )
-    sort: Annotated[str | None, typer.Option("--sort", help="Sort by a column; -step_ms: descending.")] = None
+    table: Annotated[Sequence[str], typer.Option(help="Only the tables of these names.", parser=str)] = ()
+    columns: Annotated[Sequence[str], typer.Option(help="Only these columns: size,step_ms.", parser=str)] = ()
+    sort: Annotated[str | None, typer.Option(help="Sort by a column; -step_ms: descending.")] = None
     wide: Annotated[bool, typer.Option("--wide", help="Rows as wide as they are, for less -S.")] = False
 
-    def check(self) -> None:
-        """Find out before anything is measured whether :meth:`emit` will be able to write.
+    def check(self, **plots: Path | None) -> None:
+        """Find out before anything is measured whether :meth:`emit` will be able to write, and these can be drawn.
+
+        Args:
+            plots: picture files by the names of their options, ``plot_buckets`` for ``--plot-buckets``.
 
         Raises:
-            UsageError: the format is unknown, or the file cannot be written.
+            UsageError: the format is unknown, or a file cannot be written.
+            CapabilityError: matplotlib is not installed.
         """
+        from cs336sys.report.outputs import check_plot
         from cs336sys.report.render import check_output
 
         check_output(self.output, self.format)
+        for name, path in plots.items():
+            check_plot(path, f"--{name.replace('_', '-')}")
 
     def chosen(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
         """What was asked for of the tables in groups.
@@ -61,9 +58,7 @@ class OutputOptions:
         """
         from cs336sys.report.table import select_in_groups
 
-        names = split_list(self.table, "--table", str) if self.table else ()
-        columns = split_list(self.columns, "--columns", str) if self.columns else ()
-        return select_in_groups(groups, names, columns, self.sort)
+        return select_in_groups(groups, self.table, self.columns, self.sort)
 
     def write(self, tables: Sequence["Table"]) -> None:
         """Write these tables, all of them.
@@ -108,20 +103,15 @@ class SweepOptions:
     panel: ClassVar = OUTPUT
     save: SaveOption = None
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Skip cells of the --save file that were measured alike."),
+        bool, typer.Option("--resume", help="Skip cells of the --save file that were measured alike.")
     ] = False
     resume_any: Annotated[
         bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")
     ] = False
-    track: Annotated[
-        list[str],
-        typer.Option("--track", help="Make each cell a run of mlflow, wandb.", autocompletion=among(TRACKERS)),
-    ] = field(default_factory=list)
+    track: Annotated[Sequence[str], choice(TRACKERS, "Make each cell a run of mlflow, wandb.")] = ()
     cell_timeout: Annotated[
         float | None,
         typer.Option(
-            "--cell-timeout",
             help="Give a cell up after this many seconds.",
             metavar="<s>",
             show_default=False,
@@ -132,7 +122,6 @@ class SweepOptions:
     cool_down: Annotated[
         float,
         typer.Option(
-            "--cool-down",
             help="Seconds to wait between cells.",
             metavar="<s>",
             show_default=False,
@@ -146,7 +135,7 @@ class SweepOptions:
         """Refuse what means nothing, whether or not anything is measured.
 
         Raises:
-            UsageError: the timeout is not positive, there is no such tracker, or the file is missing or misnamed.
+            UsageError: the timeout is not positive, or the file is missing or misnamed.
         """
         if self.cell_timeout is not None and self.cell_timeout <= 0:
             raise UsageError(f"--cell-timeout {self.cell_timeout:g}: must be more than 0 seconds")
@@ -154,11 +143,6 @@ class SweepOptions:
             raise UsageError("--resume needs --save: the file that holds the cells to skip")
         if self.save is not None:
             check_name(self.save)
-        self.trackers()
-
-    def trackers(self) -> tuple[str, ...]:
-        """Names of the trackers that were asked for."""
-        return tuple(split_list(self.track, "--track", one_of(TRACKERS))) if self.track else ()
 
     @property
     def resumes(self) -> bool:

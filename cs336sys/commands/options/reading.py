@@ -20,7 +20,7 @@ from cs336sys.errors import UsageError, choose_from
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
 BaselineOption = Annotated[
-    str | None, typer.Option("--baseline", help="Which of them speed-ups are over. Default: eager.", show_default=False)
+    str | None, typer.Option(help="Which of them speed-ups are over. Default: eager.", show_default=False)
 ]
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
@@ -35,19 +35,16 @@ LONGEST_S = 1e6
 _WRITTEN = ("save", "output", "plot", "plot_buckets", "plot_scaling", "html")
 
 # What help calls the value of an option, by its type. A flag has none.
-_VALUE_WORDS = {list: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>", str: "<name>"}
+_VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
 
 
 def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer should see it: with every option of its groups, and with numbers as the text that they are.
+    """The command as typer should see it: with every option of its groups, and with callbacks that read their values.
 
     A group is a dataclass each of whose fields is an option, annotated as one. The parameter that takes it has an
     instance as its default, which holds the defaults of the options.
 
-    Numbers are read here and not by typer, so that all are refused alike: inf, nan, and what lies outside the option's
-    ``min`` and ``max`` (without these, outside what means anything).
-
-    The attribute ``read_options`` of what is returned reads values as the command does, and calls nothing.
+    The attribute ``read_options`` of what is returned makes the groups and checks options as the command does.
     """
     groups: dict[str, Any] = {}
     options = []
@@ -57,31 +54,25 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
             for field in fields(parameter.annotation):
                 default = getattr(parameter.default, field.name)
                 option = parameter.replace(name=field.name, annotation=field.type, default=default)
-                options.append(_presented(option, getattr(parameter.annotation, "panel", None)))
+                options.append(_read_by_callback(option, getattr(parameter.annotation, "panel", None)))
         else:
-            options.append(_presented(parameter, None))
-    converters = {option.name: converter for option in options if (converter := _number_converter(option)) is not None}
+            options.append(_read_by_callback(parameter, None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         values = dict(values)
-        for name, (option, convert) in converters.items():
-            if values[name] is not None:
-                values[name] = read_value(values[name], option, convert)
         _refuse_one_file_for_two(values)
-        read = {
+        made = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        return values | read
+        return values | made
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         command(**read(values))
 
     run.read_options = read  # type: ignore[attr-defined]  # for who has the command alone
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect.signature looks for
-        [_as_text(option) if option.name in converters else option for option in options]
-    )
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return run
 
 
@@ -102,48 +93,69 @@ def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
                 raise UsageError(f"{written[os.path.realpath(path)]}: would be written over what is read; give another")
 
 
-def _number_converter(parameter: inspect.Parameter) -> tuple[str, Callable[[str], float]] | None:
-    """The name of the option and how its value is read; None for an option that is no single number."""
+def choice(names: Collection[str], help: str | None = None, **settings: Any) -> Any:
+    """An option that takes one of the names or, if it is a list, several. Its help lists them unless it says otherwise.
+
+    Args:
+        settings: of ``typer.Option``; with ``parser`` it takes more than these names, which shells offer.
+    """
+    help = f"{', '.join(names)}." if help is None else help
+    return typer.Option(help=help, autocompletion=among(names), **{"parser": one_of(names)} | settings)
+
+
+def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
+    """The option in this panel of the help, with a short word for its value, which a callback reads.
+
+    The value is read by the option's ``parser``, or as a number between its ``min`` and ``max`` (without these, within
+    what means anything); other options have their text. Typer itself, which sees texts alone, words errors differently
+    from version to version, and takes inf and nan.
+    """
     kind, *metadata = get_args(parameter.annotation) or (None,)
-    info = next((entry for entry in metadata if isinstance(entry, OptionInfo)), None)
-    if info is None or not {int, float} & {kind, *get_args(kind)}:
-        return None
-    option = next((name for name in info.param_decls or () if name.startswith("--")), None)
-    option = option or f"--{parameter.name.replace('_', '-')}"
-    if float in {kind, *get_args(kind)}:
-        highest = LARGEST_NUMBER if info.max is None else info.max
-        return option, between(-highest if info.min is None else info.min, highest)
-    most = LARGEST_WHOLE_NUMBER if info.max is None else int(info.max)
-    return option, at_least(-most if info.min is None else int(info.min), most)
+    if not metadata or not isinstance(metadata[0], OptionInfo):
+        return parameter
+    types, option, default = _types(kind), copy.copy(metadata[0]), parameter.default
+    option.rich_help_panel = option.rich_help_panel or panel
+    option.metavar = option.metavar or next((word for one, word in _VALUE_WORDS.items() if one in types), "<name>")
+    convert = option.parser or _number(types, option)
+    if convert is not None:
+        is_list = bool({list, Sequence} & types)
+        option.callback = _callback(convert, is_list=is_list, may_be_empty=not default)
+        option.parser = option.min = option.max = None
+        kind = list[str] if is_list else str
+        if type(None) in types:
+            kind = kind | None
+        if is_list and default is not None:
+            default = [",".join(map(_as_text, default))] if default else []
+        elif default is not None:
+            default = _as_text(default)
+    return parameter.replace(annotation=Annotated[kind, option], default=default)
 
 
-def _presented(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
-    """The same option in this panel of the help, with a short word for its value."""
-    kind, *metadata = get_args(parameter.annotation) or (None,)
-    types = {type_ for one in (kind, *get_args(kind)) for type_ in (one, get_origin(one))}
-    words = [word for type_, word in _VALUE_WORDS.items() if type_ in types]
-    for position, entry in enumerate(metadata):
-        if isinstance(entry, OptionInfo):
-            metadata[position] = presented = copy.copy(entry)
-            presented.rich_help_panel = entry.rich_help_panel or panel
-            presented.metavar = entry.metavar or words[0]
-    return parameter.replace(annotation=Annotated[(kind, *metadata)]) if metadata else parameter
+def _as_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The same option, of a text: its default as it would be typed."""
-    kind, *metadata = get_args(parameter.annotation)
-    for position, entry in enumerate(metadata):
-        if isinstance(entry, OptionInfo):
-            metadata[position] = text = copy.copy(entry)
-            text.min = text.max = None
-    default = parameter.default
-    if isinstance(default, float):
-        default = f"{default:g}" if float(f"{default:g}") == default else str(default)
-    elif isinstance(default, int):
-        default = str(default)
-    annotation: Any = Annotated[(str | None if type(None) in get_args(kind) else str, *metadata)]
-    return parameter.replace(annotation=annotation, default=default)
+def _types(kind: Any) -> set[Any]:
+    return {kind, get_origin(kind)}.union(*map(_types, get_args(kind)))
+
+
+def _number(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
+    if float in types:
+        highest = LARGEST_NUMBER if option.max is None else option.max
+        return between(-highest if option.min is None else option.min, highest)
+    if int in types:
+        most = LARGEST_WHOLE_NUMBER if option.max is None else int(option.max)
+        return at_least(-most if option.min is None else int(option.min), most)
+    return None
+
+
+def _callback(convert: Callable[[str], Any], *, is_list: bool, may_be_empty: bool) -> Callable[..., Any]:
+    def read(param: typer.CallbackParam, value: Any) -> Any:
+        if value is None or (is_list and may_be_empty and not value):
+            return value
+        return (split_list if is_list else read_value)(value, param.opts[0], convert)
+
+    return read
 
 
 Value = TypeVar("Value")
@@ -259,10 +271,7 @@ def byte_count(text: str) -> int:
     return int(count)
 
 
-# What a shell offers where the value of an option is to be typed; files are offered by the shell itself.
-
-
-# By typer's contract: called with what stands there so far.
+# What a shell offers where a value is to be typed, called with what stands there so far; it offers files itself.
 Completion = Callable[[str], list[str]]
 
 

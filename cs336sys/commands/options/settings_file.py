@@ -168,7 +168,8 @@ def _names_code(name: str, value: Any) -> bool:
 
 def tell_settings(ctx: Any) -> None:
     """Say which options of the context's command a settings file has given, and which file."""
-    taken = [name for name in ctx.params if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
+    options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
+    taken = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
     if not taken:
         return
     # Of several ranks the first one speaks; what is wrong with their variables the command says.
@@ -176,7 +177,6 @@ def tell_settings(ctx: Any) -> None:
         identity = started_outside()
         if identity is not None and identity.rank > 0:
             return
-    options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
     say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in taken)}")
 
 

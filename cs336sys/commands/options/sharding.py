@@ -1,7 +1,7 @@
 """The options of ``shard`` about who holds what, and the cells that they ask for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from cs336sys.commands.options.board import (
     require_for_board,
     room_for_tensors,
 )
-from cs336sys.commands.options.reading import among, at_least, one_of, split_list
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.workload import (
@@ -31,47 +31,45 @@ from cs336sys.workload import (
 )
 
 
+def _checkpointing(text: str) -> str:
+    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
+        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
+    return text
+
+
 @dataclass(frozen=True)
 class ShardingOptions:
     """Strategies, and what is chosen with them."""
 
     strategy: Annotated[
-        list[str],
-        typer.Option(
-            "--strategy",
-            help=f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
-            autocompletion=among(SHARD_STRATEGIES),
+        Sequence[str],
+        choice(
+            SHARD_STRATEGIES,
+            f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
             show_default=False,
         ),
-    ] = field(default_factory=lambda: [",".join(SHARDING_STRATEGIES)])
-    prefetch: Annotated[list[str], typer.Option("--prefetch", help="For fsdp: blocks gathered ahead of use.")] = field(
-        default_factory=lambda: ["1"]
-    )
+    ] = SHARDING_STRATEGIES
+    prefetch: Annotated[Sequence[int], typer.Option(help="For fsdp: blocks gathered ahead of use.", min=0)] = (1,)
     keep_gathered: Annotated[
-        list[str],
-        typer.Option(
-            "--keep-gathered",
-            help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.",
-        ),
-    ] = field(default_factory=lambda: ["0"])
+        Sequence[int],
+        typer.Option(help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.", min=0),
+    ] = (0,)
     checkpoint: Annotated[
-        list[str],
-        typer.Option(
-            "--checkpoint",
-            help="none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
-            autocompletion=among((*BLOCK_CHECKPOINTING, "auto")),
+        Sequence[str],
+        choice(
+            (*BLOCK_CHECKPOINTING, "auto"),
+            "none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
+            parser=_checkpointing,
         ),
-    ] = field(default_factory=lambda: ["none"])
-    memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="130GiB, for --checkpoint auto. Default: by GPU.")
-    ] = None
+    ] = ("none",)
+    memory_limit: Annotated[str | None, typer.Option(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
     board: Annotated[bool, typer.Option("--board", help="The leaderboard's step, by the fastest parts.")] = False
     mesh: Annotated[str | None, typer.Option(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
 
     @property
-    def ranks_of_mesh(self) -> list[str]:
+    def ranks_of_mesh(self) -> list[int]:
         """What ``--world-size`` is where it is not given: empty without a mesh."""
-        return [] if self.mesh is None else [str(mesh_ranks(read_mesh(self.mesh)))]
+        return [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
 
     def cells(
         self,
@@ -91,7 +89,7 @@ class ShardingOptions:
             settings: of every cell.
 
         Raises:
-            UsageError: a value is none of the choices, or settings do not go together.
+            UsageError: settings do not go together.
         """
         limit_bytes = None if self.memory_limit is None else read_memory_limit(self.memory_limit)
         if self.board:
@@ -99,10 +97,10 @@ class ShardingOptions:
                 require_for_board(training)
         self._refuse_what_nothing_uses()
         # Beside strategies that have a mesh, others may be measured on as many ranks.
-        grouped = {*split_list(self.strategy, "--strategy", str)} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
+        grouped = {*self.strategy} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
         chosen = []
         for ranks, training, checkpointing, (name, ahead, staying) in product(
-            world_sizes, trainings, split_list(self.checkpoint, "--checkpoint", _checkpointing), self._strategies()
+            world_sizes, trainings, self.checkpoint, self._strategies()
         ):
             workload = ParallelWorkload(
                 training,
@@ -127,26 +125,22 @@ class ShardingOptions:
     def _refuse_what_nothing_uses(self) -> None:
         """Raise a UsageError for an option that none of the strategies, or no checkpointing, looks at."""
         strategies = self._strategies()
-        if self.prefetch != ["1"] and all(ahead is None for _, ahead, _ in strategies):
-            raise UsageError(
-                f"--prefetch {','.join(self.prefetch)}: only strategies with fsdp gather ahead; add one to --strategy"
-            )
-        if self.keep_gathered != ["0"] and all(name != "fsdp" for name, _, _ in strategies):
-            raise UsageError(
-                f"--keep-gathered {','.join(self.keep_gathered)}: only fsdp keeps weights; add it to --strategy"
-            )
-        if self.memory_limit is not None and "auto" not in split_list(self.checkpoint, "--checkpoint", str):
+        if [*self.prefetch] != [1] and all(ahead is None for _, ahead, _ in strategies):
+            listed = ",".join(map(str, self.prefetch))
+            raise UsageError(f"--prefetch {listed}: only strategies with fsdp gather ahead; add one to --strategy")
+        if [*self.keep_gathered] != [0] and all(name != "fsdp" for name, _, _ in strategies):
+            listed = ",".join(map(str, self.keep_gathered))
+            raise UsageError(f"--keep-gathered {listed}: only fsdp keeps weights; add it to --strategy")
+        if self.memory_limit is not None and "auto" not in self.checkpoint:
             raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
 
     def _strategies(self) -> list[tuple[str, int | None, int]]:
         """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""
-        ahead = split_list(self.prefetch, "--prefetch", at_least(0))
-        staying = split_list(self.keep_gathered, "--keep-gathered", at_least(0))
         return [
             (name, units, blocks)
-            for name in split_list(self.strategy, "--strategy", one_of(SHARD_STRATEGIES))
-            for units in (ahead if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
-            for blocks in (staying if name == "fsdp" else [0])
+            for name in self.strategy
+            for units in (self.prefetch if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
+            for blocks in (self.keep_gathered if name == "fsdp" else [0])
         ]
 
 
@@ -168,9 +162,3 @@ def completed(
     if sharding.mesh is not None and not is_given(context, "strategy"):
         sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])
     return sharding, implementation, steps
-
-
-def _checkpointing(text: str) -> str:
-    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
-        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
-    return text

@@ -6,14 +6,15 @@ of its options (see :func:`cs336sys.commands.options.reading.with_read_options`)
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Annotated, ClassVar
 
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, among, at_least, one_of, split_list
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, one_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.workload import (
@@ -37,88 +38,33 @@ from cs336sys.workload.user_code import digest, is_user_code, source_file
 _OWN = "Default: by size."
 
 
+def read_optimizer(text: str) -> str:
+    """Read a value of ``--optimizer``: a name, or a function of the user's."""
+    if is_user_code(text):
+        source_file(text)
+        return text
+    return one_of(OPTIMIZERS)(text)
+
+
 def _rounded(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 _SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
 
-ContextOption = Annotated[list[str], typer.Option(help=f"Context lengths. {_OWN}", show_default=False)]
-BatchSizeOption = Annotated[list[str], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False)]
 NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
-ModeOption = Annotated[
-    str, typer.Option(help=f"{', '.join(MODES)}.", rich_help_panel=WHAT_RUNS, autocompletion=among(MODES))
-]
-PrecisionOption = Annotated[
-    list[str],
-    typer.Option(
-        help=f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False, autocompletion=among(PRECISIONS)
-    ),
-]
-CompileOption = Annotated[
-    list[str],
-    typer.Option(help="off, block (and the loss), model.", autocompletion=among(COMPILE_MODES)),
-]
-OptimizerOption = Annotated[
-    list[str],
-    typer.Option(help="course, fused, adamw, FILE.py:NAME", autocompletion=among(OPTIMIZERS)),
-]
-KernelsOption = Annotated[
-    list[str],
-    typer.Option(
-        help="reference, fused, rope+swiglu.",
-        autocompletion=among(MODEL_KERNELS),
-    ),
-]
-StateDtypeOption = Annotated[
-    list[str],
-    typer.Option(
-        "--state-dtype",
-        help="Of adamw: fp32, bf16, split.",
-        autocompletion=among(STATE_DTYPES),
-    ),
-]
-UpdateOption = Annotated[
-    list[str],
-    typer.Option(help="Of adamw: step, or within backward.", autocompletion=among(UPDATES)),
-]
-CudaGraphOption = Annotated[
-    list[str],
-    typer.Option("--cuda-graph", help="off, on: phases replayed from graphs.", autocompletion=among(CUDA_GRAPH)),
-]
-DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.", autocompletion=among(DEVICES))]
+ModeOption = Annotated[str, choice(MODES, rich_help_panel=WHAT_RUNS)]
+DeviceOption = Annotated[str, choice(DEVICES)]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-SynchronizeOption = Annotated[str, typer.Option(help="step (waits), none.", autocompletion=among(SYNCHRONIZE))]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="<name>",
-        help="Yours: FILE.py:NAME (docs/your_model.md).",
-        show_default=False,
-    ),
-]
-LossOption = Annotated[
-    str | None,
-    typer.Option("--loss", metavar="<name>", help="Yours: (output, targets) -> scalar.", show_default=False),
-]
+ModelOption = Annotated[str | None, typer.Option(help="Yours: FILE.py:NAME (docs/your_model.md).", show_default=False)]
+LossOption = Annotated[str | None, typer.Option(help="Yours: (output, targets) -> scalar.", show_default=False)]
 BatchOption = Annotated[
-    str | None,
-    typer.Option(
-        "--batch",
-        metavar="<name>",
-        help="Yours: (size, generator, device) -> (inputs, targets).",
-        show_default=False,
-    ),
+    str | None, typer.Option(help="Yours: (size, generator, device) -> (inputs, targets).", show_default=False)
 ]
-BlocksOption = Annotated[
-    str | None,
-    typer.Option("--blocks", help="Its blocks: 'layers.*'. Default: found.", show_default=False),
-]
+BlocksOption = Annotated[str | None, typer.Option(help="Its blocks: 'layers.*'. Default: found.", show_default=False)]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks: your code, lost ranks.")]
 DryRunOption = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING),
+    bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
 ]
 
 
@@ -127,11 +73,9 @@ class SizeOptions:
     """Which sizes of the Transformer, and their batches."""
 
     panel: ClassVar = MODEL
-    size: Annotated[list[str], typer.Option(help=f"{_SIZES}.", autocompletion=among(SIZES))] = field(
-        default_factory=list
-    )
-    context: ContextOption = field(default_factory=list)
-    batch_size: BatchSizeOption = field(default_factory=list)
+    size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.")] = ()
+    context: Annotated[Sequence[int], typer.Option(help=f"Context lengths. {_OWN}", show_default=False, min=1)] = ()
+    batch_size: Annotated[Sequence[int], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False, min=1)] = ()
     vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}", show_default=False)] = None
     d_model: Annotated[int | None, typer.Option(help=f"Model width. {_OWN}", show_default=False)] = None
     d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}", show_default=False)] = None
@@ -142,7 +86,7 @@ class SizeOptions:
         """Every combination of sizes, contexts and batch sizes, in their order.
 
         Raises:
-            UsageError: a value is none of the choices, or a size cannot be.
+            UsageError: a size cannot be.
         """
         return [
             choose_size(
@@ -155,11 +99,7 @@ class SizeOptions:
                 num_layers=self.num_layers,
                 num_heads=self.num_heads,
             )
-            for name, context, batch_size in product(
-                split_list(self.size, "--size", one_of(SIZES)),
-                split_list(self.context, "--context", at_least(1)) if self.context else [None],
-                split_list(self.batch_size, "--batch-size", at_least(1)) if self.batch_size else [None],
-            )
+            for name, context, batch_size in product(self.size, self.context or (None,), self.batch_size or (None,))
         ]
 
 
@@ -168,9 +108,8 @@ class SharedSizeOptions(SizeOptions):
     """Which sizes, and batches that the ranks share."""
 
     batch_size: Annotated[
-        list[str],
-        typer.Option(help="Batches of all ranks. Default: by size.", show_default=False),
-    ] = field(default_factory=list)
+        Sequence[int], typer.Option(help="Batches of all ranks. Default: by size.", show_default=False, min=1)
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -188,10 +127,7 @@ class ModelOptions(SizeOptions):
 class TrainedModelOptions(ModelOptions):
     """Which models are trained here."""
 
-    size: Annotated[
-        list[str],
-        typer.Option(help=f"{_SIZES}. Default: small; CPU: tiny.", show_default=False, autocompletion=among(SIZES)),
-    ] = field(default_factory=list)
+    size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}. Default: small; CPU: tiny.", show_default=False)] = ()
 
 
 @dataclass(frozen=True)
@@ -199,8 +135,8 @@ class SharedModelOptions(TrainedModelOptions):
     """Which models, and batches that the ranks share."""
 
     batch_size: Annotated[
-        list[str], typer.Option(help="Sequences of all ranks. Default: by size.", show_default=False)
-    ] = field(default_factory=list)
+        Sequence[int], typer.Option(help="Sequences of all ranks. Default: by size.", show_default=False, min=1)
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -208,20 +144,21 @@ class PrecisionOptions:
     """Which precisions."""
 
     panel: ClassVar = WHAT_RUNS
-    precision: PrecisionOption = field(default_factory=list)
+    precision: Annotated[
+        Sequence[str], choice(PRECISIONS, f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
+    ] = ()
     bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False
     fp16: Annotated[bool, typer.Option("--fp16", help="Short for --precision fp16.")] = False
 
-    def precisions(self) -> list[str] | list[None]:
+    def precisions(self) -> Sequence[str] | Sequence[None]:
         """Those that were asked for, else None: the size's own.
 
         Raises:
-            UsageError: a value is none of the choices, or more than one option was given.
+            UsageError: more than one option was given.
         """
         if bool(self.precision) + self.bf16 + self.fp16 > 1:
             raise UsageError("--precision, --bf16 and --fp16: give one of them (--precision bf16,fp16 runs both)")
-        asked = ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision
-        return split_list(asked, "--precision", one_of(PRECISIONS)) if asked else [None]
+        return ["bf16"] if self.bf16 else ["fp16"] if self.fp16 else self.precision or [None]
 
 
 @dataclass(frozen=True)
@@ -229,29 +166,32 @@ class ImplementationOptions:
     """Which of several implementations of the same computation."""
 
     panel: ClassVar = WHAT_RUNS
-    compile: CompileOption = field(default_factory=lambda: ["off"])
-    attention: Annotated[list[str], typer.Option(help=f"{', '.join(ATTENTION)}.", autocompletion=among(ATTENTION))] = (
-        field(default_factory=lambda: ["reference"])
+    compile: Annotated[Sequence[str], choice(COMPILE_MODES, "off, block (and the loss), model.")] = ("off",)
+    attention: Annotated[Sequence[str], choice(ATTENTION)] = ("reference",)
+    kernels: Annotated[Sequence[str], choice(MODEL_KERNELS, "reference, fused, rope+swiglu.", parser=parse_kernels)] = (
+        "reference",
     )
-    kernels: KernelsOption = field(default_factory=lambda: ["reference"])
-    optimizer: OptimizerOption = field(default_factory=lambda: ["course"])
-    state_dtype: StateDtypeOption = field(default_factory=lambda: ["fp32"])
-    update: UpdateOption = field(default_factory=lambda: ["step"])
-    cuda_graph: CudaGraphOption = field(default_factory=lambda: ["off"])
+    optimizer: Annotated[
+        Sequence[str], choice(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME", parser=read_optimizer)
+    ] = ("course",)
+    state_dtype: Annotated[Sequence[str], choice(STATE_DTYPES, "Of adamw: fp32, bf16, split.")] = ("fp32",)
+    update: Annotated[Sequence[str], choice(UPDATES, "Of adamw: step, or within backward.")] = ("step",)
+    cuda_graph: Annotated[Sequence[str], choice(CUDA_GRAPH, "off, on: phases replayed from graphs.")] = ("off",)
 
     def optimizers(self) -> list[tuple[str, str, str]]:
         """Optimizers with the dtypes of their states and when they update; only ``adamw`` has several.
 
         Raises:
-            UsageError: a value is none of the choices, or one that no optimizer has.
+            UsageError: a value is one that no optimizer has.
         """
-        names = split_list(self.optimizer, "--optimizer", _optimizer)
-        dtypes = split_list(self.state_dtype, "--state-dtype", one_of(STATE_DTYPES))
-        if dtypes != ["fp32"] and "adamw" not in names:
-            raise UsageError(f"--state-dtype {','.join(dtypes)}: --optimizer {','.join(names)} has none; choose adamw")
-        updates = split_list(self.update, "--update", one_of(UPDATES))
-        if updates != ["step"] and "adamw" not in names:
-            raise UsageError(f"--update {','.join(updates)}: --optimizer {','.join(names)} cannot; choose adamw")
+        names, dtypes, updates = self.optimizer, self.state_dtype, self.update
+        if "adamw" not in names:
+            if [*dtypes] != ["fp32"]:
+                raise UsageError(
+                    f"--state-dtype {','.join(dtypes)}: --optimizer {','.join(names)} has none; choose adamw"
+                )
+            if [*updates] != ["step"]:
+                raise UsageError(f"--update {','.join(updates)}: --optimizer {','.join(names)} cannot; choose adamw")
         chosen: list[tuple[str, str, str]] = []
         for name in names:
             chosen += product([name], dtypes, updates) if name == "adamw" else [(name, "fp32", "step")]
@@ -263,7 +203,7 @@ class StepsOptions:
     """How many steps."""
 
     panel: ClassVar = MEASURING
-    warmup: Annotated[list[str], typer.Option(help="Warm-up steps, or several.")]
+    warmup: Annotated[Sequence[int], typer.Option(help="Warm-up steps, or several.", min=0)]
     steps: Annotated[int, typer.Option(help="Measured steps.")]
 
 
@@ -275,14 +215,7 @@ class RunOptions:
     device: DeviceOption = "auto"
     seed: SeedOption = 0
     tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
-    synchronize: SynchronizeOption = "step"
-
-
-def _optimizer(text: str) -> str:
-    if is_user_code(text):
-        source_file(text)
-        return text
-    return one_of(OPTIMIZERS)(text)
+    synchronize: Annotated[str, choice(SYNCHRONIZE, "step (waits), none.")] = "step"
 
 
 def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
@@ -318,7 +251,7 @@ def expand_workloads(
     """Every combination of the list options, in their order.
 
     Raises:
-        UsageError: a value is none of the choices, or a size cannot be.
+        UsageError: settings do not go together, or a size cannot be.
     """
     if model.model is not None:
         set_aside_others()
@@ -330,15 +263,14 @@ def expand_workloads(
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
     optimizers = implementation.optimizers()
     user = _user_code(model, optimizers)
-    chosen_kernels = split_list(implementation.kernels, "--kernels", parse_kernels)
     choices = product(
         precisions,
-        split_list(implementation.compile, "--compile", one_of(COMPILE_MODES)),
-        split_list(implementation.attention, "--attention", one_of(ATTENTION)),
-        chosen_kernels,
+        implementation.compile,
+        implementation.attention,
+        implementation.kernels,
         optimizers,
-        split_list(implementation.cuda_graph, "--cuda-graph", one_of(CUDA_GRAPH)),
-        split_list(steps.warmup, "--warmup", at_least(0)),
+        implementation.cuda_graph,
+        steps.warmup,
     )
     return [
         Workload(
@@ -360,5 +292,5 @@ def expand_workloads(
         for size, choice in product(sizes, choices)
         for chosen, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph, warmup in [choice]
         # Fused kernels alone compute with split weights; without any, the workload says so.
-        if state_dtype != "split" or kernels == "fused" or "fused" not in chosen_kernels
+        if state_dtype != "split" or kernels == "fused" or "fused" not in implementation.kernels
     ]

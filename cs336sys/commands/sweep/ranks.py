@@ -7,12 +7,9 @@ For a command like ``allreduce``, ``ddp`` or ``shard``::
         if is_first_rank():
             output.check()
         if dry_run:
-            if is_first_rank():
-                output.emit([ddp_plan(workloads)])
-            return
-        sweep = run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
-                          across_ranks=True, ...)
-        sweep.report(lambda: ddp_tables(sweep.cells, sweep.run), output)
+            return show_plan(..., across_ranks=True)
+        run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
+                  across_ranks=True, ...).report(ddp_tables, output)
 
 and its function that measures a cell, which is the same however the ranks were started::
 
@@ -41,7 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cs336sys.commands.options.reading import LONGEST_S, among, at_least, split_list
+from cs336sys.commands.options.reading import LONGEST_S, choice
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results.model import Run
@@ -53,30 +50,20 @@ if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress
 
 WorldSizeOption = Annotated[
-    list[str],
-    typer.Option("--world-size", help="Numbers of ranks. Default: 2, or torchrun's.", show_default=False),
+    list[int],
+    typer.Option(help="Numbers of ranks. Default: 2, or torchrun's.", show_default=False, min=1, max=MOST_RANKS),
 ]
 
-BackendOption = Annotated[
-    str, typer.Option(help=f"{', '.join(BACKENDS)}; auto: by device.", autocompletion=among(BACKENDS))
-]
+BackendOption = Annotated[str, choice(BACKENDS, f"{', '.join(BACKENDS)}; auto: by device.")]
 
-PlotScalingOption = Annotated[
-    Path | None,
-    typer.Option("--plot-scaling", help="Draw speed and memory over the ranks."),
-]
+PlotScalingOption = Annotated[Path | None, typer.Option(help="Draw speed and memory over the ranks.")]
 HighPriorityOption = Annotated[bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others.")]
 
 TraceOption = Annotated[Path | None, typer.Option(help="Keep a Chrome trace of each cell in this folder.")]
 
-TimeoutOption = Annotated[
-    float, typer.Option("--timeout", help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)
-]
+TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)]
 
-CheckLayersOption = Annotated[
-    int | None,
-    typer.Option("--check-layers", help="Blocks of the check, at most. Default: all."),
-]
+CheckLayersOption = Annotated[int | None, typer.Option(help="Blocks of the check, at most. Default: all.")]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
@@ -86,16 +73,10 @@ _REPORT_S = 5.0
 _JOIN_S = 120.0
 
 
-def choose_world_sizes(values: list[str]) -> list[int]:
-    """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2.
-
-    Raises:
-        UsageError: a value is no positive number.
-    """
+def choose_world_sizes(values: list[int]) -> list[int]:
+    """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2."""
     identity = started_outside()
-    if values:
-        return split_list(values, "--world-size", at_least(1, MOST_RANKS))
-    return [identity.world_size if identity else 2]
+    return values or [identity.world_size if identity else 2]
 
 
 def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
@@ -104,17 +85,17 @@ def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
 
 
 def check_scaling_plot(path: Path | None, world_sizes: Collection[int]) -> None:
-    """Find out before anything is measured whether ``--plot-scaling`` can be drawn.
-
-    Raises:
-        UsageError: there is one number of ranks, or the file cannot be written.
-        CapabilityError: matplotlib is not installed.
-    """
-    from cs336sys.report.outputs import check_plot
-
-    check_plot(path, "--plot-scaling")
+    """Raise a UsageError where ``--plot-scaling`` has one number of ranks to draw."""
     if path is not None and len(set(world_sizes)) == 1:
         raise UsageError(f"--plot-scaling {path}: needs several numbers of ranks: give --world-size 1,2")
+
+
+def check_trace(folder: Path | None) -> None:
+    """Raise a UsageError where ``--trace`` cannot be written."""
+    from cs336sys.report.outputs import check_writable
+
+    if folder is not None:
+        check_writable(folder / "trace.json.gz", "--trace")
 
 
 def is_first_rank() -> bool:

@@ -3,10 +3,9 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,7 +13,7 @@ import typer
 from cs336sys.commands.faults import interruption_code, interruptions_deferred, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.progress import showing_progress
-from cs336sys.commands.sweep.ranks import JoinedWorker, join_timeout_s
+from cs336sys.commands.sweep.ranks import JoinedWorker, is_first_rank, join_timeout_s
 from cs336sys.commands.sweep.tracking import check_installed, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import RankIdentity, started_outside
@@ -169,26 +168,31 @@ class Sweep:
 
     def report(
         self,
-        tables: Callable[[], Sequence["Table"]],
+        tables: Callable[[Sequence[Cell], Run | None], Sequence["Table"]],
         output: OutputOptions,
-        *,
-        pictures: Iterable[Callable[[], None]] = (),
+        *pictures: tuple[Path | None, Callable[[Sequence[Cell], Path], None]],
+        pooled: Callable[[Sequence[Cell]], Sequence[Cell]] = lambda cells: cells,
     ) -> None:
         """Print the tables and draw the pictures, if there is a cell and this process reports, and :meth:`exit`.
 
         Pictures need a cell that was measured. Tables come first: what cannot be drawn, or saved, has been seen.
+
+        Args:
+            pictures: files that were asked for, with what draws the cells to them.
+            pooled: joins the rounds of cells before they are shown.
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
-            faults += output.emit_measured(tables())
-            drawn = [*pictures]
+            cells = pooled(self.cells)
+            faults += output.emit_measured(tables(cells, self.run))
+            drawn = [(path, draw) for path, draw in pictures if path is not None]
             if drawn and all(cell.status != "ok" for cell in self.cells):
                 # An empty picture would be written over the last one that shows something.
                 say("no cell was measured: no picture is drawn")
                 drawn = []
-            for draw in drawn:
+            for path, draw in drawn:
                 try:
-                    draw()
+                    draw(cells, path)
                 except OutputError as fault:
                     faults.append(fault)
         self.exit(faults)
@@ -240,7 +244,7 @@ def run_sweep(
     from cs336sys.measure.cells import Worker
 
     save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
-    trackers = asked.trackers()
+    trackers = asked.track
     identity = started_outside() if across_ranks else None
     _refuse_timeout(asked, identity)
     ranks = None
@@ -340,32 +344,47 @@ def run_sweep(
     return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
 
 
-def check_planned(
-    asked: SweepOptions, written: Mapping[str, Path | None] = MappingProxyType({}), *, across_ranks: bool = False
+def show_plan(
+    plan: Callable[["Capacity | None"], "Table"],
+    asked: SweepOptions,
+    output: OutputOptions,
+    device: str,
+    *,
+    across_ranks: bool = False,
+    **written: Path | None,
 ) -> None:
+    """Print the plan of ``--dry-run`` for the memory of the device, on the first of the ranks.
+
+    Raises:
+        UsageError, CapabilityError: as of :func:`check_planned`.
+    """
+    capacity = check_planned(asked, device, across_ranks=across_ranks, **written)
+    if not across_ranks or is_first_rank():
+        output.emit([plan(capacity)])
+
+
+def check_planned(
+    asked: SweepOptions, device: str, *, across_ranks: bool = False, **written: Path | None
+) -> "Capacity | None":
     """Refuse for ``--dry-run`` what :func:`run_sweep` would refuse, and pictures and traces of what is not measured.
 
     Args:
-        written: the files and folders of ``--plot``, ``--trace`` and the like, by option.
+        written: the files and folders of ``--plot``, ``--trace`` and the like, by the names of their options.
+
+    Returns:
+        The memory of the device, None where it is not known.
 
     Raises:
-        UsageError, CapabilityError: as there.
+        UsageError, CapabilityError: as there, and where there is no such device.
     """
-    for option, path in written.items():
+    for name, path in written.items():
         if path is not None:
+            option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")
     _refuse_timeout(asked, started_outside() if across_ranks else None)
-    check_installed(asked.trackers())
+    check_installed(asked.track)
     if asked.save is not None:
         check_appendable(asked.save)
-
-
-def planned_capacity(device: str) -> "Capacity | None":
-    """The memory of the device that ``--dry-run`` plans for, None where it is not known.
-
-    Raises:
-        CapabilityError: there is no such device.
-    """
     from cs336sys.measure.system import capacity
 
     found = capacity(device)

@@ -41,12 +41,8 @@ def check_gpu(gpus: list[GpuState]) -> Check:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Check("GPU", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     if not gpus:
-        return Check(
-            "GPU",
-            "none: everything runs on the CPU, at --size tiny",
-            "warn",
-            "Where there is one, install NVIDIA's driver until `nvidia-smi` shows it.",
-        )
+        fix = "Where there is one, install NVIDIA's driver until `nvidia-smi` shows it."
+        return Check("GPU", "none: everything runs on the CPU, at --size tiny", "warn", fix)
     found = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
     if torch.version.cuda is None:
         fix = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
@@ -64,12 +60,8 @@ def check_driver(gpus: list[GpuState]) -> Check:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
     found = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
     if int(match[1]) < int(torch.version.cuda.partition(".")[0]):
-        return Check(
-            "driver",
-            found,
-            "warn",
-            f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch.",
-        )
+        fix = f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch."
+        return Check("driver", found, "warn", fix)
     return Check("driver", found)
 
 
@@ -79,12 +71,8 @@ def check_architecture() -> Check:
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     found = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
     if built and not all(_runs_on(capability, built) for capability in capabilities):
-        return Check(
-            "compute capability",
-            f"{found}, this torch is built for {' '.join(built)}",
-            "missing",
-            "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU.",
-        )
+        fix = "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU."
+        return Check("compute capability", f"{found}, this torch is built for {' '.join(built)}", "missing", fix)
     return Check("compute capability", found)
 
 
@@ -116,12 +104,9 @@ def check_processes() -> Check:
     processes = [line.split(", ") for line in text.splitlines() if line]
     if not processes:
         return Check("GPU processes", "none")
-    return Check(
-        "GPU processes",
-        "; ".join(f"process {pid} holds {memory}" for pid, memory in processes),
-        "warn",
-        "Timings beside another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`.",
-    )
+    found = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
+    fix = "Timings beside another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
+    return Check("GPU processes", found, "warn", fix)
 
 
 def check_clocks(gpus: list[GpuState]) -> Check:
@@ -132,13 +117,11 @@ def check_clocks(gpus: list[GpuState]) -> Check:
         for gpu in gpus
     )
     if any(SLOWDOWNS.intersection(gpu.clock_limits) for gpu in gpus):
-        return Check(
-            "GPU clocks",
-            found,
-            "warn",
+        fix = (
             "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
-            "`nvidia-smi -q -d PERFORMANCE`.",
+            "`nvidia-smi -q -d PERFORMANCE`."
         )
+        return Check("GPU clocks", found, "warn", fix)
     return Check("GPU clocks", found)
 
 
@@ -153,14 +136,8 @@ def check_triton_kernel() -> list[Check]:
     found = probe_triton("cuda")
     if found == "ok":
         return [Check("Triton on the GPU", "compiles and runs a kernel")]
-    return [
-        Check(
-            "Triton on the GPU",
-            found,
-            "missing",
-            "See the whole error: `python -m cs336sys.measure.diagnosis.triton_probe cuda`.",
-        )
-    ]
+    fix = "See the whole error: `python -m cs336sys.measure.diagnosis.triton_probe cuda`."
+    return [Check("Triton on the GPU", found, "missing", fix)]
 
 
 def check_nccl() -> Check:
@@ -189,12 +166,8 @@ def check_peer_to_peer() -> Check:
     links = read_links(run_tool(["nvidia-smi", "topo", "-m"]) or "")
     shown = ", ".join(f"{a}-{b} {link}" for (a, b), link in sorted(links.items())) or "unknown"
     if blocked:
-        return Check(
-            "peer to peer",
-            f"not between GPUs {', '.join(blocked)}; links {shown}",
-            "warn",
-            "Their traffic goes through main memory: see `nvidia-smi topo -p2p r` for the cause.",
-        )
+        fix = "Their traffic goes through main memory: see `nvidia-smi topo -p2p r` for the cause."
+        return Check("peer to peer", f"not between GPUs {', '.join(blocked)}; links {shown}", "warn", fix)
     return Check("peer to peer", f"between all pairs; links {shown}")
 
 

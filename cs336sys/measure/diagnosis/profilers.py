@@ -58,11 +58,6 @@ def find_nsys() -> Profiler | None:
     return _find("nsys", _NSYS_PATTERNS)
 
 
-def find_ncu() -> Profiler | None:
-    """The ``ncu`` to use: the one on PATH, else the newest in the usual install folders; None when none runs."""
-    return _find("ncu", _NCU_PATTERNS)
-
-
 def _find(name: str, patterns: Sequence[str]) -> Profiler | None:
     for path in _installed(name, patterns):
         # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
@@ -115,27 +110,20 @@ def makes_reports(nsys: Path) -> bool:
 def _check_importer(nsys: Path) -> Check:
     if makes_reports(nsys):
         return Check("nsys importer", "finds libdw.so.1")
-    return Check(
-        "nsys importer",
-        "lacks libdw.so.1: nsys would leave a .qdstrm file and no report",
-        "warn",
-        "`apt-get install libdw1`, or put a folder with libdw.so.1 and libelf.so.1 into LD_LIBRARY_PATH.",
-    )
+    found = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
+    fix = "`apt-get install libdw1`, or put a folder with libdw.so.1 and libelf.so.1 into LD_LIBRARY_PATH."
+    return Check("nsys importer", found, "warn", fix)
 
 
 def check_ncu() -> Check:
-    ncu = find_ncu()
+    ncu = _find("ncu", _NCU_PATTERNS)
     if ncu is None:
         fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
         return Check("ncu", _absence("ncu", _NCU_PATTERNS), "warn", fix)
     found = f"{ncu.version} at {ncu.path}"
     if _counters_need_root() and os.geteuid() != 0:
-        return Check(
-            "ncu",
-            f"{found}; the driver keeps performance counters from users",
-            "warn",
-            "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`.",
-        )
+        fix = "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`."
+        return Check("ncu", f"{found}; the driver keeps performance counters from users", "warn", fix)
     return Check("ncu", found)
 
 

@@ -18,9 +18,6 @@ from packaging.version import Version
 from cs336sys.measure.system import installed_version, is_wsl, memory_gib, run_tool
 from cs336sys.processes.parent import python_module
 
-# One line of the diagnosis.
-
-
 Verdict = Literal["ok", "warn", "missing"]
 
 
@@ -50,12 +47,8 @@ def check_python() -> Check:
     version, wanted = platform.python_version(), _supported_python()
     if wanted.contains(version, prereleases=True):
         return Check("Python", version)
-    return Check(
-        "Python",
-        f"{version}, supported is {wanted}",
-        "missing",
-        "Make an environment with a newer Python: `uv venv --python 3.12`.",
-    )
+    fix = "Make an environment with a newer Python: `uv venv --python 3.12`."
+    return Check("Python", f"{version}, supported is {wanted}", "missing", fix)
 
 
 def check_torch() -> Check:
@@ -206,14 +199,8 @@ def check_host() -> list[Check]:
     folders = {Path(folder).stat().st_dev: folder for folder in (tempfile.gettempdir(), ".")}
     checks += [check_disk(folder) for folder in reversed(folders.values())]
     if is_wsl():
-        checks.append(
-            Check(
-                "WSL2",
-                "this is WSL2",
-                "warn",
-                "Open Nsight Systems reports from a Windows folder: `cp report.nsys-rep /mnt/c/Users/Public/`.",
-            )
-        )
+        fix = "Open Nsight Systems reports from a Windows folder: `cp report.nsys-rep /mnt/c/Users/Public/`."
+        checks.append(Check("WSL2", "this is WSL2", "warn", fix))
     return checks
 
 

@@ -128,7 +128,7 @@ def test_a_variable_is_read_as_the_option():
         (["account", "memry"], "unknown command 'memry': choose from memory, .*; did you mean memory?"),
         (["zzz"], "unknown command 'zzz': choose from bench, .*, doctor"),
         (["bench", "--size", "Smal"], "--size 'Smal': choose from tiny, small, .*; did you mean small?"),
-        (["bench", "--mode", "trian"], "unknown mode 'trian': choose from .*; did you mean train?"),
+        (["bench", "--mode", "trian"], "--mode 'trian': choose from .*; did you mean train?"),
         (["bench", "--format", "jsn"], "unknown format 'jsn': choose from .*; did you mean json?"),
         (["bench", "--sizee", "small"], "no such option: --sizee; did you mean --size?"),
         (["bench", "--zzzz"], "no such option: --zzzz"),

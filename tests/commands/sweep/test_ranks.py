@@ -31,16 +31,14 @@ def first_of_four(monkeypatch):
 
 
 def test_world_sizes_are_those_asked_for_or_two():
-    assert choose_world_sizes(["1,4", "2"]) == [1, 4, 2]
+    assert choose_world_sizes([1, 4]) == [1, 4]
     assert choose_world_sizes([]) == [2]
-    with pytest.raises(UsageError, match="--world-size '0': must be at least 1"):
-        choose_world_sizes(["0"])
 
 
 @pytest.mark.usefixtures("first_of_four")
 def test_world_size_under_torchrun_is_its_own():
     assert choose_world_sizes([]) == [4]
-    assert choose_world_sizes(["2,4"]) == [2, 4]
+    assert choose_world_sizes([2, 4]) == [2, 4]
 
 
 @pytest.mark.parametrize("command", ["allreduce", "ddp", "shard"])

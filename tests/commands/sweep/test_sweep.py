@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import typer
@@ -160,9 +161,10 @@ TABLE = Table("bench", "bench: tiny", (Column("size", "size"),), [{"size": "tiny
 
 
 def report(measured, capsys, **options):
-    pictures = options.pop("pictures", ())
+    # The last was not asked for.
+    pictures = [*((Path("p.png"), draw) for draw in options.pop("pictures", ())), (None, pytest.fail)]
     with pytest.raises(typer.Exit) as ended:
-        measured.report(lambda: [TABLE], OutputOptions(**options), pictures=pictures)
+        measured.report(lambda cells, run: [TABLE], OutputOptions(**options), *pictures)
     return ended.value.exit_code, *capsys.readouterr()
 
 
@@ -173,7 +175,7 @@ def test_no_table_is_printed_of_no_cell(capsys):
 def test_no_picture_is_drawn_of_cells_that_were_not_measured(capsys):
     """An empty one was written over the last that showed something."""
     drawn = []
-    code, _, err = report(Sweep(cells("oom"), None), capsys, pictures=[lambda: drawn.append("picture")])
+    code, _, err = report(Sweep(cells("oom"), None), capsys, pictures=[lambda *_: drawn.append("picture")])
     assert (code, drawn) == (1, [])
     assert err == "no cell was measured: no picture is drawn\n"
 
@@ -182,13 +184,13 @@ def test_what_cannot_be_saved_or_drawn_is_printed_first(capsys):
     """In this order: the table, then a sentence for each of them; pictures after the first that fails are drawn."""
     drawn = []
 
-    def fail():
+    def fail(*_):
         raise OutputError("cannot write --plot p.png: No space left on device")
 
     measured = Sweep(
         cells("ok"), None, faults=(OutputError("cannot write results to r.jsonl: No space left on device"),)
     )
-    code, out, err = report(measured, capsys, pictures=[fail, lambda: drawn.append("second")])
+    code, out, err = report(measured, capsys, pictures=[fail, lambda *_: drawn.append("second")])
     assert (code, out) == (1, render([TABLE], "markdown"))
     assert err == (
         "error: cannot write results to r.jsonl: No space left on device\n"
@@ -481,14 +483,24 @@ def test_a_log_on_a_full_disk_stops_nobody():
 
 def test_the_columns_asked_for_are_printed_of_what_was_measured(capsys):
     two = Table("bench", "bench", (Column("size", "size"), Column("step", "step")), [{"size": "tiny", "step": 7}])
-    Sweep(cells("ok"), None).report(lambda: [two], OutputOptions(format="csv", columns=["step"]))
+    Sweep(cells("ok"), None).report(lambda cells, run: [two], OutputOptions(format="csv", columns=["step"]))
     assert capsys.readouterr().out == "table,step\nbench,7\n"
+
+
+def test_tables_and_pictures_have_the_pooled_cells(capsys):
+    seen = []
+    measured = Sweep(cells("ok", "ok"), None)
+    draw = (Path("p.png"), lambda pooled, path: seen.append((len(pooled), path)))
+    measured.report(
+        lambda pooled, run: seen.append(len(pooled)) or [], OutputOptions(), draw, pooled=lambda all: all[:1]
+    )
+    assert seen == [1, (1, Path("p.png"))]
 
 
 def test_a_column_that_there_is_not_costs_no_measurement(capsys):
     """The whole table is printed, the pictures are drawn, then comes the sentence."""
     drawn = []
-    code, out, err = report(Sweep(cells("ok"), None), capsys, columns=["siez"], pictures=[lambda: drawn.append(1)])
+    code, out, err = report(Sweep(cells("ok"), None), capsys, columns=["siez"], pictures=[lambda *_: drawn.append(1)])
     assert (code, drawn) == (2, [1])
     assert "tiny" in out
     assert err == "error: --columns 'siez': choose from size; did you mean size?\n"
