@@ -14,8 +14,6 @@ from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable
 
-# Which gradients are communicated together: plain arithmetic, no torch, no process group.
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -71,11 +69,7 @@ class BucketRule:
 
 
 def bucket_rule(bucket_size: float | str | None) -> BucketRule:
-    """The rule for a bucket size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket.
-
-    Raises:
-        UsageError: the bucket size is not positive, or another word.
-    """
+    """The rule for a bucket size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket."""
     if bucket_size == WHOLE_BLOCKS:
         return BucketRule(_LEAST_OF_BLOCKS, whole_blocks=True)
     if isinstance(bucket_size, str):
@@ -84,11 +78,7 @@ def bucket_rule(bucket_size: float | str | None) -> BucketRule:
 
 
 def cap_in_bytes(bucket_size_mb: float | None) -> float | None:
-    """A bucket size in megabytes (1e6 bytes) as a cap in bytes; None stays None: no cap.
-
-    Raises:
-        UsageError: the bucket size is not positive.
-    """
+    """A bucket size in megabytes (1e6 bytes) as a cap in bytes; None stays None: no cap."""
     if bucket_size_mb is None:
         return None
     if not bucket_size_mb > 0:
@@ -112,9 +102,6 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule 
 
     Returns:
         Indices into ``tensors``, bucket by bucket.
-
-    Raises:
-        UsageError: the cap is negative or not a number.
     """
     rule = cap_bytes if isinstance(cap_bytes, BucketRule) else BucketRule(cap_bytes)
     if rule.cap_bytes is not None and not rule.cap_bytes >= 0:
@@ -192,11 +179,7 @@ class GradientBucket:
         self._reduction = reduction
 
     def collect(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Accept a gradient that autograd has completed; in this class it stays where it is if it can.
-
-        Raises:
-            UsageError: it is sparse, or in another dtype than the parameter asks for.
-        """
+        """Accept a gradient that autograd has completed; in this class it stays where it is if it can."""
         require_averageable(name, gradient, self._dtype, self._shapes[name])
         if not owns_memory(gradient):
             parameter.grad = gradient.clone()

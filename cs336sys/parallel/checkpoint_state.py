@@ -1,6 +1,5 @@
 """State dicts of wrappers, which are those of the wrapped module, and what checkpoints hold of an optimizer."""
 
-import functools
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-
-# What checkpoints hold of an optimizer: its groups and state with the names of parameters in place of numbers.
-
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -85,7 +81,14 @@ def _on_device_of(current: Any, value: Any) -> Any:
     return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
 
 
-# State dicts of wrappers, which are those of the wrapped module, and marks that say whose slices are in them.
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first three entries of a saved model that differ from those of the module, in words; empty if none does."""
+    found = [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+        for name in dict.fromkeys((*here, *there))
+        if there.get(name) != here.get(name)
+    ]
+    return "; ".join(found[:3]) + (f", and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 # What nn.Module.load_state_dict puts into the metadata of a module, for lack of an argument.
@@ -146,36 +149,20 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
         group: the ranks that hold slices.
     """
     share = {"rank": group.rank(), "ranks": group.size()}
-    module.register_state_dict_post_hook(functools.partial(_write_mark, kind, share))
-    module.register_load_state_dict_pre_hook(functools.partial(_compare_mark, kind, share))
 
+    def write(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata[kind] = share
 
-def _write_mark(
-    kind: str,
-    share: dict[str, int],
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-) -> None:
-    metadata[kind] = share
+    def compare(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *of_errors: Any) -> None:
+        # nn.Module leaves it in the state dict, where a later call would find it.
+        if metadata.pop(_ASSIGNS, False):
+            raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
+        saved = metadata.get(kind, share)
+        if saved != share:
+            raise UsageError(
+                f"the state dict holds the slices of rank {saved['rank']} of {saved['ranks']}, this is rank "
+                f"{share['rank']} of {share['ranks']}: load the one of this rank, or use save_checkpoint()"
+            )
 
-
-def _compare_mark(
-    kind: str,
-    share: dict[str, int],
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    *of_errors: Any,
-) -> None:
-    # nn.Module leaves it in the state dict, where a later call would find it.
-    if metadata.pop(_ASSIGNS, False):
-        raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
-    saved = metadata.get(kind, share)
-    if saved != share:
-        raise UsageError(
-            f"the state dict holds the slices of rank {saved['rank']} of {saved['ranks']}, this is rank "
-            f"{share['rank']} of {share['ranks']}: load the one of this rank, or use save_checkpoint()"
-        )
+    module.register_state_dict_post_hook(write)
+    module.register_load_state_dict_pre_hook(compare)

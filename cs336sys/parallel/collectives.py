@@ -33,11 +33,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def require_process_group(what: str) -> None:
-    """Refuse to build ``what`` where no process group has been initialized.
-
-    Raises:
-        UsageError: there is no process group.
-    """
+    """Refuse to build ``what`` where no process group has been initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             f"{what} needs a process group: call it in a function run by cs336sys.parallel.ranks.launch.run, "
@@ -46,11 +42,7 @@ def require_process_group(what: str) -> None:
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group itself, that of a mesh of one dimension, or the default one in place of None.
-
-    Raises:
-        UsageError: a mesh of several dimensions, or this process is not in the group.
-    """
+    """The group itself, that of a mesh of one dimension, or the default one in place of None."""
     if group is None:
         return _get_default_group()
     if isinstance(group, DeviceMesh):
@@ -333,9 +325,6 @@ class AnyRank:
     """Which of some facts hold on at least one rank: an all-reduce with one element for each, started here.
 
     In a CUDA graph nothing is asked: what is captured is the same in every replay, and so are the facts.
-
-    Raises:
-        CapabilityError: a CUDA graph is being captured, and a fact does not hold here.
     """
 
     def __init__(self, facts: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None = None):

@@ -39,12 +39,7 @@ def places_in_box(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def require_copy_engines(group: dist.ProcessGroup | None, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse what copy engines cannot average, before memory is made for it.
-
-    Raises:
-        CapabilityError: the ranks are not two, communicate by another backend than NCCL, or a dtype is none of
-            :data:`DTYPES`.
-    """
+    """Refuse what copy engines cannot average, before memory is made for it."""
     ranks, backend = process_group(group).size(), dist.get_backend(group)
     if device.type != "cuda" or "nccl" not in backend:
         raise CapabilityError(

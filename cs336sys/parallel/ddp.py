@@ -235,17 +235,12 @@ class _Replicated(StateDictOfWrapped):
 
 
 def _other_gradient_dtypes(module: nn.Module) -> list[str]:
-    """Which parameters have gradients in another dtype than their own."""
     dtypes = ((name, gradient_dtype_of(one), one.dtype) for name, one in module.named_parameters())
     return [f"{name}: gradients in {dtype}" for name, dtype, own in dtypes if dtype != own]
 
 
 def _require_no_max_norm(module: nn.Module) -> None:
-    """Refuse embeddings that shorten rows of their weight in the forward pass: each rank others, by its own inputs.
-
-    Raises:
-        UsageError: naming the first.
-    """
+    """Refuse embeddings that shorten rows of their weight in the forward pass: each rank others, by its own inputs."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise UsageError(

@@ -66,9 +66,6 @@ def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: 
 
     Args:
         shape: that of the parameter when it was wrapped; None if it cannot have changed.
-
-    Raises:
-        UsageError: it is sparse, not in ``dtype``, of another shape, or part of a graph.
     """
     if gradient.requires_grad:
         raise graph_refusal(name)
@@ -94,9 +91,6 @@ def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]], sent_i
 
     Args:
         sent_in: the dtype that gradients are sent in, which they may have from the beginning.
-
-    Raises:
-        UsageError: naming the first.
     """
     for name, parameter in named:
         wanted = gradient_dtype_of(parameter)

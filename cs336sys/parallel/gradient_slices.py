@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,7 @@ def is_slice(parameter: Tensor) -> bool:
 
 
 def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None = None) -> None:
-    """Refuse parameters of which the ranks of ``group`` hold different slices: they cannot be made the same.
-
-    Raises:
-        UsageError: naming the first.
-    """
+    """Refuse parameters of which the ranks of ``group`` hold different slices: they cannot be made the same."""
     members: set[int] | None = None
     for name, parameter in named:
         if is_slice(parameter):
@@ -111,22 +107,6 @@ def _accepting_nothing(clip: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# Scaling the loss for fp16 where ranks hold slices of the gradients: all ranks skip a step, or none does.
-
-
-class _UpdatesSlices(Protocol):
-    """An optimizer that updates slices of the parameters in its groups, as ``ShardedOptimizer`` with ``flat=True``."""
-
-    @property
-    def updates_slices(self) -> bool: ...
-
-    @property
-    def own_tensors(self) -> Sequence[Tensor]:
-        """What it updates, with the gradients."""
-
-    def finish_gradient_synchronization(self) -> None: ...
-
-
 class ShardedGradScaler(torch.amp.GradScaler):
     """Scales the loss, and skips a step on all ranks where a gradient overflowed on any (Micikevicius et al. 2018).
 
@@ -160,7 +140,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         if getattr(optimizer, "updates_slices", False):
-            sliced = cast(_UpdatesSlices, optimizer)
+            sliced: Any = optimizer
             sliced.finish_gradient_synchronization()
             optimizer = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": sliced.own_tensors}]))
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

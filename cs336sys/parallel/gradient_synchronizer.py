@@ -81,12 +81,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         )
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
-        """Called by autograd when ``parameter.grad`` is complete for this backward pass.
-
-        Raises:
-            UsageError: the gradient has been ready before in this step, so its all-reduce may have been launched; or
-                it was computed with ``create_graph=True``.
-        """
+        """Called by autograd when ``parameter.grad`` is complete for this backward pass."""
         # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
         if torch.is_grad_enabled():
             raise graph_refusal(name)

@@ -52,9 +52,6 @@ class HeldParameters:
         Args:
             allows_exchanged: accept tensors from outside of the module in the place of its parameters, as
                 ``torch.func.functional_call`` puts them there.
-
-        Raises:
-            UsageError: naming the first parameter that differs.
         """
         if self._is_unchanged():
             return
@@ -80,7 +77,6 @@ class HeldParameters:
         )
 
     def _list_contents(self) -> None:
-        """Prepare lists to compare with."""
         owners = list(self._module.modules())
         # Those of scripted modules are no dictionaries, but made at each access.
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]

@@ -58,11 +58,7 @@ def hands_gradient_on(parameter: Tensor) -> bool:
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Refuse a module that is wrapped, or has a part that is, by a class of ours or torch's that averages gradients.
-
-    Raises:
-        UsageError: naming the first such part.
-    """
+    """Refuse a module that is wrapped, or has a part that is, by a class of ours or torch's that averages gradients."""
     for name, part in module.named_modules():
         is_wrapper = hasattr(part, "finish_gradient_synchronization") or is_unit(part)
         if is_wrapper or any(base.__name__ in _TORCH_WRAPPERS for base in type(part).__mro__):
@@ -72,11 +68,7 @@ def require_unwrapped(module: nn.Module) -> None:
 
 
 def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong.
-
-    Raises:
-        UsageError: naming the first.
-    """
+    """Refuse parameters whose gradients another synchronizer averages: averaged twice, they would be wrong."""
     for name, parameter in named:
         if is_synchronized(parameter):
             # What nothing refers to any more may still exist as part of a cycle.

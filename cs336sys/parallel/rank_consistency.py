@@ -74,11 +74,7 @@ def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = 
 
 
 def describe_module(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to.
-
-    Raises:
-        UsageError: one is sparse, and cannot be sent.
-    """
+    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to."""
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse, which cannot be sent to other ranks: make it dense by to_dense()")

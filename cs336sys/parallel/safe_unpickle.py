@@ -41,11 +41,7 @@ _OF_METADATA = {
 
 
 def require_plain(name: str, value: Any) -> None:
-    """Refuse a value that could not be loaded without running code, or that would be loaded as another type.
-
-    Raises:
-        UsageError: naming the first part that is not a tensor, number, string, bool, None, list, tuple or dict.
-    """
+    """Refuse a value that could not be loaded without running code, or that would be loaded as another type."""
     kind = type(value)
     if kind in _MAPPINGS:
         for key, part in value.items():
@@ -97,11 +93,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def load_old_plain(name: str, pickled: bytes) -> Any:
-    """What checkpoints held before values had to be plain, in a pickle of its own, if it needs no class to be loaded.
-
-    Raises:
-        UsageError: it does.
-    """
+    """What checkpoints held before values had to be plain, in a pickle of its own; refuse one that asks for classes."""
     return _OldUnpickler(name, pickled).load()
 
 

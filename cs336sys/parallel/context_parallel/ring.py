@@ -27,8 +27,6 @@ from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
 from cs336sys.parallel.context_parallel.group import Arriving, ContextGroup
 
-# Puts together attention over blocks of keys: what makes ring attention exact.
-
 
 def merge_block(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: Tensor) -> None:
     """Take one more block of keys into the attention of some queries, in place.
@@ -47,9 +45,6 @@ def merge_block(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsume
     weight.masked_fill_(block_logsumexp == -math.inf, 0.0)
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
-
-
-# What ring attention needs of an attention kernel: forward with logsumexp, and backward with both given.
 
 
 class BlockAttention(Protocol):

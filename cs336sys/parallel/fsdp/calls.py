@@ -40,15 +40,11 @@ class UnitCall:
         self._function: Callable[..., Any] = module._call_impl
         self.install()
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the module calls something else, because it was compiled since."""
-        return self.module.__dict__.get("_compiled_call_impl") is not self
-
     def install(self) -> None:
         """Wrap whatever the module calls at present. Repeat it in case the module has been compiled since."""
-        if self.is_replaced:
-            self._function = self.module.__dict__.get("_compiled_call_impl") or self.module._call_impl
+        now = self.module.__dict__.get("_compiled_call_impl")
+        if now is not self:
+            self._function = now or self.module._call_impl
             self.module.__dict__["_compiled_call_impl"] = self
 
     def remove(self) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import is_cut, load_named_state, named_groups
+from cs336sys.parallel.checkpoint_state import differences, is_cut, load_named_state, named_groups
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -123,11 +123,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
 def _load_objects(
     reader: PlainReader, saved: Metadata, path: Path, group: dist.ProcessGroup, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """What is no tensor, by key.
-
-    Raises:
-        UsageError: on every rank, if it is not plain data.
-    """
+    """What is no tensor, by key."""
     objects: dict[str, Any] = {
         key: None
         for key, entry in saved.state_dict_metadata.items()
@@ -180,7 +176,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
         if one not in seen:
             # A tied weight is saved under its first name.
             seen.add(one)
-            state[f"model/{key}"] = _as_dtensor(one, own, mesh)
+            state[f"model/{key}"] = _as_dtensor(one.shape, own, mesh)
     return state
 
 
@@ -214,9 +210,9 @@ def _mesh(sharded: FSDP) -> DeviceMesh:
     return DeviceMesh.from_group(sharded.group, device_type)
 
 
-def _as_dtensor(parameter: ShardedParameter, own: Tensor, mesh: DeviceMesh) -> DTensor:
-    strides = torch.empty(parameter.shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)
+def _as_dtensor(shape: torch.Size, own: Tensor, mesh: DeviceMesh) -> DTensor:
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
 
 
 def _room_for_model(here: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
@@ -226,11 +222,11 @@ def _room_for_model(here: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
         entry = saved.state_dict_metadata.get(key)
         if not key.startswith("model/") or not isinstance(entry, TensorStorageMetadata):
             continue
-        own = value.to_local() if isinstance(value, DTensor) else value
-        room[key] = new = torch.empty_like(own, dtype=entry.properties.dtype)
         if isinstance(value, DTensor):
-            mesh, placements, strides = value.device_mesh, value.placements, value.stride()
-            room[key] = DTensor.from_local(new, mesh, placements, run_check=False, shape=value.shape, stride=strides)
+            new = torch.empty_like(value.to_local(), dtype=entry.properties.dtype)
+            room[key] = _as_dtensor(value.shape, new, value.device_mesh)
+        else:
+            room[key] = torch.empty_like(value, dtype=entry.properties.dtype)
     return room
 
 
@@ -284,7 +280,7 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
         _, one = held[name]
         for key, value in optimizer.state.get(own, {}).items():
             if one is not None and is_cut(key, value):
-                value = _as_dtensor(one, value, mesh)
+                value = _as_dtensor(one.shape, value, mesh)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -302,7 +298,7 @@ def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
         own, one = held[name]
         dtype = entry.properties.dtype
         if one is not None and is_cut(key, torch.empty(entry.size, device="meta")):
-            room[saved_key] = _as_dtensor(one, torch.empty_like(own, dtype=dtype, requires_grad=False), mesh)
+            room[saved_key] = _as_dtensor(one.shape, torch.empty_like(own, dtype=dtype, requires_grad=False), mesh)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
@@ -335,20 +331,14 @@ def _check_same_groups(
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
-    here = {key: _shape(value) for key, value in state.items() if key.startswith(("model/", "data/"))}
+    here = {key.partition("/")[2]: _shape(one) for key, one in state.items() if key.startswith(("model/", "data/"))}
     there = {
-        key: _shape(entry)
+        key.partition("/")[2]: _shape(entry)
         for key, entry in saved.state_dict_metadata.items()
         if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
-    differences = [
-        f"{key.partition('/')[2]} is {there.get(key, 'missing')} there and {here.get(key, 'missing')} here"
-        for key in (*here, *(key for key in there if key not in here))
-        if there.get(key) != here.get(key)
-    ]
-    if differences:
-        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(f"checkpoint {path} is of another model: {'; '.join(differences[:3])}{more}")
+    if different := differences(there, here):
+        raise UsageError(f"checkpoint {path} is of another model: {different}")
 
 
 def _shape(value: Any) -> Any:

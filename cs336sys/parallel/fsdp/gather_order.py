@@ -9,9 +9,6 @@ import torch
 
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 
-# The order in which a step uses its units, learned from the step before: it tells what to gather ahead of use.
-
-
 Unit = TypeVar("Unit", bound=Hashable)
 
 
@@ -54,9 +51,6 @@ class GatherOrder(Generic[Unit]):
     def repeats(self) -> bool:
         """Whether the unit in use is expected to be used again before any other."""
         return self._next < len(self._expected) and self._expected[self._next] == self._seen[-1]
-
-
-# Measures whether gathered weights arrive before they are needed.
 
 
 @dataclass(frozen=True)

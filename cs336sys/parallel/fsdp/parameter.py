@@ -19,9 +19,6 @@ from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_slices import is_slice, mark_slice, refuse_other_scalers
 
-# What modules show in place of a weight that is not gathered: an operation on it gathers the weight first.
-
-
 # What needs no values; the memory is asked for by those who count it. All else is done to the whole weight.
 _PROPERTIES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn is_cuda is_cpu is_meta "
@@ -172,11 +169,7 @@ class ShardedParameter:
         self._is_guarded = True
 
     def require_no_hooks(self) -> None:
-        """Refuse hooks of others on the shard.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        """Refuse hooks of others on the shard."""
         shard = self.shard
         if shard._post_accumulate_grad_hooks or len(shard._backward_hooks or ()) != self._is_guarded:
             raise hook_refusal(self.names[0])
@@ -190,11 +183,7 @@ class ShardedParameter:
                 self.stand_in.requires_grad_(is_trained)
 
     def require_unchanged(self) -> None:
-        """Refuse a whole parameter that was changed while it was gathered: no slice would have the change.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        """Refuse a whole parameter that was changed while it was gathered: no slice would have the change."""
         full = self.full
         if full._version != self._version or full.data_ptr() != self._rows_of_all.data_ptr():
             full.data = self._rows_of_all
@@ -216,11 +205,7 @@ class ShardedParameter:
         return padded[: self.shape[0]]
 
     def take_gradient(self) -> Tensor | None:
-        """Remove and return the whole gradient that autograd has left in ``full``; None if there is none.
-
-        Raises:
-            UsageError: it is sparse.
-        """
+        """Remove and return the whole gradient that autograd has left in ``full``; None if there is none."""
         gradient, self.full.grad = self.full.grad, None
         if gradient is not None:
             require_averageable(self.names[0], gradient, self.gathered_dtype)
@@ -258,11 +243,7 @@ class ShardedParameter:
         return self.kept is not None
 
     def _drop_zeroed(self) -> None:
-        """Forget the gradients kept if the gradient of the shard was dropped or set to zero since.
-
-        Raises:
-            UsageError: it was changed otherwise.
-        """
+        """Forget the gradients kept if the gradient of the shard was dropped or set to zero since."""
         if self._seen is None:
             return
         gradient, version = self._seen
@@ -276,12 +257,6 @@ class ShardedParameter:
         if self._shows_kept and self.shard.grad is not None:
             self.shard.grad = torch.zeros_like(self.shard)
         self.kept, self._seen, self._shows_kept = None, None, False
-
-    def add_mean_gradient(self, gradient: Tensor) -> None:
-        if self.shard.grad is None:
-            self.shard.grad = gradient
-        else:
-            self.shard.grad.add_(gradient)
 
 
 def hook_refusal(name: str) -> UsageError:
@@ -344,7 +319,6 @@ def distribute_parameters(
 
 
 def _is_on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of the module itself, children aside, has no memory yet."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 

@@ -24,9 +24,6 @@ from cs336sys.parallel.fsdp.parameter import StandIn
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.marks import SynchronizationSwitch
 
-# The tensors that a call of a unit leaves behind: those it returns, keeps, or puts into a list that it was given.
-
-
 # What every module has, and values in which there is no tensor. Most modules and attributes are settled by these two:
 # looking through the 13 modules of a Transformer block takes a CPU 4 us, and without them 20.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -172,11 +169,6 @@ class UnitRunner(SynchronizationSwitch):
             self._free_all()
             self._order = None
 
-    def wait_for_gathers(self) -> None:
-        """Let the current stream wait for units that are gathered ahead of use."""
-        for unit in self.units:
-            unit.wait()
-
     def call(
         self, unit: ShardedUnit, parts: Sequence[nn.Module], function: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
@@ -227,11 +219,7 @@ class UnitRunner(SynchronizationSwitch):
 
     @torch._disable_dynamo
     def access(self, unit: ShardedUnit) -> None:
-        """Gather a unit for an operation on a stand-in; from now on its modules hold the whole parameters.
-
-        Raises:
-            UsageError: no forward or backward pass is running.
-        """
+        """Gather a unit for an operation on a stand-in; from now on its modules hold the whole parameters."""
         if not (self._in_forward or self._in_backward):
             raise UsageError(
                 f"a weight of {unit.name} was kept from a forward pass and is used after it: take it from the module, "
@@ -279,11 +267,7 @@ class UnitRunner(SynchronizationSwitch):
         self._use(unit, meanwhile=None if left.calls_ahead > 0 else left)
 
     def finish(self) -> None:
-        """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None.
-
-        Raises:
-            UsageError: a gradient came after its unit was left.
-        """
+        """Average what has not been averaged yet, and wait; a gradient that no rank had becomes None."""
         self._recover()
         # A forward pass without a backward pass leaves units gathered.
         self._free_all()
@@ -314,11 +298,7 @@ class UnitRunner(SynchronizationSwitch):
         self._order.begin()
 
     def _hook_end(self, output: Any) -> None:
-        """Let the backward pass begin with the output of the whole module.
-
-        Raises:
-            UsageError: the output is in the memory of a weight.
-        """
+        """Let the backward pass begin with the output of the whole module."""
         tensors = tensors_in(output)
         for tensor in tensors:
             if isinstance(tensor, StandIn) or any(unit.lent(tensor) for unit in self._lent):
@@ -359,7 +339,6 @@ class UnitRunner(SynchronizationSwitch):
             unit.use()
 
     def _leave(self, unit: ShardedUnit) -> None:
-        """End a call of a unit."""
         is_lent = unit in self._lent
         if not (is_lent and (self._in_forward or self._in_backward)):
             unit.hide()
@@ -419,7 +398,7 @@ class UnitRunner(SynchronizationSwitch):
 
     def _finish_reduction(self) -> None:
         if self._reducing is not None:
-            self._reducing.finish_reduction()
+            self._reducing.scatter.finish()
             self._reducing = None
 
     def _average_replicated(self) -> None:
@@ -459,7 +438,7 @@ class UnitRunner(SynchronizationSwitch):
             for unit in self._unreduced:
                 unit.drop_gradients()
             if self._reducing is not None:
-                self._reducing.drop_reduction()
+                self._reducing.scatter.drop()
             self._reducing, self._unreduced = None, {}
             self._leave_backward()
             self._free_all()

@@ -14,8 +14,6 @@ from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.plan import PlannedUnit
 from cs336sys.parallel.gradient_memory import in_own_memory
 
-# Averages whole gradients over ranks, and gives each rank the mean of its rows.
-
 
 class GradientScatter:
     """Averages the gradients of some parameters: start, go on computing, finish.
@@ -145,7 +143,8 @@ class _GradientGroup:
     def add_means(self) -> None:
         if self._mean is not None:
             for parameter, mean in zip(self._parameters, self._of_each(self._mean), strict=True):
-                parameter.add_mean_gradient(mean)
+                shard = parameter.shard
+                shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
         self.forget()
 
     def forget(self) -> None:
@@ -184,6 +183,8 @@ class ShardedUnit:
         trained: those of them that get gradients.
         gathered_bytes: size of the block of memory.
         has_kept: whether backward passes under no_sync have left gradients to average.
+        is_under_way: whether it is being gathered and has not been waited for yet.
+        scatter: averages the gradients of :attr:`trained`.
         depth: how many calls of its modules are running.
         calls_ahead: how many calls of this step the backward pass has not reached yet.
     """
@@ -228,7 +229,7 @@ class ShardedUnit:
         self._gather = SliceGather(regions, f"weights of {self.name}", group)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
-        self._under_way = self._ready = False
+        self.is_under_way = self._ready = False
         # Wherever a module holds one: its dictionary, the attribute, and the module if it has a __setattr__ of its own.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Module | None]] = []
         self._slices: list[nn.Parameter] = []
@@ -246,21 +247,16 @@ class ShardedUnit:
         # What the places hold, and what they hold while the unit is not in use.
         self._shown = self._resting = self._slices
         self._shards: list[Tensor] = [parameter.shard for parameter in parameters]
-        self._scatter = GradientScatter(f"gradients of {self.name}", streams[1])
+        self.scatter = GradientScatter(f"gradients of {self.name}", streams[1])
 
     @property
     def device(self) -> torch.device:
         return self._own[0].device
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether it is being gathered and has not been waited for yet."""
-        return self._under_way
-
-    @property
     def is_gathered(self) -> bool:
         """Whether it has memory for its gathered parameters, be they in use, arriving, or ahead of use."""
-        return self._under_way or self._ready
+        return self.is_under_way or self._ready
 
     def refresh(self) -> None:
         """Find out anew which parameters are trained: those whose shards require gradients."""
@@ -268,13 +264,13 @@ class ShardedUnit:
             parameter.follow_freezing()
             parameter.guard()
         self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
-        self._scatter.choose(self.trained)
+        self.scatter.choose(self.trained)
 
     def gather(self) -> None:
         """Start to gather the parameters, unless they are gathered."""
         if self.is_gathered:
             return
-        self._under_way = True
+        self.is_under_way = True
         self._storage.resize_(self.gathered_bytes)
         with on_side_stream(self._stream), torch.no_grad():
             torch._foreach_copy_(self._own, self._shards)
@@ -282,21 +278,17 @@ class ShardedUnit:
 
     def wait(self) -> None:
         """Wait for the parameters to arrive; on a GPU, let the current stream wait."""
-        if self._under_way:
+        if self.is_under_way:
             self._gather.wait()
-            self._under_way, self._ready = False, True
+            self.is_under_way, self._ready = False, True
 
     def use(self) -> None:
-        """Wait for the parameters, and put them into the modules.
-
-        Raises:
-            UsageError: a module holds something else than was put there.
-        """
+        """Wait for the parameters, and put them into the modules."""
         self.wait()
         self._show(self._whole)
 
     def hide(self) -> None:
-        """Put slices or stand-ins into the modules; the parameters keep their memory. For errors see :meth:`use`."""
+        """Put slices or stand-ins into the modules; the parameters keep their memory."""
         self._show(self._resting)
 
     def begin_pass(self) -> None:
@@ -314,11 +306,7 @@ class ShardedUnit:
             self._show(self._slices)
 
     def require_unchanged(self) -> None:
-        """Refuse gathered parameters that were changed since they were gathered: the change would be lost.
-
-        Raises:
-            UsageError: naming the first.
-        """
+        """Refuse gathered parameters that were changed since they were gathered: the change would be lost."""
         for parameter in self.parameters:
             parameter.require_unchanged()
 
@@ -328,11 +316,7 @@ class ShardedUnit:
         return [(one._version, one.data_ptr() or one.untyped_storage()._cdata) for one in self._shards]
 
     def require_versions(self, versions: Sequence[tuple[int, int]]) -> None:
-        """Refuse slices that were changed since :meth:`versions` returned this.
-
-        Raises:
-            UsageError: naming the first.
-        """
+        """Refuse slices that were changed since :meth:`versions` returned this."""
         now = self.versions()
         if now != versions:
             changed = next(p for p, old, new in zip(self.parameters, versions, now, strict=True) if old != new)
@@ -393,19 +377,11 @@ class ShardedUnit:
                 gradient = gradient.to(self._gradient_dtype)
             gradients.append(gradient.contiguous())
         self.has_kept = False
-        self._scatter.start(gradients)
+        self.scatter.start(gradients)
         return present
 
-    def finish_reduction(self) -> None:
-        """Add the averaged gradients to those of the shards; on a GPU, the current stream waits for them."""
-        self._scatter.finish()
-
     def require_no_gradient(self) -> None:
-        """Refuse whole gradients that came after they were reduced, and discard them.
-
-        Raises:
-            UsageError: naming the first parameter.
-        """
+        """Refuse whole gradients that came after they were reduced, and discard them."""
         late = [parameter for parameter in self.parameters if parameter.full.grad is not None]
         if late:
             self.drop_gradients()
@@ -415,20 +391,10 @@ class ShardedUnit:
             )
 
     def drop_gradients(self) -> None:
-        """Discard the whole gradients of a backward pass that failed."""
         for parameter in self.parameters:
             parameter.full.grad = None
 
-    def drop_reduction(self) -> None:
-        """Discard the gradients that are being averaged."""
-        self._scatter.drop()
-
     def _show(self, shown: list[nn.Parameter]) -> None:
-        """Put these parameters into their places.
-
-        Raises:
-            UsageError: a module holds something else than was put there.
-        """
         if shown is self._shown:
             return
         replaced = None

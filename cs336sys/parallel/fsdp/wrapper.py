@@ -197,7 +197,8 @@ class FSDP(StateDictOfWrapped):
 
         What is captured in CUDA graphs must not leave a gather to a later graph.
         """
-        self._runner.wait_for_gathers()
+        for unit in self.units:
+            unit.wait()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes keep whole gradients on this rank, in the dtype of the slices.
@@ -259,9 +260,7 @@ class FSDP(StateDictOfWrapped):
         """Return whole copies of all parameters by their names in the wrapped module, tied ones under each of them.
 
         They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
-
-        Raises:
-            UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
+        Errors are those of :meth:`held_parameters`.
         """
         full: dict[str, Tensor] = {}
         copies: dict[nn.Parameter, Tensor] = {}
@@ -304,10 +303,8 @@ class FSDP(StateDictOfWrapped):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the wrapped module, without a prefix: this rank's slices.
 
-        For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`.
-
-        Raises:
-            UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
+        For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`. Errors are
+        those of :meth:`held_parameters`.
         """
         self.held_parameters()
         return super().state_dict(*args, **kwargs)
@@ -406,11 +403,7 @@ class FSDP(StateDictOfWrapped):
         self._held = HeldParameters(module)
 
     def _plan_alike(self) -> tuple[ShardingPlan, dict[PlannedParameter, ShardedParameter | nn.Parameter]]:
-        """A plan for what the module holds now, and those of its parameters that are cut or replicated already.
-
-        Raises:
-            UsageError: see :meth:`refresh` and the constructor.
-        """
+        """A plan for what the module holds now, and those of its parameters that are cut or replicated already."""
         module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
         replicated = {id(parameter) for parameter in self.replicated_parameters.values()}
         known: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
@@ -444,11 +437,7 @@ class FSDP(StateDictOfWrapped):
         return plan, known
 
     def _require_whole(self, entry: PlannedParameter) -> None:
-        """Refuse a parameter to cut that may be cut already, or that would lose its hooks.
-
-        Raises:
-            UsageError: naming it.
-        """
+        """Refuse a parameter to cut that may be cut already, or that would lose its hooks."""
         held, name = entry.held, entry.names[0]
         if held._backward_hooks or held._post_accumulate_grad_hooks:
             raise hook_refusal(name)

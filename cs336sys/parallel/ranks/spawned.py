@@ -28,9 +28,6 @@ from cs336sys.processes.child import run_spawned
 from cs336sys.processes.folders import OwnedFolder, remove_abandoned
 from cs336sys.processes.parent import cause_of_death, ctrl_c_ignored, out_of_memory_kills, start_for_good
 
-# What a spawned rank does: it joins the process group, runs what its parent sends, and never outlives it.
-
-
 # Gloo: "Timed out waiting 4000ms for recv operation"; stores: "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 

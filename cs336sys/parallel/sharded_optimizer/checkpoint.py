@@ -69,11 +69,7 @@ def gather_states(
 
 
 def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Refuse a state dict whose groups, names or shapes differ from ``groups``.
-
-    Raises:
-        UsageError: naming the first difference.
-    """
+    """Refuse a state dict whose groups, names or shapes differ from ``groups``."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise UsageError(
             f"no state of an optimizer: found {', '.join(state_dict) or 'nothing'}, not state and param_groups"
@@ -103,9 +99,6 @@ def take_own_states(
         state_dict: a whole one, or one rank's, which has the key ``share``.
         share: what this rank's own state dict has under ``share``.
         owned: which elements of each parameter this rank owns.
-
-    Raises:
-        UsageError: it is another rank's, or a tensor does not fit its parameter.
     """
     saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = {index: state_dict["state"][key] for index, key in enumerate(saved_as) if key in state_dict["state"]}

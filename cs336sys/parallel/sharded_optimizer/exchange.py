@@ -31,11 +31,7 @@ class ExchangeBucket:
         self._versions[:] = map(_version, self.parameters.values())
 
     def wait(self) -> None:
-        """Wait for the operation, unless that has been done.
-
-        Raises:
-            UsageError: a parameter was changed in the meantime, which is lost where another rank's values arrive.
-        """
+        """Wait for the operation, unless that has been done."""
         if not self._versions:
             return
         self.operation.wait()
@@ -95,11 +91,7 @@ class ParameterExchange:
             _wait_for(self._awaited_at_once)
 
     def wait(self) -> None:
-        """Return when all parameters may be used: on a GPU, by work queued on the current stream after this.
-
-        Raises:
-            RuntimeError: another rank died or timed out; a note names the parameters.
-        """
+        """Return when all parameters may be used: on a GPU, by work queued on the current stream after this."""
         self.start_deferred()
         _wait_for(self._buckets)
 

@@ -97,12 +97,7 @@ def describe_groups(groups: Sequence[Group]) -> list[str]:
 
 
 def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
-    """Refuse parameters that an ordinary optimizer takes and a sharded one cannot.
-
-    Raises:
-        UsageError: one is given twice, is a slice, or, with ``flat``, does not have a real floating-point dtype.
-        CapabilityError: with ``flat``, one is on a device that the process group does not communicate from.
-    """
+    """Refuse parameters that an ordinary optimizer takes and a sharded one cannot."""
     count = Counter(parameters_of(groups))
     device = group_device().type
     for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):
@@ -119,19 +114,12 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
 
 
 def require_whole(name: str, parameter: Tensor) -> None:
-    """Refuse a parameter that is a slice of this rank's: every rank would get rank 0's.
-
-    Raises:
-        UsageError: it is marked as such by a wrapper.
-    """
+    """Refuse a parameter that is a slice of this rank's: every rank would get rank 0's."""
     if is_slice(parameter):
         raise UsageError(
             f"{name} is a slice that this rank has of a parameter, made by FSDP or TensorParallel: their optimizer "
             "state is sharded already, so choose the class itself"
         )
-
-
-# Compares between ranks, in every step, what each may do only if all do.
 
 
 # 64-bit integers of a digest.
@@ -151,12 +139,7 @@ class StepAgreement:
 
     @contextlib.contextmanager
     def compared(self) -> Iterator[list[str]]:
-        """Within this context, lines of text are collected that must be the same on every rank.
-
-        Raises:
-            Exception: the body's.
-            UsageError: ranks differ, or another rank raised.
-        """
+        """Within this context, lines of text are collected that must be the same on every rank."""
         if is_capturing():
             yield []
             return

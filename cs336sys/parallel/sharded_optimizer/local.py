@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from cs336sys.errors import UsageError
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State
 from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
-from cs336sys.parallel.sharded_optimizer.partition import Partition
+from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition
+from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
+
+Partition = ParameterPartition | SlicePartition
 
 
 class LocalOptimizer:
@@ -64,11 +67,7 @@ class LocalOptimizer:
             local_group["params"] = self._local_group(group)["params"]
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
-        """Replace the state by that of each parameter in ``state``; who has none there begins anew.
-
-        Raises:
-            UsageError: a tensor does not have the shape of the slice that this rank updates.
-        """
+        """Replace the state by that of each parameter in ``state``; who has none there begins anew."""
         own = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
@@ -132,9 +131,6 @@ class LocalOptimizer:
         return {**options_of(group), "params": [tensor for tensor in local if tensor is not None]}
 
 
-# Which optimizer classes can be sharded: by whole parameters, and by slices.
-
-
 _STEPS = 3
 
 
@@ -149,19 +145,6 @@ def require_optimizer(optimizer_cls: Any) -> None:
     if issubclass(optimizer_cls, torch.optim.LBFGS):
         raise UsageError(
             f"{optimizer_cls.__name__} cannot be sharded: choose a class that updates each parameter by itself"
-        )
-
-
-def require_no_clipping(options: Mapping[str, Any]) -> None:
-    """Refuse options by which a class clips by the norm of all gradients.
-
-    Raises:
-        UsageError: ``max_grad_norm`` is given.
-    """
-    if options.get("max_grad_norm") is not None:
-        raise UsageError(
-            f"max_grad_norm {options['max_grad_norm']} would clip by the norm of what this rank updates: leave it out, "
-            "and call clip_grad_norm_() of the sharded optimizer before step()"
         )
 
 
@@ -180,9 +163,6 @@ def require_elementwise(
         options: what the class is constructed with, parameters aside.
         device: where the parameters are; some options work on some devices only.
         of_group: options of a group of parameters, which may make of the class another.
-
-    Raises:
-        UsageError: the class does not update each element by itself, or cannot step a slice.
     """
     refusal = f"flat=True cannot shard {optimizer_cls.__name__}"
     tensors = torch.randn(1 + _STEPS, 16, 8, generator=torch.Generator().manual_seed(0)).to(device)
@@ -221,15 +201,16 @@ class CheckedOptions:
         self._known: set[Hashable] = set()
 
     def require(self, of_group: Mapping[str, Any]) -> None:
-        """Refuse options of one group.
-
-        Raises:
-            UsageError: with them, the class does not update each parameter or, with ``flat``, each element by itself.
-        """
+        """Refuse options of one group."""
         kind = tuple((key, _kind(value)) for key, value in sorted(of_group.items()))
         if kind in self._known:
             return
-        require_no_clipping({**self._options, **of_group})
+        max_norm = {**self._options, **of_group}.get("max_grad_norm")
+        if max_norm is not None:
+            raise UsageError(
+                f"max_grad_norm {max_norm} would clip by the norm of what this rank updates: leave it out, and call "
+                "clip_grad_norm_() of the sharded optimizer before step()"
+            )
         if self._flat:
             require_elementwise(self._optimizer_cls, self._options, self._device, of_group)
         self._known.add(kind)

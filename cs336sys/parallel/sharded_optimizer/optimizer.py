@@ -37,8 +37,8 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     parameters_of,
     require_whole,
 )
-from cs336sys.parallel.sharded_optimizer.local import CheckedOptions, LocalOptimizer, require_optimizer
-from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition, Partition
+from cs336sys.parallel.sharded_optimizer.local import CheckedOptions, LocalOptimizer, Partition, require_optimizer
+from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 
 
@@ -113,7 +113,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module = module
         with same_on_every_rank() as lines:
             require_optimizer(optimizer_cls)
-            _check_arguments(flat, module, master_dtype)
+            if module is not None and not isinstance(module, nn.Module):
+                raise UsageError(f"module {module}: must be a torch.nn.Module")
+            if master_dtype is not None and not (flat and master_dtype.is_floating_point):
+                raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
@@ -173,6 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._local.check_options(self.param_groups[-1])
                 self._checked_options.require(options_of(self.param_groups[-1]))
                 lines += self._describe()
+                self._take_state()
         except Exception:
             del self.param_groups[count:]
             raise
@@ -195,6 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_parameters(self.param_groups, flat=self._slices is not None)
             self._refuse_removed()
             lines += self._describe()
+            self._take_state()
         self._take_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups)
@@ -233,18 +238,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         This is for gradient accumulation: run all passes of a step but the last in it. What they have accumulated is
         averaged together with the last pass.
-
-        Raises:
-            UsageError: without ``flat=True``; then the data parallel wrapper averages, and has this method.
         """
         return self._require_slices("no_sync").no_sync()
 
     def finish_gradient_synchronization(self) -> None:
-        """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so.
-
-        Raises:
-            UsageError: without ``flat=True``; then the data parallel wrapper averages, and has this method.
-        """
+        """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so."""
         self._complete_gradients(self._require_slices("finish_gradient_synchronization"))
 
     @property
@@ -533,10 +531,3 @@ def _members(group: Group) -> list[int]:
 def _identities(state: Mapping[Any, Any]) -> list[int]:
     """What changes when entries are added, removed or replaced; not when what is in them changes."""
     return [*map(id, state), *map(id, state.values())]
-
-
-def _check_arguments(flat: bool, module: nn.Module | None, master_dtype: torch.dtype | None) -> None:
-    if module is not None and not isinstance(module, nn.Module):
-        raise UsageError(f"module {module}: must be a torch.nn.Module")
-    if master_dtype is not None and not (flat and master_dtype.is_floating_point):
-        raise UsageError(f"master_dtype {master_dtype}: needs flat=True and a floating-point dtype")

@@ -1,7 +1,6 @@
 """How an optimizer's work is shared out, and the first of the two ways: each parameter is updated by one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,54 +12,12 @@ from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import Broadcasts, is_dense
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 
-# The interface of the two ways to share out an optimizer's work: by whole parameters, and by slices.
-
-
-class Partition(Protocol):
-    """Knows which part of the parameters this rank updates, and sends updated parameters to all ranks.
-
-    There are :class:`~cs336sys.parallel.sharded_optimizer.partition.ParameterPartition` and
-    :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which also averages gradients.
-    """
-
-    @property
-    def exchange(self) -> ParameterExchange:
-        """Brings updated parameters to all ranks."""
-
-    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Share out parameters, given in the order in which the forward pass needs them."""
-
-    def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
-
-    def owned(self, parameter: nn.Parameter) -> range:
-        """Which elements of a parameter, in memory order, this rank updates."""
-
-    def require_ready(self) -> None:
-        """Refuse gradients that cannot be used by a step.
-
-        Raises:
-            UsageError: one is sparse.
-        """
-
-    def publish(self) -> None:
-        """Start to send what this rank has updated to all other ranks."""
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients, and return their norm before, (), which is the same on every rank."""
-
-
-# Optimizer-state sharding by whole parameters: each is updated by one rank, which then sends it to the others.
-#
-# Parameters of a bucket that the same rank updates are moved next to each other in memory, so that one broadcast sends
-# them: each broadcast costs the CPU time whatever its size, even within a group. Nothing is copied on the way.
-
 
 class ParameterPartition:
     """Which parameters this rank updates; sends them to all ranks afterwards.
 
-    It is a :class:`~cs336sys.parallel.sharded_optimizer.partition.Partition`. Gradients are not touched: a data
-    parallel wrapper averages them.
+    Gradients are not touched: a data parallel wrapper averages them. The other way to share out an optimizer's work is
+    :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which has these methods, too.
 
     Args:
         cap_bytes: most bytes of parameters in one operation.
@@ -99,17 +56,15 @@ class ParameterPartition:
             )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What this rank's optimizer updates: the parameter itself, or of the other kind a slice of it; or nothing."""
         return parameter if self._owners.get(parameter) == dist.get_rank() else None
 
     def owned(self, parameter: nn.Parameter) -> range:
+        """Which elements of a parameter, in memory order, this rank updates."""
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
     def require_ready(self) -> None:
-        """Check the gradients, which are complete.
-
-        Raises:
-            UsageError: one is sparse.
-        """
+        """Check the gradients, which are complete."""
         for parameter, name in self._names.items():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise UsageError(f"{name} has a sparse gradient, which cannot be sharded: choose sparse=False")
@@ -119,12 +74,13 @@ class ParameterPartition:
         self.exchange.start([parameter for parameter in self._owners if parameter.grad is not None])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients, which every rank has whole."""
+        """Scale the gradients, which every rank has whole; return their norm before, (), the same on every rank."""
         return nn.utils.clip_grad_norm_(self._owners, max_norm)
 
     def _lay_together(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, int]]:
         """Tensors that hold these parameters, each with the rank that sends it: one per rank and dtype if possible.
 
+        Each broadcast costs the CPU time whatever its size, even within a group.
         They do not count changes as the parameters do: what arrives is counted when it is launched.
         A parameter stays where it is if it has gaps in memory, or if one placed after it would not be aligned.
         """

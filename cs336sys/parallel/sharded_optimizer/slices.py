@@ -9,7 +9,6 @@ nothing is copied on the way; the others of a bucket are moved into one padded b
 import functools
 import itertools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
@@ -39,41 +38,21 @@ from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 
-# Notices ``zero_grad()`` of modules, and lets ranks agree on dropping gradients.
-#
-# Backward passes leave no gradient with a parameter whose gradient is averaged in slices, so ``zero_grad()`` of a
-# module
-# would find nothing to drop: it is wrapped, and tells those that hold the slices.
-
-
-class HoldsGradients(ABC):
-    """What has gradients that are not with their parameters."""
-
-    @abstractmethod
-    def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
-        """Drop or zero the gradients of the parameters with these ids, which a module has zeroed."""
-
-
-_holders: "weakref.WeakSet[HoldsGradients]" = weakref.WeakSet()
-
-
-def notice_zero_grad(holder: HoldsGradients) -> None:
-    """Let ``holder`` drop its gradients, too, whenever a module drops those of its parameters."""
-    _wrap_zero_grad()
-    _holders.add(holder)
+_partitions: "weakref.WeakSet[SlicePartition]" = weakref.WeakSet()
 
 
 @functools.cache
-def _wrap_zero_grad() -> None:
+def _notice_zero_grad() -> None:
+    """Let ``zero_grad()`` of modules drop slices of gradients, too: backward passes leave no gradients to be found."""
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
     def noticed(module: nn.Module, set_to_none: bool = True) -> None:
-        holders = list(_holders)
-        if holders:
+        partitions = list(_partitions)
+        if partitions:
             parameters = frozenset(map(id, module.parameters()))
-            for holder in holders:
-                holder.drop_gradients_of_module(parameters, set_to_none)
+            for partition in partitions:
+                partition.drop_gradients_of_module(parameters, set_to_none)
         zero_grad(module, set_to_none)
 
     nn.Module.zero_grad = noticed  # type: ignore[assignment]
@@ -283,10 +262,10 @@ class SliceSynchronizer(GradientSynchronizer):
             super().gradient_ready(bucket, name, parameter)
 
 
-class SlicePartition(HoldsGradients):
+class SlicePartition:
     """Which slices of parameters this rank updates; averages their gradients, and sends updates to all ranks.
 
-    It is a :class:`~cs336sys.parallel.sharded_optimizer.partition.Partition`.
+    It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.partition.ParameterPartition`.
 
     Args:
         cap_bytes: most bytes of gradients, and of parameters, in one operation.
@@ -311,7 +290,8 @@ class SlicePartition(HoldsGradients):
         # Whether all ranks know that no reduction is in progress: nothing was launched since they last waited.
         self._is_settled = False
         self._agreement = HostAgreement()
-        notice_zero_grad(self)
+        _notice_zero_grad()
+        _partitions.add(self)
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, given in the order in which the forward pass needs them."""
@@ -350,20 +330,12 @@ class SlicePartition(HoldsGradients):
         return self._synchronizer.no_sync()
 
     def require_between_steps(self) -> None:
-        """Refuse a change while gradients are being averaged.
-
-        Raises:
-            UsageError: they are.
-        """
+        """Refuse a change while gradients are being averaged."""
         if self._under_way:
             raise UsageError("gradients are under way: call step() or zero_grad() first")
 
     def prepare_gradients(self) -> None:
-        """Give every segment its mean gradient, unless this has been done.
-
-        Raises:
-            UsageError: the gradients of the last step have not been dropped.
-        """
+        """Give every segment its mean gradient, unless this has been done."""
         if self._used:
             # Accumulating over a step would be right, but it looks the same as ``parameter.grad = None``.
             name = next(iter(self._used.values()))
@@ -383,11 +355,7 @@ class SlicePartition(HoldsGradients):
         return self._synchronizer.is_complete
 
     def require_none_late(self) -> None:
-        """Refuse gradients that came after those of the step were complete.
-
-        Raises:
-            UsageError: naming the first; on the ranks that have one.
-        """
+        """Refuse gradients that came after those of the step were complete."""
         if self._synchronizer.late:
             name = next(iter(self._synchronizer.late.values()))
             raise UsageError(
@@ -411,12 +379,7 @@ class SlicePartition(HoldsGradients):
                 self._versions[parameter] = parameter._version
 
     def drop_gradients(self, set_to_none: bool) -> None:
-        """Drop or zero all gradients, those being averaged, too. Every rank must call it.
-
-        Raises:
-            UsageError: gradients are being averaged, and other ranks may not know, because a module dropped those of
-                the last step.
-        """
+        """Drop or zero all gradients, those being averaged, too. Every rank must call it."""
         if self._is_settled:
             self._refuse_under_way(self._under_way)
         elif self._agreement.any_rank(self._under_way):
@@ -425,11 +388,7 @@ class SlicePartition(HoldsGradients):
         self._drop(None, set_to_none)
 
     def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
-        """Drop or zero the gradients of those with these ids.
-
-        Raises:
-            UsageError: they are being averaged; only the optimizer may ask other ranks whether theirs are.
-        """
+        """Drop or zero the gradients of those with these ids."""
         mine = parameters & self._names.keys()
         if mine:
             self._refuse_under_way(
@@ -498,5 +457,4 @@ class SlicePartition(HoldsGradients):
 
     @property
     def _under_way(self) -> bool:
-        """Whether there are gradients that have not reached their segments."""
         return any(bucket.is_under_way for bucket in self._buckets)

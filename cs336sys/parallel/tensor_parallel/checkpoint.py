@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.partition import cut_dimension, own_part
+from cs336sys.accounting.sharding.partition import cut_dimension
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import is_cut, load_named_state, named_groups
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
 from cs336sys.parallel.safe_unpickle import require_plain
-from cs336sys.parallel.tensor_parallel.weights import part_of, whole_tensor
+from cs336sys.parallel.tensor_parallel.weights import part_of, shape_of_part, whole_tensor
 from cs336sys.parallel.tensor_parallel.wrapper import TensorParallel
 
 
@@ -146,10 +146,7 @@ def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
         found = {name: one for name, one in sharded.held_parameters().items() if name not in tied}
     rank, size = shared.group.rank(), shared.group.size()
     for name, (own, slices) in found.items():
-        dimension = cut_dimension(name)
-        expected = list(shared.shapes.get(name, ()))
-        if expected and dimension is not None:
-            expected[dimension] = len(own_part(expected[dimension], rank, size))
+        expected = shape_of_part(shared.shapes[name], name, rank, size) if name in shared.shapes else []
         shape = own.shape if slices is None else slices.shape
         if list(shape) != expected:
             raise UsageError(

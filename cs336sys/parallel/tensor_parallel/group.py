@@ -115,9 +115,6 @@ def refuse_graph(grad: Tensor) -> None:
     """Refuse a backward pass with ``create_graph=True``, for which every backward function of this folder asks.
 
     What ranks send each other is in no graph: differentiated again, gradients were those of one rank alone, or wrong.
-
-    Raises:
-        UsageError: this is one.
     """
     # Compiled code refuses by itself.
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and grad.requires_grad:

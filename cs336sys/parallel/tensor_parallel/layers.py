@@ -87,11 +87,7 @@ def share_layers(model: Any, group: TensorGroup, first_row: int, vocabulary: int
 
 
 def require_called(model: Any) -> None:
-    """Refuse a model that has computed logits without calling its embedding and its head.
-
-    Raises:
-        UsageError: naming the layer.
-    """
+    """Refuse a model that has computed logits without calling its embedding and its head."""
     for name in ("token_embeddings", "lm_head"):
         if not getattr(model, name).was_called:
             raise UsageError(
@@ -103,9 +99,6 @@ def require_called(model: Any) -> None:
 def _become(layer: Any, shared: Any, group: TensorGroup) -> None:
     layer.__class__ = shared(type(layer))
     layer.tensor_group = group
-
-
-# Cross-entropy of logits of which each rank has the columns of its part of the vocabulary.
 
 
 # Torch 2.13's compiler, given the whole, computes the target's logit before the maximum has been all-reduced: its parts

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part
 from cs336sys.errors import UsageError
+from cs336sys.parallel.checkpoint_state import differences
 from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
 
@@ -117,11 +118,7 @@ def mark_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int, world_size: int) -> None:
-    """Refuse a model that does not hold this rank's part of each parameter, under the names that these had.
-
-    Raises:
-        UsageError: naming the first other parameter.
-    """
+    """Refuse a model that does not hold this rank's part of each parameter, under the names that these had."""
     held = dict(model.named_parameters(remove_duplicate=False))
     for name in (*held, *shapes):
         if name not in held or name not in shapes:
@@ -129,11 +126,17 @@ def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int,
                 f"{name} was {'added' if name in held else 'removed'} after ranks had shared out the module: change "
                 "the module before it is wrapped"
             )
-        own, dimension = list(shapes[name]), cut_dimension(name)
-        if dimension is not None:
-            own[dimension] = len(own_part(own[dimension], rank, world_size))
+        own = shape_of_part(shapes[name], name, rank, world_size)
         if list(held[name].shape) != own:
             raise UsageError(f"{name} has the shape {tuple(held[name].shape)}, and this rank's part {tuple(own)}")
+
+
+def shape_of_part(shape: torch.Size, name: str, rank: int, world_size: int) -> list[int]:
+    """The shape of a rank's part of the parameter of this name, which has ``shape`` as a whole."""
+    own, dimension = list(shape), cut_dimension(name)
+    if dimension is not None:
+        own[dimension] = len(own_part(own[dimension], rank, world_size))
+    return own
 
 
 def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
@@ -182,19 +185,9 @@ def load_whole(
     rank: int,
     world_size: int,
 ) -> None:
-    """Fill parts from whole tensors.
-
-    Raises:
-        UsageError: a parameter is missing there, has another shape, or is unknown here; nothing is changed.
-    """
-    differences = [
-        f"{name} is {tuple(whole[name].shape) if name in whole else 'missing'} there and "
-        f"{tuple(shapes[name]) if name in shapes else 'missing'} here"
-        for name in (*shapes, *(name for name in whole if name not in shapes))
-        if name not in whole or name not in shapes or whole[name].shape != shapes[name]
-    ]
-    if differences:
-        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(f"the state dict is of another model: {'; '.join(differences[:3])}{more}")
+    """Fill parts from whole tensors."""
+    there = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    if different := differences(there, {name: tuple(shape) for name, shape in shapes.items()}):
+        raise UsageError(f"the state dict is of another model: {different}")
     for name, parameter in parameters.items():
         parameter.copy_(part_of(whole[name], name, rank, world_size))

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share
-from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
+from cs336sys.parallel.collectives import gather_numbers, is_capturing, process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
@@ -37,8 +37,6 @@ from cs336sys.parallel.tensor_parallel.weights import (
     require_shareable,
     whole_tensors,
 )
-
-# Gradients of which every rank has a part: each part is added to their sum once, however often that is asked for.
 
 
 class PartialGradients:
@@ -140,6 +138,8 @@ class TensorParallel(StateDictOfWrapped):
       weight of its embedding, and does not call its ``lm_head``, is refused by :meth:`loss`.
     - Parameters may be frozen, and trained again. Whoever replaces or unfreezes some calls :meth:`refresh`. Adapters
       cannot be shared: forward passes refuse a module to which parameters were added.
+    - ``state_dict()`` has this rank's parts (see also :meth:`full_state_dict`), and ``load_state_dict()`` refuses those
+      of another rank. A plain ``dict`` made of it does not say whose parts it holds, and is loaded if the shapes fit.
     - A deep copy is a wrapper in its own right, of the same group.
     - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
     - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
@@ -211,7 +211,7 @@ class TensorParallel(StateDictOfWrapped):
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._require_unchanged()
-        if self._compares_tokens and not torch.compiler.is_compiling() and not _is_capturing(token_ids):
+        if self._compares_tokens and not torch.compiler.is_compiling() and not is_capturing():
             self._compares_tokens = False
             digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
             require_same_lines([f"tokens {tuple(token_ids.shape)} of digest {digest}"], self.group)
@@ -329,20 +329,6 @@ class TensorParallel(StateDictOfWrapped):
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         load_whole(parameters, state_dict, self.shapes, self.group.rank(), self.group.size())
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state dict, without a prefix: this rank's parts. See also :meth:`full_state_dict`."""
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
-
-        A plain ``dict`` made of it does not say whose parts it holds, and is loaded if the shapes fit.
-
-        Raises:
-            UsageError: it holds another rank's parts; ``assign`` is True, which would replace the parts.
-        """
-        return super().load_state_dict(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.
         memo[id(self.group)] = self.group
@@ -380,8 +366,3 @@ class TensorParallel(StateDictOfWrapped):
 
     def _whole_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if cut_dimension(name) is None}
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be looked at."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

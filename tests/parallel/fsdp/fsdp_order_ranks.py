@@ -121,7 +121,7 @@ def side_streams(compute_dtype):
             notes.append(f"off {self.name}")
 
     for unit in sharded.units:
-        unit._stream, unit._scatter._stream = Stream("side"), Stream("mean")
+        unit._stream, unit.scatter._stream = Stream("side"), Stream("mean")
     torch.cuda.current_stream = lambda device: Stream("main")
     collectives.SliceExchange.start = start
     log = []

@@ -35,8 +35,11 @@ class OneProcess:
         is_stepped: whether there was a step since gradients were dropped.
         is_complete: whether gradients were completed since then.
         is_outdated: whether weights have changed since a forward pass, or one is to raise in its backward pass.
+        is_held_back: whether gradients of the next backward pass wait until those of the last step are dropped.
         is_dropped_by_module: whether the last ``zero_grad()`` was a module's.
         is_changed: whether the models have changed since the last :meth:`refresh` in a way that wrappers must be told.
+        is_edited: whether the optimizers' state was edited since they were asked to do anything.
+        kept_gradients: those that were taken from parameters, each with the values that it had then.
         new_parameters: ids of those that no wrapper has made the same on all ranks yet.
         is_promised: whether nothing was done that may be refused.
     """
@@ -50,7 +53,9 @@ class OneProcess:
         self._inputs: list[Tensor] = []
         self.is_unfinished = self.is_launched = self.is_changed = self.has_hooks = False
         self.is_stepped = self.is_complete = self.is_outdated = self.is_dropped_by_module = False
+        self.is_held_back = self.is_edited = False
         self.is_promised = True
+        self.kept_gradients: list[tuple[Tensor, Tensor]] = []
         self.changes = 0
         self.new_parameters: set[int] = set()
         self._last: list[float] | None = None
@@ -82,13 +87,16 @@ class OneProcess:
         if name == "evaluate":
             return not self.is_changed
         if name == "backward":
-            if self._is_flat and (self.is_stepped or self.is_complete):
+            if self._is_flat and (self.is_complete or (self.is_stepped and not self.is_held_back)):
                 # Gradients that are complete are to be dropped before.
                 return False
             return len(args) < 3 and not (self.is_launched and self.program.wrapper != "fsdp") and len(self.passes) == 1
-        if name == "refresh":
+        if name in ("refresh", "restart"):
             # A sharded optimizer that knows its module must be built anew where one of its parameters was replaced.
-            return not (self.program.waits_in_module and self.new_parameters)
+            is_replaced = self.program.waits_in_module and self.new_parameters
+            # Gradients are averaged before, which needs the parameters and slices that they are of.
+            is_late = self.is_unfinished and (self.is_changed or (self._is_flat and self.is_stepped))
+            return not (is_replaced or is_late)
         if name in ("clip", "finish"):
             # Gradients of the last step are to be dropped before.
             return not (self._is_flat and self.is_stepped)
@@ -119,16 +127,24 @@ class OneProcess:
         if self.is_launched and self.program.wrapper != "fsdp" and self._may_leave_out:
             # A second gradient of a step is refused by the ranks that have one.
             return False
+        if self._is_flat and self.program.bucket_mb is not None and not self._is_reached:
+            # To launch a third bucket waits for the first, which a rank that reaches no parameter launches in step(),
+            # and here ranks wait for each other before.
+            return False
         return bool(self.passes) and (absent is None or may_be_absent)
 
     def _allows_sum_losses(self) -> bool:
         # Where a backward pass may reach no parameter, all-reduces may be launched after the user's.
-        is_reached = any(
+        return self._last is not None and (self._is_reached or not self.is_unfinished or self.program.wrapper == "fsdp")
+
+    @property
+    def _is_reached(self) -> bool:
+        """Whether a backward pass of any rank reaches a parameter."""
+        return any(
             type(part).__name__ not in MAY_BE_LEFT_OUT and any(one.requires_grad for one in part.parameters())
             for model in self.models
             for part in model.parts
         )
-        return self._last is not None and (is_reached or not self.is_unfinished or self.program.wrapper == "fsdp")
 
     def _allows_zero_grad(self, who: str, set_to_none: bool) -> bool:
         # A rank without gradients does not know that they are being averaged.
@@ -199,7 +215,10 @@ class OneProcess:
     def _allows_restart(self, world_size: int) -> bool:
         owned = {id(parameter) for model in self.models for parameter in model.parameters()}
         orphans = [one for optimizer in self.optimizers for one in parameters_of(optimizer) if id(one) not in owned]
-        return not (self.is_changed or self.has_hooks or orphans)
+        return not (self.new_parameters or self.has_hooks or orphans)
+
+    def _allows_keep_gradients(self, part: int) -> bool:
+        return not self._is_flat
 
     # Passes.
 
@@ -284,7 +303,7 @@ class OneProcess:
     def _taken(self, which: str, synchronizes: bool) -> list[Tensor]:
         """The losses of the passes that a backward pass is for, added up for each rank."""
         self.is_unfinished = True
-        self.is_launched = self.is_launched or synchronizes
+        self.is_launched = self.is_launched or (synchronizes and not self.is_held_back)
         if which == "all":
             taken, self.passes, self._inputs, self.is_outdated = self.passes, [], [], False
         else:
@@ -313,7 +332,7 @@ class OneProcess:
         if self.program.wrapper.split("+")[0] in DDP:
             # They forbid to touch gradients before.
             self._settle()
-        self.is_stepped = self.is_complete = False
+        self.is_stepped = self.is_complete = self.is_held_back = False
         self.is_dropped_by_module = who != "optimizer"
         for one in {"optimizer": self.optimizers, "module": self.models, "wrapper": self.called}[who]:
             one.zero_grad(set_to_none)
@@ -340,9 +359,18 @@ class OneProcess:
                 norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
                 nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
 
+    def keep_gradients(self, part: int) -> None:
+        """Take those of a part, which nobody may change from now on, from its parameters; zero the others."""
+        self._settle()
+        for parameter in self._part(part).parameters():
+            if parameter.grad is not None:
+                self.kept_gradients.append((parameter.grad, parameter.grad.clone()))
+                parameter.grad = None
+        self.zero_grad("optimizer", False)
+
     def drop_gradients(self) -> None:
         """Let no gradient be left, whatever holds it."""
-        self.is_unfinished = self.is_launched = self.is_stepped = self.is_complete = False
+        self.is_unfinished = self.is_launched = self.is_stepped = self.is_complete = self.is_held_back = False
         # First the optimizers: those that average gradients refuse to drop them for a module while they do.
         for one in (*self.optimizers, *self.called):
             one.zero_grad()
@@ -383,6 +411,9 @@ class OneProcess:
         self._settle()
         self.is_stepped, self.is_complete = True, False
         self.is_outdated = bool(self.passes)
+        self.is_edited = False
+        gradients = [[one.grad for one in parameters_of(optimizer)] for optimizer in self.optimizers]
+        self.is_held_back = self._is_flat and all(any(one is not None for one in some) for some in gradients)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -400,6 +431,7 @@ class OneProcess:
             optimizer.param_groups[0]["lr"] = rate
 
     def edit_state(self, how: str) -> None:
+        self.is_edited = True
         for optimizer in self.optimizers:
             if how == "clear":
                 optimizer.state.clear()
@@ -542,7 +574,8 @@ class OneProcess:
     def restart(self, world_size: int) -> None:
         """What is not saved is gone."""
         self._settle()
-        self.passes, self._last, self._kept = [], None, {}
+        self.passes, self._last, self._kept, self.kept_gradients = [], None, {}, []
+        self.is_changed = self.is_edited = False
         self.drop_gradients()
         self.world_size = world_size
 

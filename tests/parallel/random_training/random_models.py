@@ -240,7 +240,8 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         adapter = x @ self.down @ self.up
-        return self.base(x, tokens, choice) + adapter
+        # The base may change its input, which the adapter's backward pass needs.
+        return self.base(x.clone(), tokens, choice) + adapter
 
 
 class Raised(RuntimeError):

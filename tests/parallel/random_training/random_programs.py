@@ -168,12 +168,18 @@ def _some(rng: random.Random, program: Program) -> Iterator[Action]:
     elif draw < 0.58:
         yield _anything(rng)
     elif draw < 0.8:
-        kind = rng.choice((*_CHANGES, "add", "freeze", "unfreeze"))
+        kind = rng.choice((*_CHANGES, "add", "freeze", *("unfreeze",) * (1 if program.frozen is None else 4)))
+        if kind == "unfreeze" and program.frozen is not None and rng.random() < 0.7:
+            part = program.frozen
         yield _change(rng, kind, part)
-        if rng.random() < 0.8:
+        if rng.random() < (0.4 if kind == "unfreeze" else 0.8):
             yield ("refresh",)
             if kind in ("add", "replace", "adapt", "untie") and rng.random() < 0.8:
                 yield ("optimize_new",)
+        elif rng.random() < 0.4:
+            # Neither is the pass known to the wrapper.
+            yield ("forward", rng.randrange(100), "inner")
+            yield ("backward", "all", True)
         yield from _step(rng)
     elif draw < 0.87:
         yield ("keep_weights",)
@@ -187,9 +193,14 @@ def _some(rng: random.Random, program: Program) -> Iterator[Action]:
     elif draw < 0.92:
         yield ("keep_optimizer",)
         yield from _step(rng)
-        yield ("restore_optimizer",) if rng.random() < 0.5 else ("edit_state", rng.choice(_STATE_EDITS))
+        yield ("restore_optimizer",) if rng.random() < 0.4 else ("edit_state", rng.choice(_STATE_EDITS))
+        if rng.random() < 0.3:
+            yield ("restart", program.world_size)
         yield from _step(rng)
     else:
+        if rng.random() < 0.4:
+            # Not known to wrappers, but saved.
+            yield ("swap", part, rng.randrange(5))
         yield ("restart", rng.choice((program.world_size, program.world_size, 1, 2, 3)))
         yield from _step(rng)
 
@@ -222,7 +233,13 @@ def _step(rng: random.Random) -> Iterator[Action]:
     yield from odd(0.05)
     yield ("step",)
     yield from odd(0.05)
-    if rng.random() < 0.95:
+    if rng.random() < 0.1:
+        # As a generator's loss gives gradients to the discriminator, which drops them.
+        yield _forward(rng)
+        yield ("backward", "all", True)
+    if rng.random() < 0.1:
+        yield ("keep_gradients", rng.randrange(5))
+    elif rng.random() < 0.95:
         yield ("zero_grad", rng.choice(("optimizer", "optimizer", "module", "wrapper")), rng.random() < 0.7)
 
 

@@ -93,6 +93,41 @@ REGRESSIONS: tuple[Program, ...] = (
         world_size=3,
         seed=30293,
     ),
+    # What a user has removed from the state came back by refresh(), and by add_param_group().
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("forward", 58), ("backward", "all", True), ("step",), ("edit_state", "clear"), ("refresh",)),
+        seed=80274,
+        kinds=("Positions", "Dense"),
+    ),
+    Program(
+        wrapper="naive+optimizer",
+        actions=(
+            ("forward", 1),
+            ("backward", "all", True),
+            ("step",),
+            ("add", "Dense", 3),
+            ("refresh",),
+            ("edit_state", "clear"),
+            ("optimize_new",),
+            ("forward", 2),
+            ("backward", "all", True),
+            ("step",),
+        ),
+    ),
+    # Gradients that the user keeps are in the buffer of those that are zeroed.
+    Program(
+        wrapper="flat",
+        actions=(
+            ("forward", 1),
+            ("backward", "all", True),
+            ("step",),
+            ("keep_gradients", 0),
+            ("forward", 2),
+            ("backward", "all", True),
+        ),
+        kinds=("Dense", "Dense"),
+    ),
 )
 
 
