@@ -137,9 +137,9 @@ class StateDictOfWrapped(nn.Module):
 
 
 def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
-    """Let state dicts of ``module`` say which rank's slices they hold, and let it refuse those of another rank.
+    """Let state dicts of ``module`` and its parts say whose slices they hold, and refuse those of another rank.
 
-    It also refuses ``assign=True``, which would put other parameters in the place of slices.
+    They also refuse ``assign=True``, which would put other parameters in the place of slices.
 
     The mark is in the state dict's metadata, which ``torch.save`` keeps. A dictionary made of a state dict has none,
     and is taken if shapes fit.
@@ -164,5 +164,9 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
                 f"{share['rank']} of {share['ranks']}: load the one of this rank, or use save_checkpoint()"
             )
 
-    module.register_state_dict_post_hook(write)
-    module.register_load_state_dict_pre_hook(compare)
+    for part in module.modules():
+        # A module that was deep-copied with its hooks has this mark, too.
+        if kind not in part.__dict__.setdefault("_has_slices_of", set()):
+            part.__dict__["_has_slices_of"].add(kind)
+            part.register_state_dict_post_hook(write)
+            part.register_load_state_dict_pre_hook(compare)

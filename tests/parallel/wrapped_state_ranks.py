@@ -77,8 +77,13 @@ def state_dicts(kind):
         results[f"around, strict={strict}"] = str(loaded.load_state_dict(state, strict=strict)), equal(outer, loaded)
     results["moved nowhere"] = error_of(loaded.to, "cpu")
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    others = gather_objects([state, saved.state_dict(), saved.module.state_dict()])[(rank + 1) % world_size]
-    modules = loaded, part(kind, 1), part(kind, 1).module
+
+    def layer_of(wrapper):
+        return wrapper.module.layers[0] if kind == "tensor" else wrapper.module[0]
+
+    states = [state, saved.state_dict(), saved.module.state_dict(), layer_of(saved).state_dict()]
+    others = gather_objects(states)[(rank + 1) % world_size]
+    modules = loaded, part(kind, 1), part(kind, 1).module, layer_of(part(kind, 1))
     errors = [error_of(module.load_state_dict, one) for module, one in zip(modules, others, strict=True)]
     state = saved.state_dict()
     errors.append(error_of(saved.load_state_dict, state, assign=True))

@@ -148,7 +148,6 @@ class FSDP(StateDictOfWrapped):
         self._calls: list[UnitCall] = []
         self._known_modules: frozenset[nn.Module] = frozenset()
         self._shard()
-        mark_share(module, type(self).__name__, self.group)
 
     @importing_no_compiler
     @torch._disable_dynamo
@@ -361,6 +360,7 @@ class FSDP(StateDictOfWrapped):
                 call.install()
             raise
         module, device = self.module, self._device
+        mark_share(module, type(self).__name__, self.group)
         sharded = distribute_parameters(
             module, plan, self._compute_dtype, self._initialize, device, self.group, known, self._known_modules
         )
