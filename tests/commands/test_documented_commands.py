@@ -15,7 +15,11 @@ from cs336sys.cli import COMMANDS, app
 from cs336sys.errors import CapabilityError
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+    *(f"docs/guides/{path.name}" for path in sorted((REPOSITORY / "docs/guides").glob("*.md"))),
+)
 RESULT_PAGES = tuple(f"docs/results/{path.name}" for path in sorted((REPOSITORY / "docs/results").glob("*.md")))
 
 # Shown as they were typed in their day: a baseline that was not measured was passed over, and a mode since removed.
