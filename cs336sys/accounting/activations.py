@@ -1,4 +1,4 @@
-"""What autograd holds between the forward and the backward pass on paper: of the whole model, and of attention alone.
+"""Memory that autograd holds between forward and backward pass, on paper: of the model, and of attention alone.
 
 All of it is for eager execution; compilation saves less. Half precision is torch autocast's, or that of the model
 itself. The formulas were read off what autograd really saves (``torch.autograd.graph.saved_tensors_hooks``), and the
@@ -94,7 +94,7 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
 
 
 def block_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
-    """What one Transformer block adds to :func:`saved_activations` (same arguments); the size's numbers may be symbols.
+    """Return what one Transformer block adds to :func:`saved_activations`; the size's numbers may be symbols.
 
     Raises:
         UsageError: ``attention`` is not in :data:`ATTENTION`.
@@ -111,7 +111,7 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
 def attention_activations(
     size: ModelSize, precision: str, attention: str, *, autocast: bool = True
 ) -> SavedActivations:
-    """What a block's attention and the norm before it add: the half of :func:`block_activations` (same arguments) that
+    """Return what a block's attention and the norm before it add: the half of :func:`block_activations` that
     :func:`feed_forward_activations` is not. Its residual stream is the block's input."""
     reference, casts = attention == "reference", autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
@@ -134,7 +134,8 @@ def attention_activations(
 
 
 def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
-    """What a block's feed-forward layer and the norm before it add. Its residual stream is the sum that attention's
+    """Return what a block's feed-forward layer and the norm before it add. Its residual stream is the sum that
+    attention's
     output was added to."""
     casts = autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]

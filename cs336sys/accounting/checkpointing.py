@@ -64,7 +64,7 @@ def kept_blocks(checkpointing: str) -> int | None:
 
 
 def group_sizes(checkpointing: str, num_layers: int) -> list[int]:
-    """How many blocks each checkpoint of ``block`` or ``every=K`` stands for; the last may have fewer."""
+    """Return how many blocks each checkpoint of ``block`` or ``every=K`` stands for; the last may have fewer."""
     every = 1 if checkpointing == "block" else int(checkpointing.removeprefix("every="))
     whole, rest = divmod(num_layers, every)
     return [every] * whole + [rest] * (rest > 0)
@@ -87,7 +87,7 @@ def predicted_peak(
 
 
 def saved_schedule(checkpointing: str, num_layers: int) -> tuple[SavedBlocks, list[SavedBlocks]]:
-    """Which activations exist at the loss, and at each block that can be the widest.
+    """Return which activations exist at the loss, and at each block that can be the widest.
 
     A checkpoint's own input is also the saved input of its first block, so it is not counted twice.
     """
@@ -156,7 +156,7 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
 
 
 def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
-    """How many times a block is computed again in a step, and how many of these end before their last product.
+    """Return how many times a block is computed again in a step, and how many of these end before their last product.
 
     Raises:
         ValueError: the strategy computes parts of blocks again.
@@ -173,7 +173,7 @@ def recomputed_blocks(num_layers: int, checkpointing: str) -> tuple[int, int]:
 
 
 def _nested_recomputations(num_layers: int) -> int:
-    """Of one checkpoint: its left half once, to get at the right half's input, and then each half by itself."""
+    """Count for one checkpoint: its left half once, to reach the right half's input, and then each half by itself."""
     if num_layers == 1:
         return 1
     left = (num_layers + 1) // 2

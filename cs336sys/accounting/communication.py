@@ -50,7 +50,7 @@ def buffer_bytes(collective: str, message_bytes: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """How long messages take: ``latency_s + message_bytes / bytes_per_s``.
+    """The time of a message: ``latency_s + message_bytes / bytes_per_s``.
 
     The first term is known as alpha, the inverse of ``bytes_per_s`` as beta (Hockney 1994, "The communication challenge
     for MPP"). ``bytes_per_s`` is the algorithm bandwidth of endless messages, infinite if larger ones take no longer.
@@ -64,7 +64,7 @@ class AlphaBeta:
 
     @property
     def has_bandwidth(self) -> bool:
-        """Whether larger messages took longer; noise can hide it."""
+        """Return whether larger messages took longer; noise can hide it."""
         return math.isfinite(self.bytes_per_s)
 
     @property
@@ -216,7 +216,8 @@ def _check_positive(**values: Number) -> None:
 
 
 def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | None = None) -> dict[str, float | None]:
-    """How much longer the step is than the same one without communication, and what of the communication that hides.
+    """Return how much longer the step is than the same one without communication, and what of the communication that
+    hides.
 
     Args:
         medians_ms: of ``step``, and where they were measured of ``unsynchronized``, the step without communication,
@@ -248,7 +249,7 @@ def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | N
 
 
 def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:
-    """How long the ring collectives take, and the alternate all-reduce beside the usual one."""
+    """Return how long the ring collectives take, and the alternate all-reduce beside the usual one."""
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
     row = partial(Derived, source="2026 handout, 8.1")
     gather_s = ring_all_gather_s(*setting)

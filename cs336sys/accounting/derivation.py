@@ -66,7 +66,7 @@ class Expression:
 
     @property
     def is_symbol(self) -> bool:
-        """Whether it is one symbol, of which nothing is left to compute."""
+        """Return whether it is one symbol, of which nothing is left to compute."""
         return len(self._parts) == 1
 
     def __add__(self, other: Number) -> "Expression":

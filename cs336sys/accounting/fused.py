@@ -21,7 +21,7 @@ BLOCKS_BESIDE = 2
 
 @dataclass(frozen=True)
 class FusedStep:
-    """What decides the memory of a step with fused kernels.
+    """Settings that decide the memory of a step with fused kernels.
 
     Attributes:
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``.
@@ -74,12 +74,12 @@ class FusedStep:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of a number in a block's matrices."""
+        """Bytes of a number in a block's matrices."""
         return 2 if self.state_dtype == "split" else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a number in the gradients of a block's matrices."""
+        """Bytes of a number in the gradients of a block's matrices."""
         return 2 if self.precision == "bf16" and self.reads_copies else 4
 
     @property
@@ -117,12 +117,12 @@ class FusedStep:
 
     @property
     def kept_inner(self) -> int:
-        """Of size ``T f``: gate and up; and their product, where it is not computed again."""
+        """Count tensors of size ``T f``: gate and up; and their product, where it is not computed again."""
         return 2 if self.reads_copies else 3
 
     @property
     def block(self) -> int:
-        """What a block saves for its backward pass.
+        """Return what a block saves for its backward pass.
 
         The inputs of its two norms, fp32, with a number a row each (``8 T d + 8 T``); their outputs, which three and
         two projections share (``2 e T d``); rotated q and k, and v (``3 e T d``); attention's output as the projection
@@ -143,7 +143,9 @@ class FusedStep:
 
     @property
     def around_loss(self) -> int:
-        """What the last norm saves, and what the loss holds: its input, both gradients, a chunk of logits, a cast."""
+        """Return what the last norm saves, and what the loss holds: its input, both gradients, a chunk of logits, a
+        cast.
+        """
         e = self.e
         chunk = min(e * self.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
@@ -175,7 +177,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
 
 
 def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
-    """What a forward pass without gradients holds where it is widest.
+    """Return what a forward pass without gradients holds where it is widest.
 
     - Softmax of reference attention: the block's input, the norm's output, q, k, v (with copies as projected, too), the
       mask and what it is made of, and 12 bytes a score as in ``accounting.memory``.
@@ -197,7 +199,7 @@ def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
 def _backward_moments(
     step: FusedStep, at_loss: SavedBlocks, at_blocks: Sequence[SavedBlocks]
 ) -> list[tuple[str, int, int]]:
-    """What a backward pass holds where it is widest, by moment: gradients of parameters, and activations.
+    """Return what a backward pass holds where it is widest, by moment: gradients of parameters, and activations.
 
     - Loss: all saved activations, and what the loss holds, gradients among it.
     - Gates of a block: beside what is saved, the gradient of the stream; with copies also its cast, the gradients of

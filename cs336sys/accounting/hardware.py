@@ -98,7 +98,7 @@ class OverlapSlowdown:
                 raise UsageError(f"{name} while both go on at {speed} of its speed: must be above 0 and at most 1")
 
     def seconds(self, computing_s: float, communication_s: float) -> float:
-        """Of both, begun together: as long as both go on each has its lower speed, then the other its own."""
+        """Time both, begun together: while both go on each has its lower speed, then the other its own."""
         overlapped_computing_s, overlapped_communication_s = (
             computing_s / self.computing,
             communication_s / self.communication,
@@ -142,7 +142,7 @@ class Cluster:
             raise UsageError(f"call_s {self.call_s}: must not be negative")
 
     def ring_bytes_per_s(self, ranks: int, distance: int) -> float:
-        """Of a ring of ``ranks`` that are ``distance`` devices apart."""
+        """Return the bandwidth of a ring of ``ranks`` that are ``distance`` devices apart."""
         if ranks * distance <= self.node_devices:
             return dict(self.ranks_bytes_per_s).get(ranks, self.bytes_per_s)
         return min(self.bytes_per_s, self.node_bytes_per_s)

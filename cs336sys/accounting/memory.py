@@ -53,7 +53,7 @@ def training_state(size: ModelSize, precision: str, *, autocast: bool = True) ->
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What is alive, in bytes, at a moment of a step when much is; the parts add up to the total.
+    """Bytes alive at a moment of a step when much is; the parts add up to the total.
 
     Attributes:
         moment: which moment that is.
@@ -95,7 +95,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """Which activations of the blocks exist at a moment of the backward pass.
+    """The blocks whose activations exist at a moment of the backward pass.
 
     Attributes:
         block: the block that it has reached, from 1; those after it are done.
@@ -188,7 +188,7 @@ _Moment = tuple[str, int, int]
 
 
 def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: bool) -> list[_Moment]:
-    """What a forward pass without gradients holds where it is widest, beside the batch (``16 T``).
+    """Return what a forward pass without gradients holds where it is widest, besides the batch (``16 T``).
 
     - Softmax of reference attention: the block's input and the norm's output (``2 r T d``), q, k, v, the mask, and 12
       bytes a score: in fp32 the scores, the scores less their maximum, and the exponentials; in half precision the
@@ -226,7 +226,7 @@ def _backward_moments(
     at_loss: SavedBlocks,
     at_blocks: Sequence[SavedBlocks],
 ) -> list[_Moment]:
-    """What a backward pass holds where it is widest; the forward pass before it holds less.
+    """Return what a backward pass holds where it is widest; the forward pass before it holds less.
 
     - Loss: all saved activations, the fp32 gradient of the logits, and its cast in half precision.
     - Feed-forward of a block: the blocks after it have left their gradients and freed their activations. It holds its

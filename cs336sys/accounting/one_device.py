@@ -1,4 +1,4 @@
-"""What the handouts ask about one model on one device, with numbers: activations, FLOPs, attention.
+"""Answers of the handouts about one model on one device, with numbers: activations, FLOPs, attention.
 
 Problems ``memory_profiling`` (d), (e) and (f), what is arithmetic in ``nsys_profile``, and ``pytorch_attention``: 2025
 handout, sections 1.1 and 1.2; 2026 handout, 2.1 and 4.1.
@@ -88,7 +88,9 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
 
 
 def block_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
-    """What one block saves for the backward pass, the largest first, and the gradients that it produces there."""
+    """Answer what one block saves for the backward pass, the largest first, and the gradients that it produces
+    there.
+    """
     named = _named(size)
     row = partial(Derived, unit="bytes", source=_SAVED, question="memory_profiling (f), 2026")
     parts = {

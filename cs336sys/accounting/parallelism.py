@@ -1,4 +1,4 @@
-"""How far a feed-forward layer can be spread before communication takes longer than computing.
+"""Limits of spreading a feed-forward layer before communication takes longer than computing.
 
 Source: CS336 assignment 2 (2026), sections 8.2 to 8.5. One SwiGLU layer, ``x`` (B, D), ``W1`` and ``W2`` (D, D_FF),
 ``W3`` (D_FF, D); matrix products count, everything element-wise does not. A device computes ``C`` FLOP/s and sends

@@ -1,4 +1,4 @@
-"""How many parameters a ``BasicsTransformerLM`` has, by component."""
+"""Parameters of a ``BasicsTransformerLM``, by component."""
 
 from dataclasses import dataclass
 

@@ -43,7 +43,7 @@ _FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What numbers are kept and sent in.
+    """The dtypes in which numbers are kept and sent.
 
     Attributes:
         computed: what a step computes in: ``fp32``, ``bf16`` or ``fp16``.
@@ -62,7 +62,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """What one device needs by itself.
+    """The time that one device needs by itself.
 
     Attributes:
         sequence_s: forward and backward pass of one sequence, nothing computed again.
@@ -75,7 +75,7 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many ranks each dimension has."""
+    """The number of ranks of each dimension."""
 
     ddp: int
     fsdp: int

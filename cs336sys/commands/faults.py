@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: one sentence on standard error and an exit code, for all commands alike."""
+"""End a command that cannot go on: one sentence on standard error and an exit code, for all commands alike."""
 
 import contextlib
 import functools
@@ -67,14 +67,14 @@ def exit_code_of(run: Callable[[], Any]) -> int:
 
 
 def _in_our_words(error: Any) -> str | None:
-    """What typer says of an option that does not exist, with the nearest as elsewhere; None of other errors."""
+    """Rephrase typer's message on an unknown option, with the nearest name; None for other errors."""
     if type(error).__name__ != "NoSuchOption":
         return None
     return f"no such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or [])}"
 
 
 def interruption_code(interrupt: KeyboardInterrupt) -> int:
-    """What a command exits with after Ctrl-C or SIGTERM."""
+    """Return the exit code after Ctrl-C or SIGTERM."""
     return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
 
 

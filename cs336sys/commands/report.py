@@ -160,7 +160,7 @@ def _chosen(all_problems: Sequence["Problem"], only: list[str], skip: list[str])
 
 
 def _format_of(format: str | None, output: Path | None) -> str:
-    """What the page is written as: what is asked for, or what the file's name says."""
+    """Choose the page's format: the one asked for, or what the file's name says."""
     from cs336sys.report.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:

@@ -112,7 +112,7 @@ def _read(path: Path) -> Results:
 
 
 def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation":
-    """How the command was asked to show the cells, read from its saved arguments as far as it still knows them."""
+    """Read from saved arguments how the command was asked to show the cells, as far as it still knows them."""
     from cs336sys.report.registry import SAVED_COMMANDS, Presentation
 
     default = Presentation()

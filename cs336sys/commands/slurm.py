@@ -163,7 +163,7 @@ _OPTIONS_OF_SLURM = ("nodes", "gpus-per-node", "time", "partition", "account")
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of Slurm.
+    """A request to Slurm.
 
     Attributes:
         time: the limit, as ``sbatch --time`` takes it.

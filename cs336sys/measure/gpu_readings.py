@@ -40,7 +40,7 @@ ReadGpu = Callable[[], Reading]
 
 
 def nvml_reader(uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> ReadGpu | None:
-    """What reads the GPU of this UUID (``GPU-...``); None where there is no NVML, or it does not know the GPU."""
+    """Return a reader of the GPU with this UUID (``GPU-...``); None without NVML, or if it does not know the GPU."""
     try:
         library = load("libnvidia-ml.so.1")
     except OSError:

@@ -17,7 +17,7 @@ from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_toge
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What decides which bucket a parameter goes into.
+    """Properties that decide which bucket a parameter goes into.
 
     Attributes:
         identity: equal for tied weights, which are one tensor under several names.
@@ -45,7 +45,7 @@ def block_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """When a bucket takes no more tensors.
+    """The rule by which a bucket takes no more tensors.
 
     Attributes:
         cap_bytes: when it would hold more than this, unless it holds a single larger tensor; None sets no cap.
@@ -59,7 +59,7 @@ class BucketRule:
         return f"cap_bytes={self.cap_bytes}" + (" of whole blocks" if self.whole_blocks else "")
 
     def closes(self, bucket: Sequence[TensorSpec], following: TensorSpec) -> bool:
-        """Whether a bucket with these tensors, at least one, must not take another."""
+        """Return whether a bucket with these tensors, at least one, must not take another."""
         if self.cap_bytes is None:
             return False
         filled = sum(tensor.size_bytes for tensor in bucket)
@@ -165,7 +165,7 @@ class GradientBucket:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """What gradients are sent and summed in."""
+        """Return the dtype in which gradients are sent and summed."""
         return self._wire_dtype or self._dtype
 
     @property
@@ -372,7 +372,9 @@ def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether the elements are in the order of ``strides``; the stride of a dimension of size 1 does not matter."""
+    """Return whether the elements are in the order of ``strides``; the stride of a dimension of size 1 does not
+    matter.
+    """
     return gradient.stride() == strides or all(
         size == 1 or own == other for size, own, other in zip(gradient.shape, gradient.stride(), strides, strict=True)
     )

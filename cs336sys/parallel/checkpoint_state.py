@@ -14,7 +14,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def is_cut(key: str, value: Any) -> bool:
-    """Whether a state has an element for each of its parameter's. "step" never has, as in torch itself."""
+    """Return whether a state has an element for each of its parameter's. "step" never has, as in torch itself."""
     return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
 
 

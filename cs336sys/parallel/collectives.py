@@ -322,7 +322,7 @@ class Broadcasts(_Launched):
 
 
 class AnyRank:
-    """Which of some facts hold on at least one rank: an all-reduce with one element for each, started here.
+    """Facts that hold on at least one rank: an all-reduce with one element for each, started here.
 
     In a CUDA graph nothing is asked: what is captured is the same in every replay, and so are the facts.
     """
@@ -382,7 +382,9 @@ def broadcast_from_first(
 
 
 def through_host(tensor: Tensor) -> bool:
-    """Whether this tensor must be copied to the CPU first: for CUDA tensors Gloo has only broadcast and all-reduce."""
+    """Return whether this tensor must be copied to the CPU first: for CUDA tensors Gloo has only broadcast and
+    all-reduce.
+    """
     return tensor.is_cuda and "nccl" not in dist.get_backend()
 
 
@@ -408,7 +410,9 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do not."""
+    """Return whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do
+    not.
+    """
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 

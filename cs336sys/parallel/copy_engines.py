@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def places_in_box(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each of some tensors begins in a box, and how large that must be, in bytes."""
+    """Return the offset of each tensor in a box, and the box's size, in bytes."""
     places, end = [], 0
     for size in sizes_bytes:
         places.append(end)

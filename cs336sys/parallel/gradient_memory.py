@@ -1,4 +1,4 @@
-"""Which gradients may be changed in place, because their memory is theirs alone."""
+"""Find gradients that may be changed in place, because their memory is theirs alone."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,8 @@ from cs336sys.errors import UsageError
 
 
 def owns_memory(gradient: Tensor) -> bool:
-    """Whether nothing but this tensor uses its memory, so that it may be changed in place during a backward pass.
+    """Return whether nothing but this tensor uses its memory, so that it may be changed in place during a backward
+    pass.
 
     Autograd adopts a gradient without a copy even if it is a view of a tensor that other functions of the backward pass
     have yet to read, or that is another parameter's gradient, too: ``x + weight.unsqueeze(0)``,
@@ -28,7 +29,7 @@ def in_own_memory(gradient: Tensor) -> Tensor:
 
 
 def own_memory_together(gradients: Sequence[Tensor]) -> set[int]:
-    """Which of some gradients have memory that nothing but these gradients uses, each a part of its own.
+    """Find gradients whose memory nothing but these gradients uses, each a part of its own.
 
     Layers computed as one product get the rows of one gradient: none owns the memory, and all may be changed in place.
 

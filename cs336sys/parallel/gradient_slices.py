@@ -1,4 +1,4 @@
-"""Which gradients are a slice of this rank's: what takes them for whole ones is refused, or ranks would drift apart."""
+"""Refuse or correct everything that takes this rank's slices for whole gradients, or ranks would drift apart."""
 
 import functools
 import inspect
@@ -35,7 +35,7 @@ def mark_slice(parameter: nn.Parameter, ranks: Collection[int] | None = None) ->
 
 
 def is_slice(parameter: Tensor) -> bool:
-    """Whether :func:`mark_slice` has marked it."""
+    """Return whether :func:`mark_slice` has marked it."""
     return hasattr(parameter, _MARK)
 
 

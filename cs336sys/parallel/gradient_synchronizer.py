@@ -181,7 +181,7 @@ def _launch_ready() -> None:
 
 
 def _is_in_nested_pass() -> bool:
-    """Whether this backward pass runs within a function of another one, as with reentrant checkpointing.
+    """Return whether this backward pass runs within a function of another one, as with reentrant checkpointing.
 
     Its end is not the end of the other, and autograd itself does not tell.
     """

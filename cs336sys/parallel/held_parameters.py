@@ -124,7 +124,7 @@ class HeldParameters:
         return held
 
     def _change(self, name: str, now: dict[str, _Held]) -> str | None:
-        """What happened to a parameter, as a participle; None if nothing did."""
+        """Name the change of a parameter, as a participle; None if nothing happened."""
         old, new = self._names.get(name), now.get(name)
         if new is None:
             return "removed"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its tensors, saved and loaded so that no code can hide in it.
+"""Save and load what a checkpoint holds besides its tensors, so that no code can hide in it.
 
 ``torch.distributed.checkpoint`` pickles what is no tensor, and its list of what is where. Whoever unpickles runs what
 the author of the file wrote. Here values are plain data and loaded by torch's unpickler for those, and the list by one

@@ -248,14 +248,14 @@ def _of_something_else(path: Path) -> UsageError:
 
 
 def _key(record: Mapping[str, Any]) -> str:
-    """What tells a record from the others of its file, also after somebody has edited what was measured."""
+    """Return a key that tells a record from the others of its file, even after somebody edited its measurements."""
     configuration = record.get("configuration")
     key = configuration_key(configuration) if isinstance(configuration, Mapping) else ""
     return f"{record['kind']} {record.get('run_id')} {record.get('command')} {key}"
 
 
 def _lock_holder(file: os.stat_result) -> str:
-    """Which process has locked a file, as far as the system says."""
+    """Return the process that has locked a file, as far as the system says."""
     inode = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

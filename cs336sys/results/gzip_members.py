@@ -23,7 +23,7 @@ _MOST_FAULTS = 100
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file of this name holds compressed records."""
+    """Return whether a file of this name holds compressed records."""
     return path.suffix.lower() == ".gz"
 
 

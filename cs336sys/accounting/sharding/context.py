@@ -1,4 +1,4 @@
-"""How ranks split a sequence (context parallelism), and what each of them sends for it.
+"""Context parallelism on paper: how ranks split a sequence, and what each sends for it.
 
 - ``context-ring``: ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889). A rank holds two chunks of the
   ``2 W`` that a sequence is cut into, the ``r``-th from either end (*zigzag*), so that causal attention costs every
@@ -22,7 +22,7 @@ CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context", *SHARDED_CONTEXT
 
 
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
-    """How a strategy splits the size's sequences; torch's ``context_parallel`` does it as our ring."""
+    """Return a strategy's split of the size's sequences; torch's ``context_parallel`` splits as our ring does."""
     return SequenceSplit(size.context, world_size, is_zigzag=not strategy.endswith(ALL_TO_ALL))
 
 
@@ -32,7 +32,7 @@ def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSi
 
 
 def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token_bytes: int, passes: int) -> int:
-    """What a rank sends for one attention layer of ring attention.
+    """Return what a rank sends for one attention layer of ring attention.
 
     In ``W - 1`` hops it passes on the keys and values of rank ``r``, ``r - 1``, ..., in each forward pass and in the
     backward pass; then in ``W - 1`` hops what it and others have of the gradients of rank ``r - 1``, ``r - 2``, ...
@@ -52,7 +52,7 @@ def ring_bytes(split: SequenceSplit, rank: int, token_bytes: int, gradient_token
 def all_to_all_bytes(
     split: SequenceSplit, rank: int, query_token_bytes: int, key_value_token_bytes: int, passes: int
 ) -> int:
-    """What a rank sends for one attention layer of all-to-all attention.
+    """Return what a rank sends for one attention layer of all-to-all attention.
 
     In a forward pass its tokens of the other ranks' heads (query, key and value), then the other ranks' tokens of its
     own heads (the output); in a backward pass the gradients of the same the other way round. With equal slices:
@@ -73,7 +73,7 @@ def all_to_all_bytes(
 
 
 def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> float:
-    """What the rank that sends most sends in a step of all layers: :func:`attention_sent_bytes`, and for the all-reduce
+    """Return what the busiest rank sends in a step of all layers: :func:`attention_sent_bytes`, and for the all-reduce
     of fp32 gradients.
     """
     gradients = 2 * (world_size - 1) / world_size * 4 * count_parameters(size)
@@ -81,7 +81,7 @@ def context_sent_bytes(strategy: str, size: ModelSize, world_size: int, precisio
 
 
 def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precision: str, checkpointing: str) -> int:
-    """What the rank that sends most sends for attention in a step of all layers.
+    """Return what the busiest rank sends for attention in a step of all layers.
 
     Args:
         strategy: one of :data:`CONTEXT_STRATEGIES`; torch's counts as the ring.

@@ -136,7 +136,7 @@ def fully_sharded_peak(
 
 @dataclass(frozen=True)
 class StepCommunication:
-    """What a step communicates, in bytes of whole arrays: of what an all-gather returns, of what the others are given.
+    """Communication of a step in bytes of whole arrays: results of all-gathers, inputs of the others.
 
     Attributes:
         all_gather: weights, before forward and before backward.
@@ -153,14 +153,16 @@ class StepCommunication:
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
     def sent_bytes(self, world_size: int) -> float:
-        """What each rank sends: ``(W - 1) / W`` of what is gathered or scattered, twice that of what is all-reduced."""
+        """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, twice that of what is
+        all-reduced.
+        """
         return (world_size - 1) / world_size * (self.all_gather + self.reduce_scatter + 2 * self.all_reduce)
 
 
 def step_communication(
     size: ModelSize, element_bytes: int, world_size: int, keep_gathered: int = 0
 ) -> StepCommunication:
-    """Of a training step with or without activation checkpointing, which finds the weights gathered.
+    """Count a training step with or without activation checkpointing, which finds the weights gathered.
 
     Every unit is gathered forward and backward but the last, which is kept between, and those before it that are, too:
     ``2 e N`` less one LM head and ``keep_gathered`` blocks. Its gradients are averaged once, ``e N``.
@@ -186,7 +188,7 @@ def _communication_of(
 def most_sent_bytes(
     shapes: Mapping[str, tuple[int, ...]], element_bytes: int, world_size: int, keep_gathered: int = 0
 ) -> float:
-    """What the last rank sends in a step, which keeps the fewest rows of gradients and sends away the most.
+    """Return what the last rank sends in a step, which keeps the fewest rows of gradients and sends the most.
 
     Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
 

@@ -1,4 +1,4 @@
-"""What each way of sharing out training state holds on a rank and sends in a step, as formulas of P and N.
+"""Memory and communication of a rank for each way of sharing training state, as formulas of P and N.
 
 Source: ZeRO (https://arxiv.org/abs/1910.02054), sections 5 and 7, for the ideal share ``P / N``. What is held exactly,
 in whole parameters and with padding, is in :mod:`~cs336sys.accounting.sharding.step`. Arguments may be numbers or

@@ -167,7 +167,7 @@ def own_part(length: int, rank: int, world_size: int) -> range:
 
 
 def heads_refusal(num_heads: int, world_size: int) -> str | None:
-    """Why ranks cannot share attention heads; None if they can."""
+    """Return why ranks cannot share attention heads; None if they can."""
     if num_heads % world_size == 0:
         return None
     divisors = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]

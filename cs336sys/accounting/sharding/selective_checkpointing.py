@@ -76,19 +76,21 @@ class KeptStep:
 
     @property
     def kept_bytes(self) -> int:
-        """What all blocks of a rank keep for the backward pass."""
+        """Return what all blocks of a rank keep for the backward pass."""
         with_both = kept_block_bytes(self, gate_and_up=True)
         without = kept_block_bytes(self, gate_and_up=False)
         return self.blocks * with_both + (self.size.num_layers - self.blocks) * without
 
     @property
     def tokens(self) -> int:
-        """Of a rank."""
+        """Tokens of a rank."""
         return self.share.batch_size * self.size.context
 
 
 def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
-    """What one block keeps for its backward pass: ``6 e T d``, the logsumexp, both norms' factors, and ``2 e T f``."""
+    """Return what one block keeps for its backward pass: ``6 e T d``, the logsumexp, both norms' factors, and ``2 e T
+    f``.
+    """
     e, tokens, size = step.element_bytes, step.tokens, step.size
     always = 6 * e * tokens * size.d_model + 4 * tokens * size.num_heads + 2 * 4 * tokens
     return always + (2 * e * tokens * size.d_ff if gate_and_up else 0)
@@ -144,7 +146,7 @@ def kept_peak(step: KeptStep) -> PeakMemory:
 
 
 def kept_memory(step: KeptStep) -> list[RankMemory]:
-    """What the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
+    """Return what the first rank holds at each of :data:`~cs336sys.accounting.sharding.step.MOMENTS`."""
     state, peak = step.state, kept_peak(step)
     # Master weights, or their lower bits, are state of the optimizer.
     optimizer_state = state.optimizer_state + state.master_parameters

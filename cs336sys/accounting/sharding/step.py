@@ -1,4 +1,4 @@
-"""What a rank holds in a training step, and what it sends, for every strategy of ``shard`` and ``account memory``.
+"""Memory of a rank in a training step, and bytes sent, for every strategy of ``shard`` and ``account memory``.
 
 Puts together what :mod:`~cs336sys.accounting.memory` (a step's activations) and
 :mod:`~cs336sys.accounting.sharding.fsdp` (who holds which part of the state) say on paper.
@@ -111,7 +111,7 @@ FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *S
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """How ranks share a training step.
+    """A training step that ranks share.
 
     Attributes:
         strategy: a name of ``workload.SHARD_STRATEGIES``.
@@ -152,7 +152,7 @@ class ShardedStep:
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether a rank has a slice of every sequence."""
+        """Return whether a rank has a slice of every sequence."""
         return self.strategy in CONTEXT_STRATEGIES
 
     @property
@@ -164,12 +164,12 @@ class ShardedStep:
 
     @property
     def uses_autocast(self) -> bool:
-        """Whether half precision is autocast's."""
+        """Return whether half precision is autocast's."""
         return self.parameter_bytes == 4 and self.strategy not in FULLY_SHARDED
 
     @property
     def computed_bytes(self) -> int:
-        """Of an element of the weights that the model holds when it computes, and of their gradients."""
+        """Bytes of an element of the weights with which the model computes, and of their gradients."""
         return 4 if self.uses_autocast else ELEMENT_BYTES[self.precision]
 
 
@@ -200,7 +200,7 @@ class RankMemory:
 
 
 def predicted_memory(step: ShardedStep) -> list[RankMemory]:
-    """What ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
+    """Predict what ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
     Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count, or the tokens of its
     slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak: how many buffers torch keeps beside
@@ -306,7 +306,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
 
 
 def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
-    """What this rank keeps of the gradients that exist, and what is under way: whole gradients, gathered weights."""
+    """Return the gradients that this rank keeps, and what is under way: whole gradients, gathered weights."""
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
     if step.strategy == "torch-zero":
         return state.gradients, 0
@@ -333,7 +333,8 @@ def _always_held(size: ModelSize) -> int:
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:
-    """What a rank sends in a step: ``(W - 1) / W`` of what is gathered, scattered or broadcast, twice that of what is
+    """Return what a rank sends in a step: ``(W - 1) / W`` of what is gathered, scattered or broadcast, twice that of
+    what is
     all-reduced.
 
     torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.

@@ -1,4 +1,4 @@
-"""How tensor parallel ranks share the layers of a model, and what each of them sends for it.
+"""Tensor parallelism on paper: how ranks share a model's layers, and what each sends for it.
 
 - ``tensor``: a rank computes a part of every layer for all tokens; sums of the parts are all-reduced.
 - ``tensor-sequence``: between the layers a rank has a slice of the sequence; sums are reduce-scattered, inputs of
@@ -57,7 +57,7 @@ class TensorStep:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of parameters that the first rank of a group has, which are the largest."""
+        """Shapes of the first rank's parts of parameters, which are the largest."""
         return {
             name: _part_shape(shape, cut_dimension(name), self.tensor_ranks)
             for name, shape in parameter_shapes(self.size).items()
@@ -76,7 +76,7 @@ class TensorStep:
 
     @property
     def sent_bytes(self) -> float:
-        """What the rank that sends most sends in a step: for layers, and for the batch that groups share."""
+        """Return what the busiest rank sends in a step: for layers, and for the batch that groups share."""
         return self.sent_for_layers + self._sent_for_batch
 
     @property
@@ -135,7 +135,7 @@ def _part_shape(shape: tuple[int, ...], dimension: int | None, tensor_ranks: int
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank saves for the backward pass, in bytes.
+    """Bytes that a rank saves for the backward pass.
 
     Attributes:
         attention, feed_forward: of a block's layer and the norm before it.
@@ -206,7 +206,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
 
 
 def _widths(step: TensorStep) -> dict[str, int]:
-    """How many rows of a first block's or the LM head's weight this rank has, by the layer's name."""
+    """Return how many rows of a first block's or the LM head's weight this rank has, by the layer's name."""
     names = {name: f"layers.0.{name}.weight" for name in ("attn.q_proj", "ffn.w1")} | {"lm_head": "lm_head.weight"}
     return {name: step.shapes[parameter][0] for name, parameter in names.items()}
 

@@ -1,4 +1,4 @@
-"""What ``shard --board`` and ``shard --checkpoint auto`` choose, before anything runs."""
+"""Choices of ``shard --board`` and ``shard --checkpoint auto`` before anything runs."""
 
 import math
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def require_for_board(workload: Workload) -> None:
 
 
 def is_given(context: typer.Context, option: str) -> bool:
-    """Whether the user has given this option, by its parameter's name, on the command line or by a variable."""
+    """Return whether the user has given this option, by its parameter's name, on the command line or by a variable."""
     source = context.get_parameter_source(option)
     return source is not None and source.name != "DEFAULT"
 
@@ -104,7 +104,7 @@ _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
 def goes_before(context: typer.Context, option: str, other: str) -> bool:
-    """Whether an option is given where it goes before another, or beside that: the line, variables, the file."""
+    """Return whether an option is given where it goes before another, or beside that: the line, variables, the file."""
     given, beside = (context.get_parameter_source(name) for name in (option, other))
     ranks = [0 if source is None else _SOURCES.index(source.name) for source in (given, beside)]
     return ranks[0] > 0 and ranks[0] >= ranks[1]

@@ -21,7 +21,7 @@ SaveOption = Annotated[Path | None, typer.Option(help="Append cells to this .jso
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Which tables and columns are written, as what, and where."""
+    """Options for the tables and columns that are written, their format and place."""
 
     panel: ClassVar = OUTPUT
     format: Annotated[
@@ -51,7 +51,7 @@ class OutputOptions:
             check_plot(path, f"--{name.replace('_', '-')}")
 
     def chosen(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
-        """What was asked for of the tables in groups.
+        """Select from tables in groups what was asked for.
 
         Raises:
             UsageError: a table or column has no such name.
@@ -98,7 +98,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is kept of a sweep's cells, which of them are measured, and for how long."""
+    """Options for saving a sweep's cells, for choosing which are measured, and for how long."""
 
     panel: ClassVar = OUTPUT
     save: SaveOption = None
@@ -146,5 +146,5 @@ class SweepOptions:
 
     @property
     def resumes(self) -> bool:
-        """Whether cells that the file holds are skipped."""
+        """Return whether cells that the file holds are skipped."""
         return self.resume or self.resume_any

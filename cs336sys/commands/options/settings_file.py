@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _place(ctx: Any) -> str:
-    """What stands before a key of this context's table in errors."""
+    """Return the prefix of a key of this context's table in errors."""
     commands: list[str] = []
     while ctx.parent is not None:
         commands, ctx = [ctx.info_name, *commands], ctx.parent

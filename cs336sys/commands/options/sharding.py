@@ -68,7 +68,7 @@ class ShardingOptions:
 
     @property
     def ranks_of_mesh(self) -> list[int]:
-        """What ``--world-size`` is where it is not given: empty without a mesh."""
+        """Return ``--world-size`` where it is not given: empty without a mesh."""
         return [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
 
     def cells(

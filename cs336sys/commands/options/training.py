@@ -70,7 +70,7 @@ DryRunOption = Annotated[
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """Which sizes of the Transformer, and their batches."""
+    """Options for the Transformer's sizes, and their batches."""
 
     panel: ClassVar = MODEL
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.")] = ()
@@ -105,7 +105,7 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class SharedSizeOptions(SizeOptions):
-    """Which sizes, and batches that the ranks share."""
+    """Options for sizes, and batches that the ranks share."""
 
     batch_size: Annotated[
         Sequence[int], typer.Option(help="Batches of all ranks. Default: by size.", show_default=False, min=1)
@@ -114,7 +114,7 @@ class SharedSizeOptions(SizeOptions):
 
 @dataclass(frozen=True)
 class ModelOptions(SizeOptions):
-    """Which models, sizes or a user's, and their batches."""
+    """Options for models, sizes or a user's, and their batches."""
 
     model: ModelOption = None
     loss: LossOption = None
@@ -125,14 +125,14 @@ class ModelOptions(SizeOptions):
 
 @dataclass(frozen=True)
 class TrainedModelOptions(ModelOptions):
-    """Which models are trained here."""
+    """Options for models that are trained here."""
 
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}. Default: small; CPU: tiny.", show_default=False)] = ()
 
 
 @dataclass(frozen=True)
 class SharedModelOptions(TrainedModelOptions):
-    """Which models, and batches that the ranks share."""
+    """Options for models, and batches that the ranks share."""
 
     batch_size: Annotated[
         Sequence[int], typer.Option(help="Sequences of all ranks. Default: by size.", show_default=False, min=1)
@@ -141,7 +141,7 @@ class SharedModelOptions(TrainedModelOptions):
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """Which precisions."""
+    """Options for precisions."""
 
     panel: ClassVar = WHAT_RUNS
     precision: Annotated[
@@ -163,7 +163,7 @@ class PrecisionOptions:
 
 @dataclass(frozen=True)
 class ImplementationOptions:
-    """Which of several implementations of the same computation."""
+    """Options for implementations of the same computation."""
 
     panel: ClassVar = WHAT_RUNS
     compile: Annotated[Sequence[str], choice(COMPILE_MODES, "off, block (and the loss), model.")] = ("off",)
@@ -200,7 +200,7 @@ class ImplementationOptions:
 
 @dataclass(frozen=True)
 class StepsOptions:
-    """How many steps."""
+    """Options for the number of steps."""
 
     panel: ClassVar = MEASURING
     warmup: Annotated[Sequence[int], typer.Option(help="Warm-up steps, or several.", min=0)]
@@ -219,7 +219,7 @@ class RunOptions:
 
 
 def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
-    """What is the user's, with the digest of its files: one for all cells, which differ in what they name.
+    """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name.
 
     Raises:
         UsageError: a file does not exist, or an option is about a model that is not given.

@@ -1,4 +1,4 @@
-"""How far a sweep is: a bar on a terminal, and a line for every finished cell where standard error is a file."""
+"""Progress of a sweep: a bar on a terminal, and a line for every finished cell where standard error is a file."""
 
 import contextlib
 import functools
@@ -26,10 +26,10 @@ _MARK = b"\0\0 all of it\n"
 
 
 class Progress(Protocol):
-    """What a sweep tells while it goes on."""
+    """Reports of a sweep while it goes on."""
 
     def at_stage(self, stage: str) -> None:
-        """What the cell that is measured now has come to."""
+        """Report the stage of the cell that is measured now."""
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
         """A cell was measured, or taken from a file: then ``took_s`` is None."""

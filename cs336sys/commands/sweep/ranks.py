@@ -80,7 +80,7 @@ def choose_world_sizes(values: list[int]) -> list[int]:
 
 
 def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
-    """How long ranks wait for each other at first: as long as the most patient of their cells."""
+    """Return how long ranks wait for each other at first: as long as the most patient of their cells."""
     return max((configuration.get("timeout_s", _JOIN_S) for configuration in configurations), default=_JOIN_S)
 
 
@@ -99,7 +99,9 @@ def check_trace(folder: Path | None) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm started."""
+    """Return whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm
+    started.
+    """
     identity = started_outside()
     return identity is None or identity.rank == 0
 

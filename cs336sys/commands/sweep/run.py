@@ -46,7 +46,7 @@ _WORTH_RETRYING = ("error", "timeout")
 
 @dataclass(frozen=True)
 class KnownCells:
-    """What a results file holds of a sweep.
+    """A sweep's cells in a results file.
 
     Attributes:
         cells: the ones to skip, by :func:`configuration_key`.
@@ -109,7 +109,7 @@ def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
 
 
 def _left_files(cell: Cell, asked: Mapping[str, Any]) -> bool:
-    """Whether a cell left its files where they are asked for, if they are."""
+    """Return whether a cell left its files where they are asked for, if they are."""
     return folders_of(asked).items() <= folders_of(cell.configuration).items()
 
 
@@ -142,7 +142,7 @@ def _notes(otherwise: int, differing: Mapping[str, tuple[Any, Any]], apart: int,
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep measured.
+    """A sweep's measurements.
 
     Attributes:
         cells: one for each configuration, in their order; fewer when it was interrupted.
@@ -463,7 +463,7 @@ def _told_at_once(tell: Callable[[KeyboardInterrupt], None]) -> Iterator[None]:
 
 
 def unsaved(file: ResultsFile | None) -> list[OutputError]:
-    """Why some of the cells are not in the ``--save`` file."""
+    """Explain why some of the cells are not in the ``--save`` file."""
     if file is None or file.fault is None:
         return []
     if isinstance(file.fault, UsageError):

@@ -47,7 +47,7 @@ class TrackedCell:
 
 
 class Tracker(Protocol):
-    """Where cells are tracked."""
+    """The place where cells are tracked."""
 
     def track(self, cell: TrackedCell) -> None:
         """Make a run of the cell, whole when this returns."""

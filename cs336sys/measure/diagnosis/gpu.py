@@ -66,7 +66,7 @@ def check_driver(gpus: list[GpuState]) -> Check:
 
 
 def check_architecture() -> Check:
-    """Whether this torch holds machine code, or PTX to compile, for every GPU."""
+    """Return whether this torch holds machine code, or PTX to compile, for every GPU."""
     built = torch.cuda.get_arch_list()
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     found = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
@@ -156,7 +156,9 @@ def check_multicast() -> Check:
 
 
 def check_peer_to_peer() -> Check:
-    """Whether the GPUs of each pair reach each other's memory directly, and over which links (nvidia-smi's numbers)."""
+    """Return whether the GPUs of each pair reach each other's memory directly, and over which links (nvidia-smi's
+    numbers).
+    """
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     blocked = [
         f"{a}-{b}"

@@ -23,7 +23,7 @@ Verdict = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked for and what was found.
+    """One check: what was looked for and what was found.
 
     Attributes:
         verdict: ``warn``: a command is slower, disturbed or unavailable; ``missing``: cs336sys cannot work like this.
@@ -144,7 +144,7 @@ def _compiler(variable: str, *names: str) -> str | None:
 
 
 def check_attention_calls() -> Check:
-    """Whether calls of the attention kernels run in C++, which costs the CPU less than Python."""
+    """Return whether calls of the attention kernels run in C++, which costs the CPU less than Python."""
     import torch
 
     name = "attention calls"

@@ -79,11 +79,13 @@ class ContextGroup:
 
     @property
     def loss_weight(self) -> float:
-        """What the mean loss over this rank's tokens counts, so that the mean over ranks is that over all tokens."""
+        """Weight the mean loss over this rank's tokens, so that the mean over ranks is that over all tokens."""
         return self.length * self.world_size / self.split.length
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Where this rank's tokens stand in the sequence, (length,), int64: to take them and for rotary embeddings."""
+        """Return the places of this rank's tokens in the sequence, (length,), int64: to take them and for rotary
+        embeddings.
+        """
         chunks = self.split.chunks[self.rank]
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 

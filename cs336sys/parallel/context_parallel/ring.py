@@ -135,11 +135,13 @@ class _Ring:
         self._rank, self.world_size = context.rank, context.world_size
 
     def owner(self, step: int) -> int:
-        """Whose block is here in a step; this rank's own in step 0."""
+        """Return whose block is here in a step; this rank's own in step 0."""
         return (self._rank - step) % self.world_size
 
     def seen(self, step: int) -> tuple[slice, slice]:
-        """Of a later step, the queries of this rank that see any key of the block, and the keys that they see."""
+        """Return, for a later step, the queries of this rank that see any key of the block, and the keys that they
+        see.
+        """
         owner = self.owner(step)
         if owner < self._rank:
             return slice(None), slice(0, len(self._split.chunks[owner][0]))

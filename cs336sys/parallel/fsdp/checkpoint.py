@@ -123,7 +123,7 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
 def _load_objects(
     reader: PlainReader, saved: Metadata, path: Path, group: dist.ProcessGroup, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """What is no tensor, by key."""
+    """Load what is no tensor, by key."""
     objects: dict[str, Any] = {
         key: None
         for key, entry in saved.state_dict_metadata.items()
@@ -187,7 +187,7 @@ def _state_dict(sharded: FSDP) -> Any:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor shows: the same for a parameter and what ``detach()`` makes of it, empty or not."""
+    """Identify the memory of a tensor: the same for a parameter and what ``detach()`` makes of it, empty or not."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -342,7 +342,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
 
 
 def _shape(value: Any) -> Any:
-    """Of a tensor or its entry in the metadata; what is no tensor has none."""
+    """Return the shape of a tensor or of its entry in the metadata; what is no tensor has none."""
     if isinstance(value, TensorStorageMetadata):
         return tuple(value.size)
     return tuple(value.shape) if isinstance(value, Tensor) else "data"

@@ -49,7 +49,7 @@ class GatherOrder(Generic[Unit]):
         return found
 
     def repeats(self) -> bool:
-        """Whether the unit in use is expected to be used again before any other."""
+        """Return whether the unit in use is expected to be used again before any other."""
         return self._next < len(self._expected) and self._expected[self._next] == self._seen[-1]
 
 

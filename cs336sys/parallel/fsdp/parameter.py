@@ -238,7 +238,7 @@ class ShardedParameter:
 
     @property
     def has_kept(self) -> bool:
-        """Whether there are gradients kept that were not dropped or set to zero since."""
+        """Return whether there are gradients kept that were not dropped or set to zero since."""
         self._drop_zeroed()
         return self.kept is not None
 

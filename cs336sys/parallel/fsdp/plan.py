@@ -1,4 +1,4 @@
-"""Which parameters FSDP shards, and which of them are gathered together: a plan, without moving any data.
+"""Plan which parameters FSDP shards, and which are gathered together, without moving any data.
 
 A layer is sharded if it owns a parameter of two or more dimensions: ``Linear``, ``Embedding`` and the like, whoever
 wrote them; its bias goes with it. Norms and other small parameters are replicated.
@@ -27,7 +27,7 @@ class PlannedParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """What the modules hold at present: the whole parameter at first; once it is sharded, this rank's slice."""
+        """The parameter that the modules hold: the whole one at first; once it is sharded, this rank's slice."""
         owner, attribute = self.owners[0]
         parameter = owner._parameters[attribute]
         assert parameter is not None

@@ -1,4 +1,4 @@
-"""When the units of an FSDP module are gathered and freed, and when their gradients are reduced.
+"""Gather and free the units of an FSDP module, and reduce their gradients, at the right moments.
 
 Collectives are matched by the order of calls alone. So each is launched by an event that happens in the same order on
 every rank: a unit is called, a weight is used outside of such calls, the backward pass arrives at a unit's output, the
@@ -137,7 +137,7 @@ class UnitRunner(SynchronizationSwitch):
 
     @property
     def has_kept(self) -> bool:
-        """Whether backward passes under no_sync have left gradients to average that nobody has dropped since."""
+        """Return whether backward passes under no_sync have left gradients to average that nobody has dropped since."""
         return any(one.has_kept for unit in self.units for one in unit.parameters)
 
     @contextlib.contextmanager
@@ -545,13 +545,13 @@ def _arrived_at(tensor: Tensor) -> Tensor:
 
 
 def _has_own(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
-    """Whether a call returns a tensor with a gradient that was not given to it as it is."""
+    """Return whether a call returns a tensor with a gradient that was not given to it as it is."""
     given = set(map(id, inputs)).difference(map(id, changed))
     return any(tensor.requires_grad and id(tensor) not in given for tensor in outputs)
 
 
 def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
-    """Whether a call of ``parts`` may compute something with a gradient, whatever it has done on this rank."""
+    """Return whether a call of ``parts`` may compute something with a gradient, whatever it has done on this rank."""
     if any(tensor.requires_grad for tensor in inputs):
         return True
     parameters = (parameter for part in parts for parameter in part._parameters.values())
@@ -563,7 +563,7 @@ def _in_backward_pass() -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was changed; one made in inference mode does not count."""
+    """Count the changes of a tensor; one made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

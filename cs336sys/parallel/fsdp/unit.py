@@ -108,7 +108,7 @@ class _GradientGroup:
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are being exchanged, and the mean is to be computed here."""
+        """Return whether gradients are being exchanged, and the mean is to be computed here."""
         return self._received is not None
 
     def start(self, gradients: list[Tensor]) -> None:
@@ -169,7 +169,7 @@ def on_side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class ShardedUnit:
-    """What :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit` plans, with the parameters of this rank.
+    """A unit planned by :class:`~cs336sys.parallel.fsdp.plan.PlannedUnit`, with the parameters of this rank.
 
     All gathered parameters share one block of memory, which is allocated for gathering and released by freeing. Rows
     are gathered straight to where they are used: this rank's are cast to their position in the block, then those of the
@@ -255,7 +255,7 @@ class ShardedUnit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether it has memory for its gathered parameters, be they in use, arriving, or ahead of use."""
+        """Return whether it has memory for its gathered parameters, be they in use, arriving, or ahead of use."""
         return self.is_under_way or self._ready
 
     def refresh(self) -> None:
@@ -311,7 +311,7 @@ class ShardedUnit:
             parameter.require_unchanged()
 
     def versions(self) -> list[tuple[int, int]]:
-        """Of each slice, how often it was changed, and where it is: ``.data =`` moves it and does not count."""
+        """Count each slice's changes, with its address: ``.data =`` moves it and does not count."""
         # One without rows has no address, but its rank must see the change, too.
         return [(one._version, one.data_ptr() or one.untyped_storage()._cdata) for one in self._shards]
 
@@ -326,7 +326,7 @@ class ShardedUnit:
             )
 
     def lent(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory of the gathered parameters, as a view of one is."""
+        """Return whether a tensor is in the memory of the gathered parameters, as a view of one is."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:
@@ -335,7 +335,7 @@ class ShardedUnit:
         return start <= address < start + self._storage.nbytes()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the gathered parameters itself."""
+        """Return whether a tensor is one of the gathered parameters itself."""
         return any(tensor is parameter.full for parameter in self.parameters)
 
     def record_arrival(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:

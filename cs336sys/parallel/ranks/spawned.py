@@ -34,7 +34,7 @@ _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed.
+    """The failure of a rank.
 
     Attributes:
         reason: one line.
@@ -198,7 +198,7 @@ class _Rank:
             self.connection.send_bytes(job)
 
     def receive(self) -> Any:
-        """What the rank returned, or a Failure. Call it when there is an answer or the process has ended."""
+        """Return the rank's result, or a Failure. Call it when there is an answer or the process has ended."""
         answer = None
         # A rank may have died in the middle of its answer.
         with contextlib.suppress(EOFError, OSError):
@@ -352,7 +352,7 @@ class SpawnedRanks:
         return LostRankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
 
     def _stacks_now(self, ranks: list[_Rank]) -> str:
-        """Where running ranks are: they react to SIGUSR1 even inside a collective or an endless loop."""
+        """Ask running ranks where they are: they react to SIGUSR1 even inside a collective or an endless loop."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
@@ -379,7 +379,7 @@ def _cause_before_consequence(failure: Failure) -> tuple[int, float]:
 
 
 def _exception_chain(failure: Failure) -> BaseException | None:
-    """What the rank raised, with its causes; None if nothing of it can be unpickled."""
+    """Return the exception that the rank raised, with its causes; None if nothing of it can be unpickled."""
     chain: list[BaseException] = []
     for data in failure.pickled_errors:
         with contextlib.suppress(Exception):

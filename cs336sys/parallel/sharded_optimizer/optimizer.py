@@ -247,7 +247,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def own_tensors(self) -> Sequence[Tensor]:
-        """What this rank updates: parameters or, with ``flat=True``, slices of them or their master copies, (n,) each.
+        """Return what this rank updates: parameters or, with ``flat=True``, slices of them or their master copies,
+        (n,) each.
 
         Their ``grad`` holds this rank's averaged gradients once these are complete.
         """
@@ -255,7 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def updates_slices(self) -> bool:
-        """Whether it updates slices of parameters, as with ``flat=True``, and ranks have different gradients."""
+        """Return whether it updates slices of parameters, as with ``flat=True``, and ranks have different gradients."""
         return self._slices is not None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -464,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _changed_options(self) -> list[str]:
-        """What options of groups have become since the last step, a line for each group; checks them."""
+        """List changes of the groups' options since the last step, a line for each group; checks them."""
         lines = []
         for number, (group, before) in enumerate(zip(self.param_groups, self._linked_options, strict=True)):
             now = options_now(group)
@@ -529,5 +530,5 @@ def _members(group: Group) -> list[int]:
 
 
 def _identities(state: Mapping[Any, Any]) -> list[int]:
-    """What changes when entries are added, removed or replaced; not when what is in them changes."""
+    """Identify entries: the result changes when some are added, removed or replaced, not when their content changes."""
     return [*map(id, state), *map(id, state.values())]

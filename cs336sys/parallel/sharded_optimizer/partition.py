@@ -1,4 +1,4 @@
-"""How an optimizer's work is shared out, and the first of the two ways: each parameter is updated by one rank."""
+"""Ways to share an optimizer's work, and the first of the two: each parameter is updated by one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,7 +14,7 @@ from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, Paramet
 
 
 class ParameterPartition:
-    """Which parameters this rank updates; sends them to all ranks afterwards.
+    """Parameters that this rank updates and then sends to all ranks.
 
     Gradients are not touched: a data parallel wrapper averages them. The other way to share out an optimizer's work is
     :class:`~cs336sys.parallel.sharded_optimizer.slices.SlicePartition`, which has these methods, too.
@@ -56,11 +56,11 @@ class ParameterPartition:
             )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What this rank's optimizer updates: the parameter itself, or of the other kind a slice of it; or nothing."""
+        """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
         return parameter if self._owners.get(parameter) == dist.get_rank() else None
 
     def owned(self, parameter: nn.Parameter) -> range:
-        """Which elements of a parameter, in memory order, this rank updates."""
+        """Return the elements of a parameter, in memory order, that this rank updates."""
         return range(parameter.numel() if self.local(parameter) is not None else 0)
 
     def require_ready(self) -> None:

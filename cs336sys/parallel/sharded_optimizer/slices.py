@@ -74,7 +74,7 @@ class HostAgreement:
         self._rounds = 0
 
     def any_rank(self, fact: bool) -> bool:
-        """Whether ``fact`` holds on any rank. Every rank must call it."""
+        """Return whether ``fact`` holds on any rank. Every rank must call it."""
         store, world_size = _get_default_store(), dist.get_world_size()
         key = f"{self._name}/{self._rounds}"
         answers = store.add(key, 1 + fact * (world_size + 1))
@@ -209,7 +209,7 @@ class ScatteredBucket(GradientBucket):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a backward pass has begun of which gradients have not reached the segments."""
+        """Return whether a backward pass has begun of which gradients have not reached the segments."""
         return len(self.waiting) < len(self.parameters)
 
     def drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
@@ -263,7 +263,7 @@ class SliceSynchronizer(GradientSynchronizer):
 
 
 class SlicePartition:
-    """Which slices of parameters this rank updates; averages their gradients, and sends updates to all ranks.
+    """Slices of parameters that this rank updates; averages their gradients, and sends updates to all ranks.
 
     It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.partition.ParameterPartition`.
 
@@ -351,7 +351,7 @@ class SlicePartition:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of this step have been completed; the same on every rank."""
+        """Return whether the gradients of this step have been completed; the same on every rank."""
         return self._synchronizer.is_complete
 
     def require_none_late(self) -> None:

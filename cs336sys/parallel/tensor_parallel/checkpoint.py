@@ -138,7 +138,7 @@ _Held = dict[str, tuple[nn.Parameter, ShardedParameter | None]]
 
 
 def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
-    """What this rank's optimizer updates, by first names, and of which parts it is slices."""
+    """Return what this rank's optimizer updates, by first names, and of which parts it is slices."""
     if sharded is None:
         found: Any = {name: (own, None) for name, own in shared.module.named_parameters()}
     else:

@@ -1,4 +1,4 @@
-"""What tensor parallel ranks send each other inside of a model: four autograd functions, each the other's transpose.
+"""Communication of tensor parallel ranks inside a model: four autograd functions, each the other's transpose.
 
 =====================  ===============================  ===============================
 function               forward                          backward
@@ -47,7 +47,8 @@ class TensorGroup:
     sequence_parallel: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """What every rank's part of a layer reads: (..., S, d), of (..., S / size, d) under sequence parallelism.
+        """Return the input of every rank's part of a layer: (..., S, d), of (..., S / size, d) under sequence
+        parallelism.
 
         Under autocast it is cast here, so that it and its gradient are sent in the precision in which layers compute.
         """

@@ -88,7 +88,7 @@ class PartialGradients:
 
 
 class _PartialGradient:
-    """What is known of one parameter's gradient.
+    """Knowledge about one parameter's gradient.
 
     Attributes:
         is_summed: whether no pass has added to it since it was summed.
@@ -270,7 +270,7 @@ class TensorParallel(StateDictOfWrapped):
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether :meth:`finish_gradient_synchronization` has anything to do."""
+        """Return whether :meth:`finish_gradient_synchronization` has anything to do."""
         return self._tensor_group.sequence_parallel and bool(self._tensor_group.name)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -51,7 +51,7 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
-    """What a rank sent a second in the largest all-reduces, the busbw of ``allreduce``; NCCL's before Gloo's.
+    """Return what a rank sent per second in the largest all-reduces, the busbw of ``allreduce``; NCCL's before Gloo's.
 
     Raises:
         UsageError: no cell of ``allreduce`` is there.
@@ -89,7 +89,8 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
-    """What communication and computing cost each other in steps of ``ddp`` in CUDA graphs, and how many those were.
+    """Return what communication and computing cost each other in steps of ``ddp`` in CUDA graphs, and how many those
+    were.
 
     Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
     same step without communication, and of communication alone, how long each takes by itself. What kernels took longer
@@ -117,7 +118,8 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
 def measured_device_time(
     cells: Sequence[Cell], size: ModelSize, precision: str, state_dtype: str = "fp32"
 ) -> tuple[DeviceTime, str]:
-    """What one device needs, from the fastest step of this size and context in ``bench``; and which step that was.
+    """Return what one device needs, from the fastest step of this size and context in ``bench``; and which step that
+    was.
 
     Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters. Steps that
     update parameters in the backward pass do not tell the two apart.
@@ -346,7 +348,7 @@ def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, 
 
 
 def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:
-    """What a step that is outside of both predictions has that they do not count."""
+    """Say what a step outside of both predictions has that they do not count."""
     if step_ms < overlapped_ms * (1 - _TOLERANCE):
         strategy = cell.configuration["strategy"]
         if strategy in _SHARED_UPDATES or strategy.startswith("fsdp+"):
@@ -362,7 +364,9 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
-    """What a rank sends in a step: as counted, else by the formula; of data parallel ones that of all-reduces."""
+    """Return what a rank sends in a step: as counted, else by the formula; of data parallel ones that of
+    all-reduces.
+    """
     counted: Any = cell.derived.get("sent_bytes")
     if counted:
         return float(counted)

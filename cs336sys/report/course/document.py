@@ -49,7 +49,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Block:
-    """What one machine has to say on one part.
+    """One machine's answer to one part.
 
     Attributes:
         machine: where its cells were measured; empty for arithmetic.
@@ -98,7 +98,7 @@ class Document:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many parts there are, and how many have an answer."""
+        """Return how many parts there are, and how many have an answer."""
         sections = [section for _, of_problem in self.problems for section in of_problem]
         return len(sections), sum(bool(section.blocks) for section in sections)
 
@@ -137,7 +137,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
 
 
 def _caption(name: str) -> str:
-    """What a picture shows; those of several invocations are numbered in the order of their commands."""
+    """Caption a picture; those of several invocations are numbered in the order of their commands."""
     kind, _, number = name.partition(", ")
     shown = _CAPTIONS.get(kind, f"memory over one step, by what holds it: {kind}")
     return f"{shown}, {number}" if number else shown
@@ -174,7 +174,7 @@ def _saying_once(tables: Sequence[Table]) -> list[Table]:
 
 
 def command_line(run: Run) -> str:
-    """What was typed, without where its results went."""
+    """Return what was typed, without where its results went."""
     kept: list[str] = []
     arguments = iter(run.arguments)
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""What saved results hold for the write-up: the cells that a problem asks for, machine by machine."""
+"""Find in saved results the cells that a problem of the write-up asks for, machine by machine."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,7 +154,7 @@ def _time(invocation: Invocation) -> str:
 
 
 def machine_name(run: Run | None) -> str:
-    """Whose cells may stand in one answer: those of one GPU (or CPU) with one version of torch."""
+    """Name the machine whose cells may stand in one answer: one GPU (or CPU) with one version of torch."""
     if run is None:
         return "a machine not recorded"
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"

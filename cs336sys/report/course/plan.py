@@ -1,4 +1,4 @@
-"""Which commands a write-up needs on this machine, and what they are expected to take."""
+"""Plan the commands that a write-up needs on this machine, with the time they are expected to take."""
 
 import os
 from collections.abc import Sequence
@@ -38,7 +38,9 @@ def planned(problems: Sequence[Problem], target: Target) -> list[tuple[Command, 
 
 
 def why_not(command: Command, target: Target) -> str | None:
-    """Why it cannot be run here; None if it can. What is too large for a GPU is run: that it is, is a result."""
+    """Explain why it cannot be run here; None if it can. What is too large for a GPU is run: that it is, is a
+    result.
+    """
     if target.gpus and command.gpus > target.gpus:
         return f"needs {command.gpus} GPUs, here {'are' if target.gpus > 1 else 'is'} {target.gpus}"
     if not target.gpus and target.memory_gib is not None and (command.memory_gib or 0) > target.memory_gib:

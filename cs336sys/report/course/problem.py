@@ -1,4 +1,4 @@
-"""What a handout asks and what an answer is: the data that documents and plans are made of."""
+"""A handout's question and its answer: the data that documents and plans are made of."""
 
 import math
 import shlex
@@ -29,7 +29,7 @@ _REACHED = 0.4
 
 @dataclass(frozen=True)
 class Handout:
-    """What a year's handout calls its sizes.
+    """A year's handout, and its names of sizes.
 
     Attributes:
         sizes: of its table of models, by this project's names.

@@ -64,7 +64,9 @@ def speed(ratio: float, alike: float = ALIKE) -> str:
 
 
 def faster(before: Samples, after: Samples) -> str:
-    """How much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``, or nothing within the noise."""
+    """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``, or nothing within the
+    noise.
+    """
     found = ratio(before, after)
     if found.is_noise:
         return f"no different within the noise ({times(found.low)} to {times(found.high)} the speed)"

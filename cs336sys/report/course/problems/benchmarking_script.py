@@ -55,7 +55,7 @@ def _parameters(cell: Cell) -> int:
 
 
 def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
-    """How long each part takes, from the smallest size to the largest, and how sure that is."""
+    """Return how long each part takes, from the smallest size to the largest, and how sure that is."""
     rows = [{**cell.configuration, **cell.samples, "parameters": _parameters(cell)} for cell in measured]
     answer.say("passes", sizes=rows)
     ratios = [row["backward"].mean / row["forward"].mean for row in rows]

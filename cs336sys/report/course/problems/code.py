@@ -12,7 +12,7 @@ from cs336sys.results.model import Cell
 
 @dataclass(frozen=True)
 class Code:
-    """What was written for a problem, and the answer that says so.
+    """The code written for a problem.
 
     Attributes:
         name: of the class, as it is imported.

@@ -93,7 +93,7 @@ def _say_groups(answer: Answer, found: Found, cuts_blocks: bool) -> None:
 
 
 def _group(cell: Cell) -> float | None:
-    """How many blocks a checkpoint covers, a half where layers have one each; None of other strategies."""
+    """Return how many blocks a checkpoint covers, a half where layers have one each; None of other strategies."""
     strategy = cell.configuration["checkpointing"]
     known = {"block": 1.0, "sublayer": _SUBLAYER}
     return known.get(strategy) or (int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None)

@@ -96,7 +96,7 @@ def forward_time(answer: Answer) -> None:
 
 
 def _say_disagreement(answer: Answer, rows: Sequence[dict]) -> None:
-    """Why passes take another time under the profiler than without it."""
+    """Return why passes take another time under the profiler than without it."""
     longer = [row for row in rows if row["ratio"] > 1 + 2 * ALIKE]
     shorter = [row for row in rows if row["ratio"] < 1 - 2 * ALIKE]
     for name, chosen in (("longer", longer), ("shorter", shorter)):
