@@ -1,32 +1,26 @@
 """``cs336sys report``: the write-up of one year of the course, from saved results or from a run."""
 
-from collections.abc import Sequence
+import glob
+import hashlib
+import os
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
-from cs336sys.errors import UsageError, choose_from
-from cs336sys.sizes import SIZES
-from cs336sys.workload import DEVICES
-
-if TYPE_CHECKING:
-    from cs336sys.report.course.problem import Problem
-import glob
-import hashlib
-import os
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
-
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UsageError, choose_from
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.report.course.plan import why_not
-from cs336sys.report.course.problem import Command, Target
+from cs336sys.report.course.problem import Command, Problem, Target
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Results, passed_over_words, read_results
+from cs336sys.sizes import SIZES
+from cs336sys.workload import DEVICES
 
 # Formats by what a file's name ends in.
 _FORMATS = {
@@ -87,8 +81,6 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    pass
-    pass
     from cs336sys.report.course.document import build_document
     from cs336sys.report.course.evidence import evidence_of
     from cs336sys.report.course.handouts import PROBLEMS
@@ -149,7 +141,7 @@ def report(
         raise typer.Exit(1)
 
 
-def _chosen(all_problems: Sequence["Problem"], only: list[str], skip: list[str]) -> list["Problem"]:
+def _chosen(all_problems: Sequence[Problem], only: list[str], skip: list[str]) -> list[Problem]:
     names = [problem.name for problem in all_problems]
     chosen = split_list(only, "--only", one_of(names)) if only else names
     left_out = split_list(skip, "--skip", one_of(names)) if skip else []

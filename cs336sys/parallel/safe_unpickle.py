@@ -92,11 +92,6 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
             ) from error
 
 
-def load_old_plain(name: str, pickled: bytes) -> Any:
-    """What checkpoints held before values had to be plain, in a pickle of its own; refuse one that asks for classes."""
-    return _OldUnpickler(name, pickled).load()
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -118,15 +113,3 @@ def _enumeration_member(enumeration: Any, name: Any) -> enum.Enum:
             "and could run code: do not trust it"
         )
     return enumeration[name]
-
-
-class _OldUnpickler(pickle.Unpickler):
-    def __init__(self, name: str, pickled: bytes):
-        super().__init__(io.BytesIO(pickled))
-        self._name = name
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise UsageError(
-            f"{self._name} was pickled by an earlier version and asks for {module}.{name}, which could run code: "
-            "load it with the version that saved it, and save it again with plain data"
-        )

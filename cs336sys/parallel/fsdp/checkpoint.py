@@ -32,7 +32,7 @@ from cs336sys.parallel.checkpoint_state import differences, is_cut, load_named_s
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
-from cs336sys.parallel.safe_unpickle import PlainLoadPlanner, PlainReader, load_old_plain, require_plain
+from cs336sys.parallel.safe_unpickle import PlainLoadPlanner, PlainReader, require_plain
 
 _EXTRA_STATE = "_extra_state"
 
@@ -136,14 +136,11 @@ def _load_objects(
         if refusals:
             raise UsageError(f"checkpoint {path}: {refusals[0]}") from error
         raise
-    if "extra" not in objects:
+    # In a list, as torch would make something else of a value that is a tensor.
+    extra = objects.get("extra")
+    if not (isinstance(extra, list) and len(extra) == 1):
         raise UsageError(f"checkpoint {path} has no extra: choose one that save_checkpoint wrote")
-    for key in ("extra", "optimizer_groups"):
-        if isinstance(objects.get(key), bytes):
-            objects[key] = load_old_plain(f"{key} of checkpoint {path}", objects[key])
-        elif key == "extra":
-            (objects[key],) = objects[key]
-    return objects
+    return objects | {"extra": extra[0]}
 
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:

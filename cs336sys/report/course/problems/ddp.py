@@ -176,7 +176,8 @@ def buckets(answer: Answer) -> None:
             _compare(answer, "that", best, row["strategy"], row)
     _say_expected(answer, rows, best)
     link = link_of(bucket_sweeps(group.measured)[0][0])
-    answer.say("link", latency=1e6 * link.latency_s, rate=link.bytes_per_s / 1e9)
+    if link.has_bandwidth:
+        answer.say("link", latency=1e6 * link.latency_s, rate=link.bytes_per_s / 1e9)
     answer.say_failures(group.cells, "strategy")
     answer.show([group], "ddp", *STEP_COLUMNS)
     answer.show([group], "buckets")
@@ -201,13 +202,15 @@ def _say_expected(answer: Answer, rows: Sequence[Row], best: Row) -> None:
 def bucket_equation(answer: Answer) -> None:
     group = _swept(answer)
     setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
+    is_measured = False
     if group is not None:
         cell = bucket_sweeps(group.measured)[0][0]
-        link = link_of(cell)
-        derived = cell.derived
-        setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
-        answer.measured_by([group])
-    answer.say("equation", is_measured=group is not None)
+        link, derived = link_of(cell), cell.derived
+        is_measured = link.has_bandwidth
+        if is_measured:
+            setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
+            answer.measured_by([group])
+    answer.say("equation", is_measured=is_measured)
     if setting[3] == 0:
         answer.say("free calls")
     else:
