@@ -1,13 +1,16 @@
 """The sentences of the write-ups: they answer what is asked, and follow the numbers."""
 
+import importlib
 from dataclasses import replace
 
+import pytest
 from course_answers import answers, changed, saved, scaled, words
 
 from cs336sys.report.course.document import build_document
 from cs336sys.report.course.evidence import evidence_of
 from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.problem import HANDOUTS, Target
+from cs336sys.report.course.problems import code
 from cs336sys.results.model import Results, Samples
 
 
@@ -468,3 +471,9 @@ def test_a_run_of_one_length_alone_adds_rows_and_no_picture():
     # The last shape of the model's own attention was measured in a run of its own.
     assert "44.17 ms (context 16384, head dim 128)" in words([block])
     assert len(block.pictures) == 2
+
+
+@pytest.mark.parametrize("name", sorted({one.name for one in vars(code).values() if isinstance(one, code.Code)}))
+def test_code_is_where_an_answer_says(name):
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)

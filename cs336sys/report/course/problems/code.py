@@ -79,7 +79,7 @@ TILED = Code(
 )
 TRITON = Code(_TRITON_NAME, ("test_flash_forward_pass_triton",), "flash", _TRITON_SETTINGS)
 # Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
-_COMPILED = Code(f"{_ATTENTION}.tiled.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
+_COMPILED = Code(f"{_ATTENTION}.reference.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
 _TRITON_BACKWARD = Code(_TRITON_NAME, ("test_flash_backward_triton",), "flash", _TRITON_SETTINGS)
 
 
