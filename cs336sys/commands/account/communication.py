@@ -38,7 +38,7 @@ def collectives(
     bandwidth: Annotated[float, typer.Option(help="Bytes/s that a device sends, W.")] = _BANDWIDTH,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Return how long ring collectives take, and the handout's alternate ring all-reduce beside them.
+    """Time ring collectives on paper, next to the handout's alternate ring all-reduce.
 
     cs336sys account collectives --message 1GB --devices 2,4,8 --bandwidth 9e10
     """
