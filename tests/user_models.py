@@ -331,6 +331,23 @@ class Skipping(Encoder):
         return self.sometimes(logits) if self.calls % 2 else logits
 
 
+class SkippingByRank(nn.Module):
+    """Skips another layer on each rank."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.layers = nn.ModuleList(nn.Linear(size.d_model, size.d_model) for _ in range(3))
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        is_second = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        for layer in list(self.layers)[1 if is_second else 0 :]:
+            x = layer(x)
+        return self.head(x)
+
+
 class Synchronizing(Encoder):
     def forward(self, tokens):
         if tokens.sum().item() < 0:

@@ -383,6 +383,11 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
                 f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, of which a "
                 "step of this model used some alone; choose another strategy"
             ) from error
+        if workload.strategy in FULLY_SHARDED and "Connection reset by peer" in str(error):
+            raise CapabilityError(
+                f"strategy '{workload.strategy}': the ranks' collectives did not match, as where a model skips other "
+                "layers on each rank: all must run the same ones; choose another strategy, or skip none"
+            ) from error
         if DEBUG_VARIABLE in os.environ:
             error.add_note("".join(traceback.format_exception(error.__cause__ or error)))
         raise

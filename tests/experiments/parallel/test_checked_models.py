@@ -112,6 +112,12 @@ def test_parameters_that_torchs_ddp_waits_for_in_vain_are_one_sentence(ranks):
     assert outcome_of(cell("Skipping", "overlap")).status == "ok"
 
 
+def test_layers_that_one_rank_alone_skips_are_one_sentence_under_fsdp(ranks):
+    ranks()
+    with pytest.raises(CapabilityError, match="as where a model skips other layers on each rank"):
+        outcome_of(cell("SkippingByRank", "fsdp"))
+
+
 def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence():
     user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
     training = Workload(SIZE, device="cpu", precision="bf16", user=user)
