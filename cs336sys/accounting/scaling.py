@@ -132,7 +132,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is trained, and on which devices.
+    """The training that is simulated, and the devices.
 
     Attributes:
         size: its batch is that of all devices.

@@ -72,7 +72,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class _OwnOptions:
-    """What commands and groups have in common: variables of their options' names, and help in few rows."""
+    """Parts that commands and groups share: variables named after options, and help in few rows."""
 
     def get_params(self: Any, ctx: Any) -> list[Any]:
         return with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next

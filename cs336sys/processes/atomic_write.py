@@ -84,7 +84,7 @@ def _is_replaceable(target: Path, existing: os.stat_result) -> bool:
 
 
 def _open_files() -> Iterator[os.stat_result]:
-    """What this process holds open, as far as the system says."""
+    """List the files that this process holds open, as far as the system says."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir("/dev/fd")

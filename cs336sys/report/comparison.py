@@ -47,7 +47,7 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 
 
 def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side], str]:
-    """What to call a side's configuration: by the settings that tell it from the others."""
+    """Name a side's configuration by the settings that tell it from the others."""
     sides = [*(pair.a for pair in pairs), *alone]
     identifying = _identifying_settings(sides)
 
@@ -198,7 +198,7 @@ def _summary(compared: Compared) -> list[Table]:
 def comparison_warnings(
     matched: Matched, compared: Compared, asked: Sequence[str], a: Results, b: Results
 ) -> Iterator[str]:
-    """What a reader of the tables must know."""
+    """List what a reader of the tables must know."""
     for results in (a, b):
         yield from passed_over_words(results)
     for name, sides in (
@@ -240,7 +240,9 @@ def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float)
 
 
 def undecided(matched: Matched, compared: Compared, asked: Sequence[str], limit_percent: float) -> Iterator[str]:
-    """What may be slower by more than the limit for all that the files say: too noisy, not finite, or not there."""
+    """List what may be slower by more than the limit for all that the files say: too noisy, not finite, or not
+    there.
+    """
     name = _names(matched.pairs, matched.only_a)
     for metric, rows in compared.items():
         for pair, comparison in rows:

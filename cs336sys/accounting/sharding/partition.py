@@ -181,7 +181,7 @@ def heads_refusal(num_heads: int, world_size: int) -> str | None:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Which tokens of a sequence each rank holds; lengths differ by at most one.
+    """The tokens of a sequence that each rank holds; lengths differ by at most one.
 
     Attributes:
         length: tokens of the sequence.

@@ -71,7 +71,7 @@ class KeptStep:
 
     @property
     def state(self) -> TrainingState:
-        """Of the first rank, which holds most rows, between backward pass and optimizer."""
+        """Training state of the first rank, which holds most rows, between backward pass and optimizer."""
         return fully_sharded_state(self.size, 0, self.world_size, self.state_dtype)
 
     @property

@@ -62,7 +62,7 @@ def buckets(
     call_us: Annotated[float, typer.Option(help="Cost of a communication call in microseconds, o.")] = 20.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """What data parallel training waits for after its backward pass, and the bucket size that makes it least.
+    """Find the bucket size with the least wait after the backward pass of data parallel training, and that wait.
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """

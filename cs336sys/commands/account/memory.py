@@ -72,7 +72,7 @@ def keep(
     memory_limit: Annotated[str, typer.Option(help="What a rank may hold: 130GiB or 140GB.")] = "130GiB",
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """What --checkpoint auto of shard chooses, and why: the peak of a rank and FLOPs again for each number of blocks.
+    """Explain the choice of shard --checkpoint auto: peak of a rank and FLOPs again for each number of blocks.
 
     cs336sys account keep --size 8b --world-size 2,4 --state-dtype bf16 --memory-limit 130GiB
     """

@@ -92,7 +92,7 @@ def checkpointing(
     mode: options.ModeOption = "train",
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """What activation checkpointing holds and computes again, and which grouping of blocks needs the least memory.
+    """Count what activation checkpointing holds and recomputes, and find the grouping of blocks of least memory.
 
     cs336sys account checkpointing --size 2.7b --attention flash --checkpoint none,block,every=2,every=4,nested
     """

@@ -1,4 +1,4 @@
-"""What is written below a part of a problem, put together from saved cells."""
+"""The answer to a part of a problem, put together from saved cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
 
 @dataclass
 class Answer:
-    """What a part says, and the cells of one machine that it says it of.
+    """The sentences of a part, and the cells of one machine that they are about.
 
     Attributes:
         sentences: computed from the numbers; a part that says and shows nothing has no answer.

@@ -162,7 +162,7 @@ def machine_name(run: Run | None) -> str:
 
 
 def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[list[Evidence], list[str]]:
-    """What the files hold of each machine, of which they hold most first, and a sentence for each invocation that
+    """Sort the files' cells by machine, the one with most first, and return a sentence for each invocation that
     cannot be shown.
     """
     machines: dict[str, Evidence] = {}

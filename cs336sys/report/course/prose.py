@@ -85,7 +85,7 @@ def trend(values: Sequence[float]) -> str:
 
 
 def cost(exposed: Interval) -> str:
-    """What communication adds to a step, as far as the noise allows."""
+    """Phrase what communication adds to a step, as far as the noise allows."""
     if exposed.is_noise:
         return f"less than {format_quantity(max(exposed.high, 0), 'ms')}, below the noise"
     low, high = format_quantity(exposed.low, "ms"), format_quantity(exposed.high, "ms")

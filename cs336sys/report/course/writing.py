@@ -25,7 +25,7 @@ DrawnPicture = Callable[[Picture], str | None]
 
 @dataclass(frozen=True)
 class Markup:
-    """How a format writes the pieces of a document; ``%s`` is text that is marked up already.
+    """A format's markup for the pieces of a document; ``%s`` is text that is marked up already.
 
     Attributes:
         plain, code: mark up running text, and what stands between backticks in it.
@@ -222,7 +222,7 @@ _MARKUPS = {"markdown": _MARKDOWN, "latex": _LATEX, "typst": _TYPST, "html": _HT
 
 
 def introduction(document: Document) -> list[str]:
-    """What the document holds and where it was measured."""
+    """Introduce the document: what it holds and where it was measured."""
     parts, answered = document.counts
     count = len(document.problems)
     problems = "1 problem" if count == 1 else f"{count} problems"

@@ -71,7 +71,7 @@ def sum_pointers(sums, sequence, rows, padded_rows, BLOCK_DIM: tl.constexpr):
 
 @triton.jit
 def is_key_sequence(sequence, num_tiles, group_size):
-    """Of the sequences that programs are numbered by, queries' sequences, the first stand for the keys' as well."""
+    """Return whether a query sequence, by which programs are numbered, stands for the keys' sequence as well."""
     return sequence < tl.num_programs(0) // num_tiles // group_size
 
 

@@ -48,7 +48,7 @@ class Code:
 
 
 def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
-    """What comparing with a single process, or with float64, has found before anything was timed."""
+    """Report the comparisons with a single process, or with float64, that ran before anything was timed."""
     measured = [cell for cell in cells if cell.status == "ok"]
     checked = [cell for cell in measured if cell.derived.get("relative_difference_percent") is not None]
     if checked:
@@ -84,7 +84,7 @@ _TRITON_BACKWARD = Code(_TRITON_NAME, ("test_flash_backward_triton",), "flash", 
 
 
 def flash_backward(answer: Answer) -> None:
-    """What is asked, and the backward pass in Triton after it."""
+    """Answer with the code that is asked for, and the backward pass in Triton after it."""
     _COMPILED(answer)
     answer.say("besides")
     _TRITON_BACKWARD(answer)

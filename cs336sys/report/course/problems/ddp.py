@@ -37,7 +37,7 @@ def rows_of(group: Found, command: str) -> list[Row]:
 
 
 def say_setup(answer: Answer, *groups: Found) -> None:
-    """What was trained and how, each setup once."""
+    """Say what was trained and how, each setup once."""
     for group in groups:
         cell = (group.measured or group.cells)[0]
         precisions = list(dict.fromkeys(cell.configuration["precision"] for cell in group.cells))
@@ -46,7 +46,7 @@ def say_setup(answer: Answer, *groups: Found) -> None:
 
 
 def lack_xl(answer: Answer, group: Found) -> None:
-    """What is missing where another size stands in for the handout's xl."""
+    """Say what is missing where another size stands in for the handout's xl."""
     size = group.cells[0].configuration["size"]
     if size != answer.handout.xl:
         answer.lack("other size", xl=answer.handout.xl, size=size)
@@ -94,7 +94,7 @@ def flat(answer: Answer) -> None:
 
 
 def _compare(answer: Answer, name: str, row: Row, other: str, theirs: Row) -> None:
-    """How fast a row's steps are compared with another's."""
+    """Compare the speed of a row's steps with another's."""
     steps = {"before": theirs["step_ms"], "after": row["step_ms"]}
     answer.say("compared", steps, name=name, other=other, faster=faster(*steps.values()))
 

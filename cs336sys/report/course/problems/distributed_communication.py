@@ -55,7 +55,7 @@ def _say_messages(answer: Answer, groups: dict) -> None:
 
 
 def _say_ranks(answer: Answer, groups: dict) -> None:
-    """How time depends on the number of ranks, at the largest message of each backend."""
+    """Say how time depends on the number of ranks, at the largest message of each backend."""
     for backend in dict.fromkeys(key.backend for key in groups):
         series = sorted((key.world_size, cells[-1]) for key, cells in groups.items() if key.backend == backend)
         sizes = {_size(cell) for _, cell in series}

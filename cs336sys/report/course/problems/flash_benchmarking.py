@@ -88,7 +88,7 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
 
 
 def _lack_shapes(answer: Answer, rows: Sequence[dict], cells: Sequence[Cell]) -> None:
-    """What of the grid was not measured; a cell that failed was."""
+    """List the shapes of the grid that were not measured; a cell that failed was."""
     for dtype in ("bf16", "fp32"):
         if all(row["dtype"] != dtype for row in rows):
             answer.lack("grid", dtype=dtype)

@@ -65,7 +65,7 @@ def one_recomputation(answer: Answer) -> None:
 
 
 def _say_groups(answer: Answer, found: Found, cuts_blocks: bool) -> None:
-    """What one run measured, beside what the formula expects."""
+    """Report what one run measured, next to what the formula expects."""
     cells = found.cells
     size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
     precision = cells[0].configuration["precision"]
@@ -108,7 +108,7 @@ def _needs_as_much(cell: Cell, other: Cell) -> bool:
 
 
 def _say_neighbours(answer: Answer, grouped: dict[float, Cell], best: float, cuts_blocks: bool) -> None:
-    """What the next smaller and the next larger pieces need that were measured."""
+    """Report the needs of the next smaller and the next larger pieces that were measured."""
     smaller = max((pieces for pieces in grouped if pieces < best), default=None)
     larger = min((pieces for pieces in grouped if pieces > best), default=None)
     for other, called in ((smaller, "smaller"), (larger, "larger")):

@@ -75,7 +75,7 @@ def peaks(answer: Answer) -> None:
 
 
 def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
-    """What a forward pass or a training step needs, and how that grows with the context."""
+    """Report the needs of a forward pass or a training step, and their growth with the context."""
     held = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
     if held:
         answer.say(f"peaks of {mode}", peaks=held)
@@ -87,7 +87,7 @@ def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
 
 
 def _say_needs(answer: Answer, cells: Sequence[Cell]) -> None:
-    """What is predicted of the cells that ran out of memory."""
+    """Predict the needs of the cells that ran out of memory."""
     needs = [
         cell.configuration | {"need": training.predicted_peak().total_gib}
         for cell in cells
@@ -98,7 +98,7 @@ def _say_needs(answer: Answer, cells: Sequence[Cell]) -> None:
 
 
 def _forward_gib(cell: Cell) -> float | str:
-    """What the forward pass itself and the loss hold at most of a step; the status of what was not measured."""
+    """Return the most that the forward pass and the loss hold during a step; the status of what was not measured."""
     if cell.status != "ok":
         return cell.status
     passes = [phase["allocated"] for phase in cell.derived["phases"] if phase["phase"] in ("forward", "loss")]

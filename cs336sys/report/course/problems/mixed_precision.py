@@ -104,7 +104,7 @@ def by_size(answer: Answer) -> None:
 
 
 def _say_gains(answer: Answer, precision: str, rows: Sequence[dict]) -> None:
-    """What each pass and the whole step gain, how that changes with the size, and where the CPU limits it."""
+    """Report the gain of each pass and of the step, its change with the size, and where the CPU limits it."""
     for phase in ("forward", "backward"):
         answer.say("gains", precision=precision, phase=phase, sizes=[row | row[phase] for row in rows])
     if len(rows) > 1:

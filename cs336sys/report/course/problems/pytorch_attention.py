@@ -49,7 +49,7 @@ def pytorch_attention(answer: Answer) -> None:
 
 
 def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
-    """How the memory saved for the backward pass grows with the context, at the largest head dim."""
+    """Report how memory saved for the backward pass grows with the context, at the largest head dim."""
     largest = max(cell.configuration["head_dim"] for cell in cells)
     held = [
         {"gib": cell.derived["held_gib"], **cell.configuration}

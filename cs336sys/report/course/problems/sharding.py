@@ -88,7 +88,7 @@ def _has_first_step(group: Found) -> bool:
 
 
 def _held(cell: Cell) -> list[dict[str, Any]]:
-    """What the fullest rank holds at the moments that the handout asks for, and at the peak.
+    """Return what the fullest rank holds at the moments that the handout asks for, and at the peak.
 
     Those of the first step where it was recorded: after it a rank holds what it holds after every other one.
     """
@@ -121,7 +121,7 @@ def _say_held(answer: Answer, strategy: str, held: Sequence[dict], where: str) -
 
 
 def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
-    """What each strategy saves of the peak and of the optimizer state."""
+    """Report what each strategy saves of the peak and of the optimizer state."""
     if "none" not in cells:
         return
     plain = cells["none"]
