@@ -37,5 +37,5 @@ def wait_for_ids(folder: Path, names) -> list[int]:
     def written():
         return all((folder / name).exists() and (folder / name).read_text().endswith("\n") for name in names)
 
-    wait_until(written, 30)
+    wait_until(written, 60)
     return [int((folder / name).read_text()) for name in names]

@@ -79,7 +79,6 @@ def test_replays_train_as_launches_do_bit_by_bit(device, optimizer, settings):
     assert all(map(torch.equal, launched.weights, replayed.weights))
     assert all(parameter.grad is None for parameter in replayed.model.parameters())
     assert list(step.phases) == ["forward", "backward", "optimizer"]
-    assert step.capture_s < 10
 
 
 def test_what_an_optimizer_asks_for_is_around_the_capture_alone():

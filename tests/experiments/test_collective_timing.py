@@ -64,6 +64,7 @@ def test_late_rank_makes_the_call_late_on_every_rank(ranks):
         assert min(times.back_to_back_us + times.synchronized_us) > 15e3
 
 
+@pytest.mark.nightly
 def test_less_than_5_us_are_added_to_a_call(ranks):
     """As the issue asks: beside a loop over dist.all_reduce on a tensor that exists."""
     assert ranks(1).run(collective_ranks.added_us, workload(world_size=1, message_bytes=4))[0] < 5

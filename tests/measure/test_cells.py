@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +112,7 @@ def test_unsupported_cell_keeps_the_worker(worker):
     assert run(worker, "measure")[0].derived["pid"] == before
 
 
+@pytest.mark.usefixtures("time_limit")
 def test_cell_is_given_up_after_its_time_with_all_that_it_started(worker, tmp_path, monkeypatch):
     """Its time is up when all has begun: the clock waits for that."""
     assert worker.start() is None
@@ -128,10 +128,8 @@ def test_cell_is_given_up_after_its_time_with_all_that_it_started(worker, tmp_pa
 
     monkeypatch.setattr("cs336sys.measure.cells.time", SimpleNamespace(monotonic=lambda: now_s))
     configuration = {"action": "sleep beside others", "folder": str(tmp_path)}
-    started = time.monotonic()
     outcome = worker.measure(configuration, timeout_s=300.0, progress=progress)
     assert (outcome.status, outcome.reason) == ("timeout", "not done after 300 s")
-    assert time.monotonic() - started < 200
     assert not is_held(tmp_path)
     assert not any(map(is_running, ids))
     assert Path(stages[-1]).name.startswith("cs336sys-")
@@ -142,7 +140,7 @@ def test_cell_is_given_up_after_its_time_with_all_that_it_started(worker, tmp_pa
 def test_worker_that_died_between_two_cells_is_replaced(worker):
     before = run(worker, "measure")[0].derived["pid"]
     os.kill(before, signal.SIGKILL)
-    assert worker._child.guarded.has_ended(30)
+    assert worker._child.guarded.has_ended(60)
     outcome, _ = run(worker, "measure")
     assert outcome.status == "ok"
     assert outcome.derived["pid"] != before
@@ -238,5 +236,5 @@ def test_worker_dies_with_its_parent_and_so_does_what_it_started(tmp_path):
         assert parent.stdout.readline() == "forward\n"
         folder = Path(parent.stdout.readline().strip())
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, ids)), 30)
-    wait_until(lambda: not folder.exists(), 30)
+    wait_until(lambda: not any(map(is_running, ids)), 60)
+    wait_until(lambda: not folder.exists(), 60)

@@ -74,16 +74,13 @@ def test_a_gpu_is_read_while_the_context_lasts_and_at_its_end():
         return Reading(next(clocks), 50, 300.0, ("power cap", "sync boost"))
 
     with GpuReadings(read, interval_s=0.01) as readings:
-        time.sleep(0.1)
-        wait_until(lambda: len(threads) >= 3, 30)
+        wait_until(lambda: len(threads) >= 3, 60)
     count = len(threads)
     assert main not in threads
-    time.sleep(0.03)
-    assert len(threads) == count, "no thread reads on"
+    assert not any(thread.name == "cs336sys-gpu-readings" for thread in threading.enumerate())
     columns = readings.columns()
     assert columns["sm_clock_mhz"] == list(range(1000, 1000 + count))
     assert columns["time_s"] == sorted(columns["time_s"])
-    assert 0.09 < columns["time_s"][-1] < 35
     assert columns["clock_limits"][0] == "power cap, sync boost"
     with GpuReadings(read, interval_s=60) as short:
         pass

@@ -554,6 +554,7 @@ print(profile.step.kernels, seconds, cpu_seconds() - seconds, gib)
 """
 
 
+@pytest.mark.nightly
 def test_kernels_are_read_at_a_million_in_10_seconds_and_1_gib(report):
     """A quarter of a million in a quarter of that: what takes longer the more there are is seen here, too."""
     count = 250_000

@@ -1,7 +1,6 @@
 """What the system's tools say, also when they say nothing."""
 
 import sys
-import time
 
 import pytest
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
@@ -9,12 +8,11 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_s
 from cs336sys.measure import system
 
 
+@pytest.mark.usefixtures("time_limit")
 def test_a_tool_that_is_missing_fails_or_hangs_has_no_answer(tmp_path):
     assert system.run_tool([str(tmp_path / "nothing")]) is None
     assert system.run_tool([sys.executable, "-c", "print('half'); raise SystemExit(3)"]) is None
-    started = time.monotonic()
-    assert system.run_tool(["sleep", "60"], timeout_s=0.2) is None
-    assert time.monotonic() - started < 30
+    assert system.run_tool(["sleep", "3600"], timeout_s=0.2) is None
 
 
 def test_a_tool_gets_the_variables_besides_its_own():

@@ -30,7 +30,7 @@ def main(folder, role="program"):
         while not {"target", "daemon"} <= set(os.listdir(folder)):
             time.sleep(0.01)
         return
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

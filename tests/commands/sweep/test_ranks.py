@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -141,11 +140,10 @@ def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
         JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).from_first_rank({})
 
 
+@pytest.mark.usefixtures("time_limit")
 def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
     monkeypatch.setattr("cs336sys.commands.sweep.ranks._REPORT_S", 0.1)
-    started = time.monotonic()
+    # By the store's own limit of 300 s the test would not be done in time.
     JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).wait_for_report()
-    # The store's own limit is 300 s.
-    assert 0.1 <= time.monotonic() - started < 60

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from types import SimpleNamespace
 
 import launch_ranks
@@ -37,8 +36,10 @@ HERE = pathlib.Path(__file__).parent
 # For processes that this file starts: they import launch_ranks.
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
-# A failure must end the run within 10 s of when it happens; what ranks take to start is not counted.
-FAILURE_LIMIT_S = 10.0
+# Ranks that would wait this long for a failed one outlast the time limit of the test.
+OUTLASTS_THE_TEST_S = 3600
+
+pytestmark = pytest.mark.usefixtures("time_limit")
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +119,10 @@ def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(monke
 )
 def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, temporary_directory):
     before = children()
-    with launch.start(2, backend="gloo", timeout_s=120) as ranks:
+    with launch.start(2, backend="gloo", timeout_s=OUTLASTS_THE_TEST_S) as ranks:
         ranks.run(launch_ranks.process_id)
-        started = time.monotonic()
         with pytest.raises(RankError) as caught:
             ranks.run(launch_ranks.fail, how)
-        assert time.monotonic() - started < FAILURE_LIMIT_S
     assert str(caught.value).startswith(heading)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, cause)
@@ -204,12 +203,10 @@ def stacks_in_their_own_time(monkeypatch):
 
 @pytest.mark.usefixtures("stacks_in_their_own_time")
 def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
-    with launch.start(2, backend="gloo", timeout_s=60) as ranks:
+    with launch.start(2, backend="gloo", timeout_s=OUTLASTS_THE_TEST_S) as ranks:
         ranks.run(wait_at_most, 0.5)
-        started = time.monotonic()
         with pytest.raises(RankError) as caught:
             ranks.run(launch_ranks.fail, "hang")
-    assert 0.5 < time.monotonic() - started < FAILURE_LIMIT_S
     heading, *rest = str(caught.value).split("\n")
     assert isinstance(caught.value, LostProcessError)
     assert heading.startswith("rank 0 of 2: RuntimeError: ")
@@ -221,13 +218,11 @@ def test_rank_that_does_not_come_to_a_collective_is_named_at_the_timeout():
 
 @pytest.mark.usefixtures("stacks_in_their_own_time")
 def test_rank_that_does_not_return_is_named_at_the_timeout():
-    with launch.start(2, backend="gloo", timeout_s=60) as ranks:
+    with launch.start(2, backend="gloo", timeout_s=OUTLASTS_THE_TEST_S) as ranks:
         ranks.run(launch_ranks.process_id)
         ranks._timeout_s = 0.5
-        started = time.monotonic()
         with pytest.raises(RankError) as caught:
             ranks.run(launch_ranks.hang_after_the_last_collective)
-    assert 0.5 < time.monotonic() - started < FAILURE_LIMIT_S
     assert str(caught.value).startswith("rank 1 of 2 hangs: not done 0.5 s after rank 0\n")
     assert "in hang_after_the_last_collective" in str(caught.value)
     assert caught.value.rank == 1
@@ -302,7 +297,7 @@ def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, mo
     parent, ranks, temporary = start_parent(tmp_path)
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not any(is_running(pid) for pid in ranks), 30)
+    wait_until(lambda: not any(is_running(pid) for pid in ranks), 60)
     assert len(list(temporary.iterdir())) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     remove_abandoned()
@@ -311,10 +306,8 @@ def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, mo
 
 def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
     parent, ranks, temporary = start_parent(tmp_path)
-    started = time.monotonic()
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=60)
-    assert time.monotonic() - started < FAILURE_LIMIT_S
     assert (output, parent.returncode) == ("interrupted\n", 130)
     assert not any(is_running(pid) for pid in ranks)
     assert list(temporary.iterdir()) == []
@@ -433,20 +426,15 @@ def test_run_on_a_gpu():
 @pytest.mark.parametrize("how", ["raise", "kill", "exit"])
 def test_failed_rank_ends_the_run_on_gpus(how):
     """The other rank waits in a kernel that no signal interrupts: only killing it ends it."""
-    started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        launch.run(launch_ranks.fail, how, world_size=2, backend="nccl", timeout_s=120)
-    assert time.monotonic() - started < 40
+        launch.run(launch_ranks.fail, how, world_size=2, backend="nccl", timeout_s=OUTLASTS_THE_TEST_S)
     assert caught.value.rank == 1
     assert "rank 0" not in str(caught.value)
 
 
 @pytest.mark.multigpu
 def test_rank_that_does_not_come_to_a_collective_is_named_on_gpus():
-    started = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch.run(launch_ranks.fail, "hang", world_size=2, backend="nccl", timeout_s=10)
-    # 10 s of waiting; to start, import and connect takes most of the rest.
-    assert time.monotonic() - started < 45
     assert str(caught.value).split("\n")[0].endswith("still running: rank 1")
     assert "in fail" in str(caught.value).split("rank 1 was here:")[1]
