@@ -1,10 +1,9 @@
-"""Clock, temperature, power and what limits the clock of a GPU, read by a thread while something else is measured.
+"""Clock, temperature, power, energy and what limits the clock of a GPU, read by a thread during a measurement.
 
-Read through NVML, the library of the driver that nvidia-smi prints from: a reading takes some microseconds, a start of
-nvidia-smi half a second.
+Read through NVML, the driver's library behind nvidia-smi, by the optional package nvidia-ml-py: a reading takes some
+microseconds, starting nvidia-smi half a second.
 """
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -22,47 +21,55 @@ _INTERVAL_S = 0.05
 # A long cell keeps every second, fourth, ... of its readings, so that its record stays smaller than its samples.
 _MOST_READINGS = 400
 
-# NVML's numbers for the clock of the multiprocessors, and for the sensor of the chip (nvml.h).
-_CLOCK_SM, _TEMPERATURE_GPU = 1, 0
-
 
 @dataclass(frozen=True)
 class Reading:
-    """A GPU at one moment; what it does not tell is None."""
+    """A GPU at one moment; what it does not tell is None.
+
+    Attributes:
+        energy_j: the GPU's energy counter, which starts with the driver: the difference of two readings is what the
+            whole board drew between them.
+    """
 
     sm_clock_mhz: int | None
     temperature_c: int | None
     power_w: float | None
+    energy_j: float | None = None
     clock_limits: tuple[str, ...] = ()
 
 
 ReadGpu = Callable[[], Reading]
 
 
-def nvml_reader(uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> ReadGpu | None:
-    """Return a reader of the GPU with this UUID (``GPU-...``); None without NVML, or if it does not know the GPU."""
+def nvml_reader(uuid: str) -> ReadGpu | None:
+    """Return a reader of the GPU with this UUID (``GPU-...``); None without NVML or its package, or without the GPU."""
     try:
-        library = load("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    handle = ctypes.c_void_p()
-    # Never shut down: the library counts, and the process ends soon.
-    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+        import pynvml
+    except ImportError:
         return None
 
-    def ask(function: Callable[..., int], number: Any, *which: int) -> Any:
-        failed = function(handle, *which, ctypes.byref(number))
-        return None if failed else number.value
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except pynvml.NVMLError:
+            return None
+
+    # Never shut down: the library counts, and the process ends soon.
+    ask(pynvml.nvmlInit)
+    gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+    if gpu is None:
+        return None
 
     def read() -> Reading:
-        power_mw = ask(library.nvmlDeviceGetPowerUsage, ctypes.c_uint())
-        # Drivers from 535 on call them event reasons, and keep this name.
-        limits = ask(library.nvmlDeviceGetCurrentClocksThrottleReasons, ctypes.c_ulonglong())
+        power_mw = ask(pynvml.nvmlDeviceGetPowerUsage, gpu)
+        energy_mj = ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpu)
         return Reading(
-            ask(library.nvmlDeviceGetClockInfo, ctypes.c_uint(), _CLOCK_SM),
-            ask(library.nvmlDeviceGetTemperature, ctypes.c_uint(), _TEMPERATURE_GPU),
+            ask(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+            ask(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
             None if power_mw is None else power_mw / 1e3,
-            clock_limits_of(limits or 0),
+            None if energy_mj is None else energy_mj / 1e3,
+            # Drivers from 535 on call them event reasons, and keep this name.
+            clock_limits_of(ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0),
         )
 
     return read
@@ -116,6 +123,7 @@ class GpuReadings:
             "sm_clock_mhz": [reading.sm_clock_mhz for reading in readings],
             "temperature_c": [reading.temperature_c for reading in readings],
             "power_w": [reading.power_w for reading in readings],
+            "energy_j": [reading.energy_j for reading in readings],
             "clock_limits": [", ".join(reading.clock_limits) for reading in readings],
         }
 

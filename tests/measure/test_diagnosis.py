@@ -50,7 +50,8 @@ def devices():
     return {check.name: check for check in gpu.check_devices(read_gpus())}
 
 
-def test_a_machine_without_fault(two_h200):
+def test_a_machine_without_fault(two_h200, monkeypatch):
+    monkeypatch.setattr(gpu, "installed_version", {"nvidia-ml-py": "13.590.48"}.get)
     assert gpu.check_devices(read_gpus()) == [
         Check("GPU", "2 x NVIDIA H200"),
         Check("driver", "580.95.05 for CUDA 13.0, torch's CUDA is 13.0"),
@@ -61,11 +62,19 @@ def test_a_machine_without_fault(two_h200):
             "GPU 0: 345 of 1980 MHz, 31 C, 76 of 700 W, limited by nothing; "
             "GPU 1: 345 of 1980 MHz, 31 C, 76 of 700 W, limited by nothing",
         ),
+        Check("GPU readings", "by nvidia-ml-py 13.590.48"),
         Check("compute capability", "9.0"),
         Check("NCCL", "2.28.9"),
         Check("NVLink multicast", "NCCL_NVLS_ENABLE: not set, TORCH_SYMM_MEM_DISABLE_MULTICAST: not set"),
         Check("peer to peer", "between all pairs; links 0-1 NV18"),
     ]
+
+
+def test_missing_package_of_readings_warns_with_its_install_command(two_h200, monkeypatch):
+    monkeypatch.setattr(gpu, "installed_version", {}.get)
+    readings = devices()["GPU readings"]
+    assert readings.verdict == "warn"
+    assert "`python -m pip install 'cs336sys[gpu]'`" in readings.fix
 
 
 def test_throttled_clocks(two_h200):

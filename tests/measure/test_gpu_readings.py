@@ -1,6 +1,8 @@
-"""Readings of a GPU during a measurement, from a library and a reader that are stand-ins."""
+"""Readings of a GPU during a measurement, from a driver and a reader that are stand-ins."""
 
+import functools
 import statistics
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -12,54 +14,54 @@ from running import wait_until
 from cs336sys.measure.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
 from cs336sys.measure.system import read_gpus
 
-
-class FakeLibrary:
-    """NVML's functions, which return 0 and write through the last argument; ``refused`` names return an error."""
-
-    VALUES = (
-        ("nvmlDeviceGetPowerUsage", 412_345),
-        ("nvmlDeviceGetClockInfo", 1755),
-        ("nvmlDeviceGetTemperature", 61),
-        ("nvmlDeviceGetCurrentClocksThrottleReasons", 0x004 | 0x020 | 0x001),
-    )
-
-    def __init__(self, *refused, uuids=(b"GPU-1",)):
-        self.calls = []
-        for name, value in self.VALUES:
-            setattr(self, name, self.function(name, value, failed=name in refused))
-        self.nvmlInit_v2 = lambda: int("nvmlInit_v2" in refused)
-        self.nvmlDeviceGetHandleByUUID = lambda uuid, handle: int(uuid not in uuids)
-
-    def function(self, name, value, failed):
-        def call(handle, *arguments):
-            *which, reference = arguments
-            self.calls.append((name, *which))
-            reference._obj.value = value
-            return int(failed)
-
-        return call
+pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'cs336sys[gpu]'")
 
 
-def test_a_reading_is_what_the_driver_tells_in_the_units_of_the_names():
-    library = FakeLibrary()
-    read = nvml_reader("GPU-1", lambda name: library)
-    assert read() == Reading(1755, 61, 412.345, ("power cap", "software thermal slowdown"))
+@pytest.fixture
+def driver(monkeypatch):
+    """NVML's functions as of one GPU, ``GPU-1``; names added to ``refused`` raise NVML's error."""
+    driver = SimpleNamespace(refused=set(), asked=[])
+    values = {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByUUID": "the handle",
+        "nvmlDeviceGetPowerUsage": 412_345,
+        "nvmlDeviceGetTotalEnergyConsumption": 7_000_250,
+        "nvmlDeviceGetClockInfo": 1755,
+        "nvmlDeviceGetTemperature": 61,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 0x004 | 0x020 | 0x001,
+    }
+
+    def answer(name, *arguments):
+        driver.asked.append((name, *arguments))
+        if name in driver.refused or arguments == ("GPU-2",):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return values[name]
+
+    for name in values:
+        monkeypatch.setattr(pynvml, name, functools.partial(answer, name))
+    return driver
+
+
+def test_reading_has_the_units_of_its_names(driver):
+    read = nvml_reader("GPU-1")
+    assert read() == Reading(1755, 61, 412.345, 7000.25, ("power cap", "software thermal slowdown"))
     # nvml.h: NVML_CLOCK_SM is 1 (0 is the graphics clock), NVML_TEMPERATURE_GPU is 0.
-    assert {("nvmlDeviceGetClockInfo", 1), ("nvmlDeviceGetTemperature", 0)} <= set(library.calls)
+    clock, temperature = ("nvmlDeviceGetClockInfo", "the handle", 1), ("nvmlDeviceGetTemperature", "the handle", 0)
+    assert {clock, temperature} <= set(driver.asked)
 
 
-def test_what_the_driver_refuses_is_none():
-    refused = FakeLibrary("nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons")
-    assert nvml_reader("GPU-1", lambda name: refused)() == Reading(None, 61, 412.345, ())
+def test_what_the_driver_refuses_is_none(driver):
+    driver.refused |= {"nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"}
+    assert nvml_reader("GPU-1")() == Reading(None, 61, 412.345, 7000.25, ())
 
 
-def test_without_the_library_or_the_gpu_nothing_is_read():
-    def missing(name):
-        raise OSError(name)
-
-    assert nvml_reader("GPU-1", missing) is None
-    assert nvml_reader("GPU-1", lambda name: FakeLibrary("nvmlInit_v2")) is None
-    assert nvml_reader("GPU-2", lambda name: FakeLibrary()) is None
+def test_nothing_is_read_without_driver_gpu_or_package(driver, monkeypatch):
+    assert nvml_reader("GPU-2") is None
+    # As without a driver, where every function fails.
+    driver.refused |= {"nvmlInit", "nvmlDeviceGetHandleByUUID"}
+    assert nvml_reader("GPU-1") is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml_reader("GPU-1") is None
     with reading_gpu(torch.device("cpu")) as readings:
         pass
     assert readings.columns() is None
@@ -71,7 +73,7 @@ def test_a_gpu_is_read_while_the_context_lasts_and_at_its_end():
 
     def read():
         threads.append(threading.get_ident())
-        return Reading(next(clocks), 50, 300.0, ("power cap", "sync boost"))
+        return Reading(next(clocks), 50, 300.0, 20.0, ("power cap", "sync boost"))
 
     with GpuReadings(read, interval_s=0.01) as readings:
         wait_until(lambda: len(threads) >= 3, 60)
@@ -81,6 +83,7 @@ def test_a_gpu_is_read_while_the_context_lasts_and_at_its_end():
     columns = readings.columns()
     assert columns["sm_clock_mhz"] == list(range(1000, 1000 + count))
     assert columns["time_s"] == sorted(columns["time_s"])
+    assert columns["energy_j"] == [20.0] * count
     assert columns["clock_limits"][0] == "power cap, sync boost"
     with GpuReadings(read, interval_s=60) as short:
         pass
@@ -131,6 +134,8 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
     assert max(columns["sm_clock_mhz"]) <= told.max_sm_clock_mhz
     assert max(columns["sm_clock_mhz"]) >= 0.5 * told.max_sm_clock_mhz
     assert 0 < max(columns["power_w"]) <= 1.2 * told.power_limit_w
+    drawn_j = columns["energy_j"][-1] - columns["energy_j"][0]
+    assert 0 < drawn_j <= 1.2 * told.power_limit_w * (columns["time_s"][-1] - columns["time_s"][0])
 
 
 @pytest.mark.gpu

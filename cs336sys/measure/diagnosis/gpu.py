@@ -10,7 +10,7 @@ import torch
 
 from cs336sys.measure.diagnosis.software import Check, probe_triton
 from cs336sys.measure.environment import nccl_version
-from cs336sys.measure.system import SLOWDOWNS, GpuState, read_gpus, run_tool
+from cs336sys.measure.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
 
 # The driver keeps a few per cent for itself; with less free than this, another program holds memory.
 FREE_MEMORY_SHARE = 0.9
@@ -28,7 +28,7 @@ def check_devices(gpus: list[GpuState]) -> list[Check]:
     processes = check_processes()
     checks = [check_gpu(gpus)]
     if gpus:
-        checks += [check_driver(gpus), check_memory(gpus), processes, check_clocks(gpus)]
+        checks += [check_driver(gpus), check_memory(gpus), processes, check_clocks(gpus), check_readings()]
     if torch.cuda.is_available():
         checks += [check_architecture(), check_nccl(), check_multicast()]
         if torch.cuda.device_count() > 1:
@@ -123,6 +123,15 @@ def check_clocks(gpus: list[GpuState]) -> Check:
         )
         return Check("GPU clocks", found, "warn", fix)
     return Check("GPU clocks", found)
+
+
+def check_readings() -> Check:
+    """Return whether ``bench`` can read clocks and energy of the GPU while it measures."""
+    version = installed_version("nvidia-ml-py")
+    if version is None:
+        fix = "bench measures without clock, power and energy: `python -m pip install 'cs336sys[gpu]'`."
+        return Check("GPU readings", "nvidia-ml-py is not installed", "warn", fix)
+    return Check("GPU readings", f"by nvidia-ml-py {version}")
 
 
 def _amount(value: float | None) -> str:
