@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ class HeldParameters:
     """
 
     def __init__(self, module: nn.Module, prefix: str = ""):
-        self._module = module
+        # The wrapper owns this object: a strong reference back would keep GPU memory until Python's collector runs.
+        self._module = weakref.ref(module)
         self._prefix = prefix
         self._names = self._look()
         self._list_contents()
@@ -76,8 +78,13 @@ class HeldParameters:
             if name in self._names and held.owner is self._names[name].owner and id(held.parameter) not in known
         )
 
+    def _held(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # It owns this object.
+        return module
+
     def _list_contents(self) -> None:
-        owners = list(self._module.modules())
+        owners = list(self._held().modules())
         # Those of scripted modules are no dictionaries, but made at each access.
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
@@ -110,7 +117,7 @@ class HeldParameters:
     def _look(self) -> dict[str, _Held]:
         """Everything that the module holds now, by full name; tied parameters once for each name."""
         held = {}
-        for prefix, owner in self._module.named_modules(remove_duplicate=False):
+        for prefix, owner in self._held().named_modules(remove_duplicate=False):
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None:
                     held[f"{prefix}.{attribute}" if prefix else attribute] = _Held(

@@ -1,6 +1,8 @@
 """What the ranks of test_wrapped_state run: functions that spawned processes can import."""
 
+import gc
 import io
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -9,8 +11,9 @@ from small_models import error_of
 from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
-from cs336sys.parallel.ddp import NaiveDDP
+from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.parallel.tensor_parallel import TensorParallel
 
 WRAPPERS = {"fsdp": FSDP, "ddp": NaiveDDP, "tensor": TensorParallel}
@@ -103,3 +106,45 @@ def state_dict_within_a_forward_pass():
     sharded.module[0].register_forward_hook(save)
     sharded(torch.ones(2, 3))
     return errors
+
+
+TRAININGS = {
+    **{wrapper.__name__: (wrapper, torch.optim.AdamW) for wrapper in (NaiveDDP, FlatDDP, OverlappedDDP)},
+    "BucketedDDP": (lambda model: BucketedDDP(model, 1.0), torch.optim.AdamW),
+    "FSDP": (FSDP, torch.optim.AdamW),
+    "TensorParallel": (TensorParallel, torch.optim.AdamW),
+    "ShardedOptimizer": (nn.Identity, lambda parameters: ShardedOptimizer(parameters, torch.optim.AdamW)),
+    "ShardedOptimizer, flat": (
+        nn.Identity,
+        lambda parameters: ShardedOptimizer(parameters, torch.optim.AdamW, flat=True),
+    ),
+}
+
+
+def survivors(name):
+    """How many parameters are in memory after a training that nobody holds: at once, and once Python has collected."""
+    # The first step of a process leaves a cycle of torch's.
+    trained_parameters(nn.Identity, torch.optim.AdamW)
+    gc.collect()
+    gc.disable()
+    try:
+        parameters = trained_parameters(*TRAININGS[name])
+        at_once = sum(parameter() is not None for parameter in parameters)
+        gc.collect()
+        return at_once, sum(parameter() is not None for parameter in parameters)
+    finally:
+        gc.enable()
+
+
+def trained_parameters(wrap, make_optimizer):
+    model = BasicsTransformerLM(8, 8, d_model=8, num_layers=1, num_heads=2, d_ff=8)
+    wrapped = model if wrap is nn.Identity else wrap(model)
+    parameters = list(wrapped.parameters())
+    optimizer = make_optimizer(parameters)
+    for _ in range(2):
+        wrapped(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+        if wrapped is not model:
+            wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weakref.ref(parameter) for parameter in parameters]

@@ -54,10 +54,11 @@ class StandIn(nn.Parameter):
         vars(stand_in).update(vars(whole))
         stand_in.stands_for, stand_in.whole = name, gather
 
-        def hand_on(_: Tensor) -> None:
-            # An autograd.Function gets the stand-in itself, and operates on it within.
+        def hand_on(accumulated: Tensor) -> None:
+            # An autograd.Function gets the stand-in itself, and operates on it within. Torch holds this function where
+            # Python's collector does not look: it must not refer to the stand-in.
             with torch._C.DisableTorchFunctionSubclass():
-                gradient, stand_in.grad = stand_in.grad, None
+                gradient, accumulated.grad = accumulated.grad, None
             if gradient is not None:
                 whole.grad = gradient if whole.grad is None else whole.grad + gradient
 
