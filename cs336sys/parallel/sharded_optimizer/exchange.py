@@ -1,9 +1,10 @@
 """Brings updated parameters to every rank while the next forward pass already runs."""
 
+import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -101,7 +102,8 @@ class ParameterExchange:
         Called again, it takes note of parts that were added.
 
         The parts are the children of the module, or for a container its children. A module that is compiled as a whole
-        is one part. For a data parallel wrapper, the parts are those of the wrapped module.
+        is one part. For a data parallel wrapper, the parts are those of the wrapped module. The modules in a part wait,
+        too: a model may call ``self.model.decoder(x)`` and never ``self.model``.
         """
         if "torch._dynamo" in sys.modules:
             # Code compiled earlier would not contain the hooks.
@@ -112,6 +114,10 @@ class ParameterExchange:
             if part not in self._awaited:
                 buckets = self._awaited[part] = []
                 part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
+            for inner in _modules_in(part):
+                if inner not in self._awaited:
+                    buckets = self._awaited[inner] = []
+                    inner.register_forward_pre_hook(functools.partial(_wait_unless_traced, buckets))
         self._assign()
         # A part may be saved or loaded by itself.
         for one in module.modules():
@@ -122,17 +128,14 @@ class ParameterExchange:
 
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""
-        held_by = [frozenset(map(id, bucket.parameters.values())) for bucket in self._buckets]
+        index_of = {id(held): n for n, bucket in enumerate(self._buckets) for held in bucket.parameters.values()}
         awaited_later: set[int] = set()
         for part, buckets in self._awaited.items():
             needed = set(map(id, part.parameters()))
             awaited_later |= needed
-            buckets[:] = [
-                bucket for bucket, held in zip(self._buckets, held_by, strict=True) if not needed.isdisjoint(held)
-            ]
-        self._awaited_at_once = [
-            bucket for bucket, held in zip(self._buckets, held_by, strict=True) if not held <= awaited_later
-        ]
+            buckets[:] = [self._buckets[n] for n in sorted({index_of[one] for one in needed & index_of.keys()})]
+        at_once = {index_of[one] for one in index_of.keys() - awaited_later}
+        self._awaited_at_once = [self._buckets[n] for n in sorted(at_once)]
 
 
 def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
@@ -154,6 +157,21 @@ _version = operator.attrgetter("_version")
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
     for bucket in buckets:
         bucket.wait()
+
+
+def _wait_unless_traced(buckets: list[ExchangeBucket], *_: object) -> None:
+    # The part around compiled code has waited, and a hook that was called there would cut its graph.
+    if not torch.compiler.is_compiling():
+        _wait_for(buckets)
+
+
+def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters in a part, those within compiled modules aside."""
+    if part._compiled_call_impl is None and not hasattr(part, "_orig_mod"):
+        for child in part.children():
+            if next(child.parameters(), None) is not None:
+                yield child
+            yield from _modules_in(child)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

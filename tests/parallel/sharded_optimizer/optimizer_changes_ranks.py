@@ -1,11 +1,12 @@
 """What the ranks of test_optimizer_changes run: functions that spawned processes can import."""
 
+import contextlib
 import copy
 import itertools
 
 import torch
 import torch.distributed as dist
-from optimizer_models import MODES, finish, network, replaced, sharded, train_step
+from optimizer_models import MODES, Network, finish, network, replaced, sharded, train_step
 from small_models import Branches, PartlyUsed, batch, error_of, share, weights
 from torch import nn
 
@@ -303,10 +304,9 @@ def adapters():
     return errors
 
 
-def saved_parts(mode):
-    """Weights of parts, saved by themselves right after a step, and of the whole later; updates travel when awaited."""
-    model = network(0, torch.float64)
-    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=True, lr=0.1)
+@contextlib.contextmanager
+def late_updates(mode):
+    """Within this, updates of parameters travel no sooner than they are awaited."""
     operation = collectives.SliceGather if mode == "flat" else collectives.Broadcasts
     start, wait = operation.start, collectives._Launched.wait
 
@@ -316,10 +316,46 @@ def saved_parts(mode):
         wait(self)
 
     with replaced(operation, start=lambda self: None), replaced(collectives._Launched, wait=late):
+        yield
+
+
+def saved_parts(mode):
+    """Weights of parts, saved by themselves right after a step, and of the whole later."""
+    model = network(0, torch.float64)
+    wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=True, lr=0.1)
+    with late_updates(mode):
         train_step(wrapped, optimizer, 0, torch.float64)
         parts = {f"second.{name}": value.clone() for name, value in model.second.state_dict().items()}
         optimizer.wait_for_parameters()
     return parts, {name: value for name, value in weights(model).items() if name.startswith("second.")}
+
+
+class Inside(nn.Module):
+    """Calls a module of its child, and never the child, as OPT of transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.child = nn.Module()
+        self.child.network = Network()
+        self.double()
+
+    def forward(self, x):
+        return self.child.network(x)
+
+
+def called_inside(mode):
+    """Weights of :class:`Inside` after three steps, with updates that come late and that are awaited in the step."""
+    trained = []
+    for overlap in (True, False):
+        model = Inside()
+        wrapped, optimizer = sharded(mode, model, torch.optim.SGD, overlap=overlap, lr=0.1)
+        with late_updates(mode):
+            for step in range(3):
+                train_step(wrapped, optimizer, step, torch.float64)
+            optimizer.wait_for_parameters()
+        trained.append(weights(model))
+    return trained
 
 
 def changed_on_the_way(mode):

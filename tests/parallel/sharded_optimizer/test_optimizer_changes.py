@@ -124,5 +124,11 @@ def test_weights_changed_while_updates_arrive_are_refused(ranks, mode):
         assert "was changed while the last step's updates arrived: call wait_for_parameters()" in message
 
 
+@each_mode
+def test_modules_of_a_part_that_is_never_called_wait_for_their_parameters(ranks, mode):
+    for overlapped, expected in ranks(2).run(optimizer_changes_ranks.called_inside, mode):
+        assert_same(overlapped, expected, atol=1e-12)
+
+
 def test_optimizers_of_parts_keep_the_order_of_their_collectives(ranks):
     assert ranks(2).run(optimizer_changes_ranks.parts_apart) == [[-1.0, -1.0, -5.0, -3.0]] * 2
