@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cs336sys.accounting.sharding.partition import ALIGNMENT, WHOLE_BLOCKS
+from cs336sys.accounting.sharding.partition import ALIGNMENT, WHOLE_BLOCKS, check_bucket_size
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable
@@ -72,18 +72,13 @@ def bucket_rule(bucket_size: float | str | None) -> BucketRule:
     """The rule for a bucket size: megabytes (1e6 bytes) at most, ``block`` for whole blocks, None for one bucket."""
     if bucket_size == WHOLE_BLOCKS:
         return BucketRule(_LEAST_OF_BLOCKS, whole_blocks=True)
-    if isinstance(bucket_size, str):
-        raise UsageError(f"bucket size '{bucket_size}': choose '{WHOLE_BLOCKS}', or megabytes, or None for one bucket")
     return BucketRule(cap_in_bytes(bucket_size))
 
 
-def cap_in_bytes(bucket_size_mb: float | None) -> float | None:
+def cap_in_bytes(bucket_size_mb: float | str | None) -> float | None:
     """A bucket size in megabytes (1e6 bytes) as a cap in bytes; None stays None: no cap."""
-    if bucket_size_mb is None:
-        return None
-    if not bucket_size_mb > 0:
-        raise UsageError(f"bucket size {bucket_size_mb} MB: must be positive, or None for one bucket")
-    return bucket_size_mb * 1e6
+    check_bucket_size(bucket_size_mb)
+    return None if bucket_size_mb is None else float(bucket_size_mb) * 1e6
 
 
 def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule | None) -> list[list[int]]:

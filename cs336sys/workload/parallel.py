@@ -1,6 +1,5 @@
 """A training workload that several ranks share."""
 
-import math
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
@@ -14,7 +13,7 @@ from cs336sys.accounting.sharding.context import (
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, outer_dimension, read_mesh
-from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS, heads_refusal, require_heads
+from cs336sys.accounting.sharding.partition import check_batch, check_bucket_size, heads_refusal, require_heads
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TENSOR, TENSOR_STRATEGIES, is_sequence_parallel
@@ -110,8 +109,8 @@ class ParallelWorkload(Configured):
             del choices["strategy"]
         check_choices(self, choices)
         self.training.require_known_memory()
-        if self.backend == "nccl" and self.training.device == "cpu":
-            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+        if self.training.device != "auto":
+            self.backend_on(self.training.device)
         if self.training.mode != "train":
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
         if self.world_size < 1:
@@ -133,12 +132,8 @@ class ParallelWorkload(Configured):
             self._check_context()
         if self.shares_layers:
             self._check_tensor()
-        if self.training.size.batch_size % self.data_ranks:
-            raise UsageError(
-                f"--batch-size {self.training.size.batch_size}: {self.data_ranks} "
-                f"{'ranks' if self.inner_dimension is None else 'groups of ranks'} cannot share it equally; "
-                f"choose a multiple of {self.data_ranks}"
-            )
+        sharing = "ranks" if self.inner_dimension is None else "groups of ranks"
+        check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
     def _check_buckets(self) -> None:
         if (self.bucket_mb is not None) != (self.strategy in (BUCKETED, *_REMOVED)):
@@ -147,17 +142,11 @@ class ParallelWorkload(Configured):
             raise UsageError(
                 f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
             )
-        if isinstance(self.bucket_mb, str):
-            if self.bucket_mb != WHOLE_BLOCKS:
-                raise UsageError(f"--bucket-mb '{self.bucket_mb}': give '{WHOLE_BLOCKS}' or a number of megabytes")
-        elif self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise UsageError(f"--bucket-mb {self.bucket_mb:g}: must be a positive number of megabytes")
+        check_bucket_size(self.bucket_mb)
 
     def _check_gathers(self) -> None:
         if (self.prefetch is not None) != self.gathers_ahead:
             raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
-        if self.prefetch is not None and self.prefetch < 0:
-            raise UsageError(f"--prefetch {self.prefetch}: must be at least 0")
         if self.keep_gathered and self.strategy != "fsdp":
             raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
         if self.keep_gathered < 0:
@@ -284,6 +273,19 @@ class ParallelWorkload(Configured):
     def data_ranks(self) -> int:
         """Return how many ranks, or groups of ranks that share layers or sequences, share the batch."""
         return self.world_size // self.group_ranks
+
+    def backend_on(self, device: str) -> str:
+        """Return by what the ranks communicate on ``cpu`` or ``cuda``: ``gloo`` or ``nccl``.
+
+        Raises:
+            UsageError: the backend, or the priority that is asked for, needs GPUs.
+        """
+        if self.backend == "nccl" and device == "cpu":
+            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+        backend = {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
+        if self.high_priority and backend != "nccl":
+            raise UsageError(f"--high-priority: is of NCCL's kernels, and ranks communicate by {backend}; leave it out")
+        return backend
 
     @property
     def gathers_ahead(self) -> bool:

@@ -296,7 +296,7 @@ def test_options_can_be_set_by_variables():
         (["memory", "--size", "huge"], "--size 'huge': choose from tiny, small"),
         (["memory", "--strategy", "zero"], "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp"),
         (["memory", "--world-size", "0"], "--world-size '0': must be at least 1"),
-        (["memory", "--world-size", "3"], "3 ranks do not divide the batch of 4"),
+        (["memory", "--world-size", "3"], "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         (["memory", "--precision", "fp8"], "--precision 'fp8': choose from fp32, bf16, fp16"),
         (["memory", "--parameter-dtype", "int8"], "--parameter-dtype 'int8': choose from fp32, bf16, fp16"),
         (["memory", "--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),

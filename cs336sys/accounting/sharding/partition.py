@@ -166,6 +166,32 @@ def own_part(length: int, rank: int, world_size: int) -> range:
     return range(first, first + each + (rank < more))
 
 
+def check_bucket_size(bucket_size: float | str | None) -> None:
+    """Refuse a size of buckets that is neither :data:`WHOLE_BLOCKS` nor a positive number of megabytes nor None.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if isinstance(bucket_size, str) and bucket_size != WHOLE_BLOCKS:
+        raise UsageError(f"bucket size '{bucket_size}': choose '{WHOLE_BLOCKS}', or megabytes, or None for one bucket")
+    if isinstance(bucket_size, int | float) and not bucket_size > 0:
+        raise UsageError(f"bucket size {bucket_size} MB: must be positive, or None for one bucket")
+
+
+def check_batch(batch_size: int, ranks: int, sharing: str = "ranks") -> None:
+    """Refuse ranks, or ``groups of ranks``, that cannot take an equal part of a batch each.
+
+    Raises:
+        UsageError: their number does not divide the batch, or there are none.
+    """
+    if ranks < 1:
+        raise UsageError(f"--world-size {ranks}: must be at least 1")
+    if batch_size % ranks:
+        raise UsageError(
+            f"--batch-size {batch_size}: {ranks} {sharing} cannot share it equally; choose a multiple of {ranks}"
+        )
+
+
 def heads_refusal(num_heads: int, world_size: int) -> str | None:
     """Return why ranks cannot share attention heads; None if they can."""
     if num_heads % world_size == 0:

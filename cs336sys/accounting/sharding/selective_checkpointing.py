@@ -19,6 +19,7 @@ from cs336sys.accounting.flops import linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
+from cs336sys.accounting.sharding.partition import check_batch
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
@@ -49,8 +50,7 @@ class KeptStep:
     keep_gathered: int = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.size.batch_size % self.world_size:
-            raise UsageError(f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}")
+        check_batch(self.size.batch_size, self.world_size)
         if not 0 <= self.blocks <= self.size.num_layers:
             raise UsageError(f"keep={self.blocks}: the model has {self.size.num_layers} blocks")
         if not 0 <= self.keep_gathered <= self.size.num_layers:

@@ -21,8 +21,13 @@ from cs336sys.accounting.sharding.context import (
 )
 from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
-from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB, flat_pieces, greedy_partition, rows_per_rank
-from cs336sys.errors import UsageError
+from cs336sys.accounting.sharding.partition import (
+    OPTIMIZER_BUCKET_MB,
+    check_batch,
+    flat_pieces,
+    greedy_partition,
+    rows_per_rank,
+)
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 # Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
@@ -143,12 +148,8 @@ class ShardedStep:
     keep_gathered: int = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UsageError(f"--world-size {self.world_size}: must be at least 1")
-        if not self.splits_sequences and self.size.batch_size % self.world_size:
-            raise UsageError(
-                f"{self.world_size} ranks do not divide the batch of {self.size.batch_size}: choose a multiple of them"
-            )
+        if self.world_size < 1 or not self.splits_sequences:
+            check_batch(self.size.batch_size, self.world_size)
 
     @property
     def splits_sequences(self) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
-from cs336sys.errors import UsageError
 from cs336sys.experiments.checks.weights import STEPS
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
@@ -220,13 +219,7 @@ def kept_ranks(workload: ParallelWorkload) -> launch.Ranks:
 
 
 def _backend(workload: ParallelWorkload) -> str:
-    on_gpu = choose_device(workload.training.device).type == "cuda"
-    if workload.backend == "nccl" and not on_gpu:
-        raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
-    backend = ("nccl" if on_gpu else "gloo") if workload.backend == "auto" else workload.backend
-    if workload.high_priority and backend != "nccl":
-        raise UsageError(f"--high-priority: is of NCCL's kernels, and ranks communicate by {backend}; leave it out")
-    return backend
+    return workload.backend_on(choose_device(workload.training.device).type)
 
 
 def trace_path(configuration: Mapping[str, Any]) -> Path | None:

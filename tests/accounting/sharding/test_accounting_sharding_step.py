@@ -174,7 +174,7 @@ def test_eager_ranks_held_what_is_predicted(name, strategy):
     ("world_size", "sentence"),
     [
         (0, "--world-size 0: must be at least 1"),
-        (3, "3 ranks do not divide the batch of 4: choose a multiple of them"),
+        (3, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
     ],
 )
 def test_ranks_that_cannot_share_the_batch_are_refused(world_size, sentence):

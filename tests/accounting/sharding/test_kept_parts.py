@@ -99,5 +99,5 @@ def test_flops_again_are_those_of_two_products():
 def test_refusals():
     with pytest.raises(UsageError, match="keep=35: the model has 34 blocks"):
         replace(STEP, blocks=35)
-    with pytest.raises(UsageError, match="3 ranks do not divide the batch of 2"):
+    with pytest.raises(UsageError, match="--batch-size 2: 3 ranks cannot share it equally"):
         replace(STEP, world_size=3)

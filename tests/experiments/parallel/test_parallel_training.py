@@ -317,7 +317,7 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     for mesh in ("fsdp=2,tp=2", "fsdp=1,tp=4"):
         of_both = ParallelWorkload(Workload(SIZE), "fsdp+tensor", 4, prefetch=1, mesh=mesh, trace=str(tmp_path))
         cells.append(of_both.configuration())
-    cells += [cells[0] | {name: value} for name, value in parallel.items()]
+    cells += [cells[0] | {"device": "auto", name: value} for name, value in parallel.items()]
     for name, value in training.items():
         changed = workload("bucketed", trace=str(tmp_path), **{"optimizer": "adamw", name: value}).configuration()
         cells.append(changed)
@@ -326,11 +326,14 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     assert trace_path(cells[0] | {"timeout_s": 9.0}) == paths[0]
 
 
-def test_a_priority_that_gloo_does_not_have_is_refused():
+def test_a_priority_that_gloo_does_not_have_is_refused(monkeypatch):
     """It had no effect, and stood in the table's title."""
-    asked = ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
-    with pytest.raises(UsageError, match="--high-priority: is of NCCL's kernels, and ranks communicate by gloo"):
-        kept_ranks(asked)
+    sentence = "--high-priority: is of NCCL's kernels, and ranks communicate by gloo"
+    with pytest.raises(UsageError, match=sentence):
+        ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=sentence):
+        kept_ranks(ParallelWorkload(Workload(SIZE, device="auto"), "naive", high_priority=True))
 
 
 def test_ranks_of_nccl_expect_no_collective_beside_a_graph(monkeypatch):
@@ -484,9 +487,9 @@ def test_configuration_is_the_workload():
         ({"check_layers": 0}, "--check-layers 0: must be at least 1"),
         ({"strategy": "bucketed"}, "mode bucketed needs one"),
         ({"bucket_mb": 1.0}, "and others have none"),
-        ({"strategy": "bucketed", "bucket_mb": 0.0}, "--bucket-mb 0: must be a positive number of megabytes"),
-        ({"strategy": "bucketed", "bucket_mb": -2.0}, "--bucket-mb -2: must be a positive number of megabytes"),
-        ({"strategy": "bucketed", "bucket_mb": float("nan")}, "must be a positive number of megabytes"),
+        ({"strategy": "bucketed", "bucket_mb": 0.0}, "bucket size 0.0 MB: must be positive"),
+        ({"strategy": "bucketed", "bucket_mb": -2.0}, "bucket size -2.0 MB: must be positive"),
+        ({"strategy": "bucketed", "bucket_mb": float("nan")}, "bucket size nan MB: must be positive"),
         ({"gradient_dtype": "fp8"}, "unknown gradient_dtype 'fp8': choose from fp32, bf16, fp16"),
         ({"backend": "nccl"}, "backend 'nccl' communicates between GPUs"),
         ({"training": Workload(SIZE, mode="forward")}, "mode 'forward': ranks that share a batch can only train"),

@@ -155,7 +155,6 @@ def test_model_compiled_as_a_whole_cannot_be_fully_sharded(strategy):
     [
         ({"strategy": "fsdp"}, "prefetch None: strategy 'fsdp' needs one"),
         ({"strategy": "none", "prefetch": 1}, "and others have none"),
-        ({"strategy": "fsdp", "prefetch": -1}, "--prefetch -1: must be at least 0"),
         ({"strategy": "none", "checkpointing": "half"}, "unknown checkpointing 'half': choose from none, block"),
         (
             {"training": Workload(SIZE, compile="model"), "strategy": "none", "checkpointing": "block"},
