@@ -11,32 +11,22 @@ from cs336sys.commands.faults import end_like_ctrl_c_on_sigterm, exit_code_of, i
 from cs336sys.commands.invocation import HELP_OPTIONS, LazyGroup
 from cs336sys.commands.options.settings_file import use_settings, with_config_first
 
-# Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of its name.
-COMMANDS = (
-    "bench",
-    "nsys",
-    "memprof",
-    "attn",
-    "flash",
-    "kernels",
-    "allreduce",
-    "ddp",
-    "shard",
-    "losses",
-    "precision",
-    "account",
-    "compare",
-    "show",
-    "report",
-    "slurm",
-    "doctor",
-)
+# The panels of --help. Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of
+# its name.
+PANELS = {
+    "Measure": ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard"),
+    "Understand": ("account", "precision", "losses"),
+    "Decide": ("compare",),
+    "Write up": ("report", "show", "slurm", "doctor"),
+}
+COMMANDS = tuple(name for names in PANELS.values() for name in names)
 
 
 class CommandTable(LazyGroup):
     """All subcommands; an error that a user can fix ends with its one sentence."""
 
     modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
+    panels: ClassVar = {name: panel for panel, names in PANELS.items() for name in names}
 
     def parse_args(self, ctx, args):
         return super().parse_args(ctx, with_config_first(args))

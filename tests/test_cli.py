@@ -2,20 +2,36 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from cs336sys import __version__
-from cs336sys.cli import COMMANDS, app
+from cs336sys.cli import COMMANDS, PANELS, app
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).stdout == f"cs336sys {__version__}\n"
     shown = CliRunner().invoke(app, ["-h"]).stdout
-    for command in COMMANDS:
-        assert command in shown
+    listed = re.findall(r"─ ([A-Z][a-z ]+?) ─|│ ([a-z]+) +[A-Z]", shown)
+    expected = [word for panel, commands in PANELS.items() for word in (panel, *commands)]
+    assert [panel or command for panel, command in listed if panel != "Options"] == expected
+
+
+def test_readme_groups_commands_as_help_does():
+    table = README.read_text().partition("| | command | answers |")[2].partition("```")[0]
+    words = re.findall(r"^\| ([A-Z][a-z ]+) \||\[`([a-z]+)`\]", table, re.MULTILINE)
+    grouped = {}
+    for panel, command in words:
+        if panel:
+            commands = grouped[panel] = set()
+        else:
+            commands.add(command)
+    assert grouped == {panel: set(commands) for panel, commands in PANELS.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

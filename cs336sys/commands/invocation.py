@@ -118,9 +118,11 @@ class LazyGroup(_OwnOptions, TyperGroup):
     Attributes:
         modules: for each command's name its module, in which it is a function, or a group (a Typer app), of that name.
             Settings that click needs for it alone are the module's ``CONTEXT_SETTINGS``.
+        panels: for each command's name the panel of help that lists it; without one, "Commands".
     """
 
     modules: ClassVar[dict[str, str]] = {}
+    panels: ClassVar[dict[str, str]] = {}
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
@@ -148,13 +150,15 @@ class LazyGroup(_OwnOptions, TyperGroup):
     def format_help(self, ctx, formatter):
         # A list of commands needs what each says of itself, and that can be read without its imports and its options.
         listed = copy.copy(self)
-        vars(listed)["get_command"] = lambda ctx, name: self._described(name) or self.get_command(ctx, name)
+        vars(listed)["get_command"] = self._described
         super(LazyGroup, listed).format_help(ctx, formatter)
 
-    def _described(self, name):
-        """A command that does nothing, with the docstring of the one in its module; None if that is a group."""
+    def _described(self, ctx, name):
+        """Return a command for lists alone: with its panel, and without its imports unless it is a group."""
         described = _docstring(self.modules[name], name)
-        return None if described is None else TyperCommand(name, help=described)
+        command = self.get_command(ctx, name) if described is None else TyperCommand(name, help=described)
+        command.rich_help_panel = self.panels.get(name)
+        return command
 
     def resolve_command(self, ctx, args):
         if args[0] not in self.modules and not args[0].startswith("-") and not ctx.resilient_parsing:
