@@ -1,0 +1,87 @@
+"""Every column of every table is explained in docs/columns.md, and nothing else is."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In which sections a file's columns are explained, next to those that all files share.
+SHARED = ("Cells",)
+SECTIONS = {
+    "report/allreduce.py": ("allreduce",),
+    "report/attention.py": ("flash and attn",),
+    "report/bench.py": ("bench",),
+    "report/board.py": ("shard --board", "shard"),
+    "report/comparison.py": ("compare",),
+    "report/ddp.py": ("ddp",),
+    "report/kernels.py": ("kernels",),
+    "report/losses.py": ("losses",),
+    "report/precision.py": ("precision",),
+    "report/rounds.py": (),
+    "report/scaling.py": ("Speed and memory by ranks", "ddp", "shard"),
+    "report/shard.py": ("shard", "ddp"),
+    "report/titles.py": ("bench",),
+    "report/account/": ("account",),
+    "report/memory/": ("memprof", "bench"),
+    "report/profile/": ("nsys",),
+    "commands/doctor.py": ("doctor and report --dry-run",),
+    "report/course/plan.py": ("doctor and report --dry-run",),
+}
+# Built from other tables' columns, or from names that the user's files have.
+COMPUTED = {"report/comparison.py": 1, "report/course/answer.py": 1, "report/profile/kernels.py": 1}
+
+
+def explained() -> dict[str, set[str]]:
+    """Names in the first column of the page's tables, by section."""
+    sections: dict[str, set[str]] = {}
+    for part in re.split(r"^## ", (ROOT / "docs/columns.md").read_text(), flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        rows = [line.split("|")[1] for line in body.splitlines() if line.startswith("| ")]
+        sections[heading.replace("`", "")] = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    return sections
+
+
+@functools.cache
+def columns() -> list[tuple[str, str | None, int]]:
+    """File, pattern of the key and line of each column that the package makes; None for a key that is computed."""
+    found: list[tuple[str, str | None, int]] = []
+    for path in sorted((ROOT / "cs336sys").rglob("*.py")):
+        text, file = path.read_text(), path.relative_to(ROOT / "cs336sys").as_posix()
+        for node in ast.walk(ast.parse(text)) if "Column(" in text else ():
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", None) != "Column":
+                continue
+            key = None
+            if isinstance(node.args[0], ast.Constant):
+                key = str(node.args[0].value)
+            elif isinstance(node.args[0], ast.JoinedStr):
+                key = "".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in node.args[0].values)
+            found.append((file, key, node.lineno))
+    return found
+
+
+def sections_of(file: str) -> tuple[str, ...]:
+    return next((names for start, names in SECTIONS.items() if file.startswith(start)), ())
+
+
+def test_every_column_is_explained_in_its_section():
+    by_section = explained()
+    unexplained, computed = [], {}
+    for file, key, line in columns():
+        if key is None:
+            computed[file] = computed.get(file, 0) + 1
+        elif not any(
+            re.fullmatch(key, name) for section in (*SHARED, *sections_of(file)) for name in by_section[section]
+        ):
+            unexplained.append(f"{file}:{line} {key}")
+    assert unexplained == []
+    assert computed == COMPUTED
+
+
+def test_every_explained_column_is_in_the_code():
+    keys = [key for _, key, _ in columns() if key is not None]
+    # Parts of keys that a table puts together, and names of sub-commands and saved columns.
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in (ROOT / "cs336sys").rglob("*.py"))))
+    names = set().union(*explained().values())
+    assert sorted(name for name in names - words if not any(re.fullmatch(key, name) for key in keys)) == []
