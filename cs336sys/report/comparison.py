@@ -1,11 +1,12 @@
 """The tables of ``compare``, built from its pairs of cells, and what it warns of and fails for."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cs336sys.report.numbers import Value, format_number, format_quantity
+from cs336sys.report.numbers import Value, format_quantity
 from cs336sys.report.table import Column, Table
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
@@ -21,8 +22,8 @@ from cs336sys.results.comparison import (
 )
 from cs336sys.results.model import Cell, Results, distinguishing_settings, passed_over_words
 
-# From here on a table says that samples are worth fewer than their number: two thirds at 0.2.
-NOTED_AUTOCORRELATION = 0.2
+# From here on a table says that means tell something else than medians.
+_NOTED_STALLS = 0.02
 
 # What the intervals cover, by the level of which the noise was taken.
 _COVERED = {
@@ -86,8 +87,8 @@ def _metric_table(
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
-        Column(f"a_mean_{unit}", "A mean", unit),
-        Column(f"b_mean_{unit}", "B mean", unit),
+        Column(f"a_median_{unit}", "A median", unit),
+        Column(f"b_median_{unit}", "B median", unit),
         Column("ratio", "B/A", "ratio"),
         Column("ratio_low", f"{interval} from", "ratio"),
         Column("ratio_high", "to", "ratio"),
@@ -100,9 +101,9 @@ def _metric_table(
     )
     comparisons = [comparison for _, comparison in rows]
     legend = (
-        f"B/A: ratio of the means with its {interval} interval, "
-        f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: of equal means; "
-        f"~: not significant, p >= {significance_level(confidence_percent):.3g}; runs: rounds count; "
+        f"B/A: ratio of the medians with its {interval} interval, "
+        f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: of the rank-sum test; "
+        f"~: not significant, p > {significance_level(confidence_percent):.3g}; runs: rounds count; "
         "lag 1: autocorrelation of samples"
     )
     levels = dict.fromkeys(comparison.difference.level for comparison in comparisons if comparison.difference)
@@ -126,8 +127,8 @@ def _numbers(comparison: Comparison, unit: str) -> dict[str, Value]:
     difference = comparison.difference
     if difference is not None:
         row |= {
-            f"a_mean_{unit}": difference.mean_a,
-            f"b_mean_{unit}": difference.mean_b,
+            f"a_median_{unit}": difference.median_a,
+            f"b_median_{unit}": difference.median_b,
             "ratio": difference.ratio,
             "ratio_low": difference.ratio_low,
             "ratio_high": difference.ratio_high,
@@ -137,17 +138,18 @@ def _numbers(comparison: Comparison, unit: str) -> dict[str, Value]:
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Return how much less the samples say that are most like those before them."""
-    sides = [(one.autocorrelation_a, one.a) for one in comparisons] + [
-        (one.autocorrelation_b, one.b) for one in comparisons
-    ]
-    known = [(lag, side) for lag, side in sides if lag is not None]
-    lag, side = max(known, key=lambda known: known[0], default=(0.0, None))
-    if side is not None and lag >= NOTED_AUTOCORRELATION:
-        worth = max(1.0, side.count * (1 - lag) / (1 + lag))
+    """Say how few independent samples the fewest are worth, and where stalls hide from medians."""
+    differences = [(one.difference, one) for one in comparisons if one.difference is not None]
+    of_samples = [(found, one) for found, one in differences if found.level == "samples"]
+    worth, count = min(((found.independent[0], one.a.count) for found, one in of_samples), default=(0, 0))
+    if worth < count:
+        yield f"samples are like those before them: {count} are worth {worth} independent ones where they are most"
+    stalled = max((abs(math.log(one.stalls)) for _, one in differences if one.stalls is not None), default=0.0)
+    if stalled > _NOTED_STALLS:
+        percent = format_quantity(100 * math.expm1(stalled), "percent")
         yield (
-            f"samples are like those before them, lag 1 up to {format_number(lag, 'correlation')}: "
-            f"{side.count} are worth about {worth:.0f} independent ones"
+            f"the ratio of the means is off that of the medians by up to {percent}: some steps of one side take much "
+            "longer, which its total pays for"
         )
 
 

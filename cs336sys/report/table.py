@@ -62,7 +62,9 @@ class Table:
         values = [row.get(column.key) for row in self.rows for column in self.columns]
         marks = []
         if any(isinstance(value, Interval) and (value.is_noise or value.is_range) for value in values):
-            marks.append("~, <, or a range: what differs is within the noise, by the 95 % intervals of the medians")
+            marks.append(
+                "~, <, or a range: within the noise, by the rank-sum test at 5 %; 3 samples against 3 decide nothing"
+            )
         if any(isinstance(value, Samples) and is_noisy(value) for value in values):
             marks.append(f"!: the standard deviation is more than {100 * NOISY_PART:g} % of the mean")
         advice = f"; steadier: {self.steadier}, and nothing else running" if self.steadier else ""

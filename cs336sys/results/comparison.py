@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal
 
 from cs336sys.errors import UsageError
@@ -18,7 +19,7 @@ from cs336sys.results.model import (
     differing_conditions,
     same_code,
 )
-from cs336sys.results.statistics import FEW_SAMPLES, Difference, autocorrelation, mean_difference
+from cs336sys.results.statistics import Difference, autocorrelation, compare_sides, fewest_samples
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
@@ -209,7 +210,7 @@ class Comparison:
     """Samples B against samples A of one quantity.
 
     Attributes:
-        difference: of their means; None where samples are not finite.
+        difference: of their medians; None where samples are not finite.
         autocorrelation_a, autocorrelation_b: of samples that follow one another.
         verdict: ``~`` where the difference is not significant, ``undecided`` where the samples cannot tell. Of memory,
             ``slower`` says that B needs more.
@@ -223,6 +224,14 @@ class Comparison:
     autocorrelation_b: float | None
     verdict: Verdict
     reason: str | None = None
+
+    @property
+    def stalls(self) -> float | None:
+        """The ratio of the means over that of the medians: not 1 where one side's slow samples are slower or more."""
+        if self.difference is None or self.difference.ratio is None:
+            return None
+        mean_a, mean_b = (fmean(value for one in side.rounds for value in one.measured) for side in (self.a, self.b))
+        return mean_b / mean_a / self.difference.ratio if mean_a > 0 and mean_b > 0 else None
 
     @property
     def slower_percent(self) -> float:
@@ -246,8 +255,19 @@ class Comparison:
 
 
 def _is_worse(difference: Difference, unit: str) -> bool:
-    a, b = difference.mean_a, difference.mean_b
+    a, b = difference.median_a, difference.median_b
     return b < a if unit in HIGHER_IS_BETTER else b > a
+
+
+def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent: float) -> str:
+    """Explain why no difference could be significant."""
+    a, b = difference.independent
+    drifts = difference.level == "samples" and counts != (a, b)
+    worth = f" (of {counts[0]} and {counts[1]}, each like the one before)" if drifts else ""
+    level = 100 - confidence_percent
+    fewest = fewest_samples(level / 100)
+    what = "independent samples" if drifts else difference.level
+    return f"{a} against {b} {what}{worth} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
 
 
 # By metric, in the order in which the metrics first appear.
@@ -255,20 +275,20 @@ Compared = dict[str, list[tuple[Pair, Comparison]]]
 
 
 def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
-    """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.mean_difference`."""
+    """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.compare_sides`."""
     not_finite = [f"{count} of {name}" for name, count in (("A", a.not_finite), ("B", b.not_finite)) if count]
     if not_finite:
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
-    difference = mean_difference(a.values, b.values, confidence_percent=confidence_percent)
+    difference = compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     verdict: Verdict = "~"
     reason = None
-    if difference.p_value is None:
+    if difference.ratio is None and a.unit in TIME_UNITS | HIGHER_IS_BETTER:
         verdict = "undecided"
-        reason = f"{a.count} against {b.count} samples of one run: {FEW_SAMPLES} are the least"
-    elif difference.ratio is None and a.unit in TIME_UNITS | HIGHER_IS_BETTER:
+        reason = f"medians of {difference.median_a:g} and {difference.median_b:g} {a.unit}: nothing takes no time"
+    elif difference.p_value is None:
         verdict = "undecided"
-        reason = f"means of {difference.mean_a:g} and {difference.mean_b:g} {a.unit}: nothing takes no time"
-    elif difference.p_value < significance_level(confidence_percent):
+        reason = _too_few(difference, (a.count, b.count), confidence_percent)
+    elif difference.is_significant:
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
     return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
 
@@ -298,7 +318,7 @@ def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidenc
 
 
 def significance_level(confidence_percent: float) -> float:
-    """The p from which on a difference is not significant: 0.05 for 95 %."""
+    """The largest p of a significant difference: 0.05 for 95 %."""
     return (100 - confidence_percent) / 100
 
 

@@ -80,19 +80,19 @@ def test_comparison_of_two_sweeps(sweeps):
     assert result.stdout == (
         "### compare: step_ms of B against A\n"
         "\n"
-        "| size   | precision   |   A mean, ms |   B mean, ms |    B/A |   95 % from |     to |       p | B i"
-        "s   |   A runs |   B runs |   A lag 1 |   B lag 1 |\n"
-        "|:-------|:------------|-------------:|-------------:|-------:|------------:|-------:|--------:|:---"
-        "----|---------:|---------:|----------:|----------:|\n"
-        "| small  | fp32        |        100.0 |        110.0 | 1.100x |      1.096x | 1.104x | 1.8e-07 | slo"
-        "wer |        1 |        1 |     -0.46 |     -0.46 |\n"
-        "| small  | bf16        |        50.00 |        40.00 | 0.800x |      0.794x | 0.807x | 3.0e-07 | fas"
-        "ter |        1 |        1 |     -0.46 |     -0.46 |\n"
-        "| medium | fp32        |        300.0 |        300.0 | 1.000x |      0.999x | 1.001x |     1.0 | ~  "
-        "    |        1 |        1 |     -0.46 |     -0.46 |\n"
+        "| size   | precision   |   A median, ms |   B median, ms |    B/A |   95 % from |     to |      p | "
+        "B is   |   A runs |   B runs |   A lag 1 |   B lag 1 |\n"
+        "|:-------|:------------|---------------:|---------------:|--"
+        "-----:|------------:|-------:|-------:|:-------|---------:|---------:|----------:|----------:|\n"
+        "| small  | fp32        |          100.0 |          110.0 | 1"
+        ".100x |      1.097x | 1.103x | 0.0002 | slower |        1 |        1 |     -0.71 |     -0.71 |\n"
+        "| small  | bf16        |          50.00 |          40.00 | 0"
+        ".800x |      0.795x | 0.805x | 0.0002 | faster |        1 |        1 |     -0.71 |     -0.71 |\n"
+        "| medium | fp32        |          300.0 |          300.0 | 1"
+        ".000x |      0.999x | 1.001x |    1.0 | ~      |        1 |        1 |     -0.71 |     -0.71 |\n"
         "\n"
-        "- B/A: ratio of the means with its 95 % interval, lower is better; p: of equal means; ~: not signifi"
-        "cant, p >= 0.05; runs: rounds count; lag 1: autocorrelation of samples\n"
+        "- B/A: ratio of the medians with its 95 % interval, lower is better; p: of the rank-sum test; ~: not "
+        "significant, p > 0.05; runs: rounds count; lag 1: autocorrelation of samples\n"
         "- one run a side: what differs from run to run is not covered; take --rounds, or several files a side\n"
         "- every cell: command bench, context 512\n"
         "\n"
@@ -119,8 +119,8 @@ def test_json_reads_back(sweeps):
         ("small", "bf16", "faster"),
         ("medium", "fp32", "~"),
     ]
-    assert (steps["rows"][0]["a_mean_ms"], steps["rows"][0]["b_mean_ms"]) == (100.0, 110.0)
-    assert (steps["rows"][0]["a_runs"], steps["rows"][0]["b_autocorrelation"]) == (1, pytest.approx(-0.464, abs=0.001))
+    assert (steps["rows"][0]["a_median_ms"], steps["rows"][0]["b_median_ms"]) == (100.0, 110.0)
+    assert (steps["rows"][0]["a_runs"], steps["rows"][0]["b_autocorrelation"]) == (1, pytest.approx(-0.714, abs=0.001))
     assert steps["rows"][0]["ratio"] == 1.1
     assert 1.08 < steps["rows"][0]["ratio_low"] < 1.1 < steps["rows"][0]["ratio_high"] < 1.12
     assert not_compared["rows"] == [
@@ -203,7 +203,7 @@ def test_fail_above_fails_for_what_may_be_slower_by_so_much(save):
     save("a.jsonl", cell("small", step=around(100)))
     save("noisy.jsonl", cell("small", step=times(120, 10, 160, 20, 150, 30, 140, 130)))
     noisy = compare("a.jsonl", "noisy.jsonl", "--fail-above", "5%")
-    assert (noisy.exit_code, "0.950x" in noisy.stdout) == (1, True)
+    assert (noisy.exit_code, "1.250x" in noisy.stdout) == (1, True)
     assert noisy.stderr.startswith("undecided: the cell: step_ms may be slower by up to ")
     assert noisy.stderr.endswith(" %: take more --steps or --rounds\n")
     allowed = compare("a.jsonl", "noisy.jsonl", "--fail-above", "5%", "--allow-undecided")
@@ -237,15 +237,15 @@ def test_a_regression_fails_whatever_is_allowed(sweeps):
 
 
 def test_several_files_and_rounds_are_runs(save):
-    """Three processes a side: the noise is what these differ by, and two samples of each are enough."""
-    for number, level in enumerate((98, 100, 102)):
+    """Four processes a side: the noise is what these differ by, and two samples of each are enough."""
+    for number, level in enumerate((98, 100, 101, 102)):
         save(f"a{number}.jsonl", cell("small", step=times(level, level + 1)), run_id=f"a{number}")
         save(f"b{number}.jsonl", cell("small", step=times(1.2 * level, 1.2 * level + 1)), run_id=f"b{number}")
-    a, b = (",".join(f"{name}{number}.jsonl" for number in range(3)) for name in "ab")
+    a, b = (",".join(f"{name}{number}.jsonl" for number in range(4)) for name in "ab")
     result = compare(a, b, "--fail-above", "5%", "--format", "json")
     (table, _) = json.loads(result.stdout)["tables"]
     (row,) = table["rows"]
-    assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("slower", 3, 3)
+    assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("slower", 4, 4)
     assert table["notes"][1] == (
         "the noise is what the runs of a side differ by; how many a difference needs is in docs/compare.md"
     )
@@ -308,6 +308,7 @@ def test_warnings(save):
         "gpu (NVIDIA H200 / NVIDIA A100)\n"
         "warning: not compared, because A or B lacks the series: 1 cell\n"
         "warning: samples were taken by cuda events in A and by cpu clock in B\n"
+        "warning: undecided, 1 comparison of 2: 1 against 2 runs decide nothing at 5 %: 4 against 4 are the fewest\n"
     )
 
 
@@ -329,8 +330,8 @@ def test_too_few_samples_to_be_significant(save):
     result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
     assert result.exit_code == 1
     assert result.stderr == (
-        "warning: undecided, 1 comparison of 1: 3 against 3 samples of one run: 5 are the least\n"
-        "undecided: the cell: step_ms: 3 against 3 samples of one run: 5 are the least\n"
+        "warning: undecided, 1 comparison of 1: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
+        "undecided: the cell: step_ms: 3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest\n"
     )
     assert compare("a.jsonl", "b.jsonl", "--fail-above", "5%", "--allow-undecided").exit_code == 0
 

@@ -29,7 +29,8 @@ def cell(strategy, step_ms, bucket_mb=None, precision="bf16", status="ok", reaso
     workload = ParallelWorkload(Workload(choose_size("xl"), precision=precision), strategy, bucket_mb=bucket_mb)
     if status != "ok":
         return Cell("ddp", workload.configuration(), status, derived=derived, reason=reason)
-    times = {"step": samples(step_ms - 2, step_ms, step_ms + 1), "unsynchronized": samples(80.0, 80.0, 80.0)}
+    steps = (step_ms - 2, step_ms, step_ms, step_ms, step_ms + 1)
+    times = {"step": samples(*steps), "unsynchronized": samples(*[80.0] * 5)}
     phases = {name: samples(1.0, 1.0, 1.0) for name in ("forward", "backward", "optimizer", "wall", "communication")}
     derived = {
         "exposed_ms": step_ms - 80,
@@ -98,13 +99,13 @@ def test_rounds_are_one_row_and_what_follows_from_the_samples_is_made_anew():
     found = ddp_tables(pool_ddp_rounds(rounds), None)[0]
     naive, flat = found.rows
     assert (naive["rounds"], flat["rounds"]) == (2, 2)
-    # Medians of six steps: 118, 120, 121, 128, 130, 131 and 88, 90, 91, 98, 100, 101, over one of 80.
+    # Medians of ten steps: 118, 120 (three), 121, 128, 130 (three), 131 and 88, 90, 91, 98, 100, 101, over one of 80.
     assert naive["step_ms"].median == 124.5
     assert flat["exposed_ms"].estimate == 94.5 - 80
     assert flat["speedup"].estimate == pytest.approx(124.5 / 94.5)
     # Communication alone takes 1 ms, none of which is hidden.
     assert (flat["hidden_percent"].estimate, flat["peak_gib"]) == (0.0, 51.0)
-    mean_s = (118 + 120 + 121 + 128 + 130 + 131) / 6e3
+    mean_s = (118 + 3 * 120 + 121 + 128 + 3 * 130 + 131) / 10e3
     assert naive["tokens_per_s"] == pytest.approx(4 * 512 / mean_s)
     assert any(note.startswith("rounds: to and fro") for note in found.notes)
 

@@ -1,7 +1,5 @@
 """What ``compare`` could have used: other statistics, for all simulated comparisons at once (one a row)."""
 
-from itertools import pairwise
-
 import numpy
 from scipy import special, stats
 
@@ -12,29 +10,10 @@ def means(samples):
     return centre, samples - centre[:, None]
 
 
-def trimmed_means(samples):
-    """Without the lowest and highest fifth; deviations of the winsorized samples (Tukey and McLaughlin 1963)."""
-    count = samples.shape[1]
-    cut = count // 5
-    ordered = numpy.sort(samples, axis=1)
-    winsorized = numpy.clip(samples, ordered[:, cut : cut + 1], ordered[:, count - cut - 1 : count - cut])
-    deviations = winsorized - winsorized.mean(axis=1, keepdims=True)
-    return ordered[:, cut : count - cut].mean(axis=1), deviations / (1 - 2 * cut / count)
-
-
 def of_samples(deviations):
     """Variance of a sample that stands for its neighbours too, and degrees of freedom: as if all were independent."""
     count = deviations.shape[1]
     return (deviations**2).sum(axis=1) / (count - 1), count - 1
-
-
-def of_blocks(deviations):
-    """By the means of blocks, as many as the cosines have degrees of freedom and one more."""
-    count = deviations.shape[1]
-    blocks = max(1, round(0.4 * count ** (2 / 3))) + 1
-    edges = numpy.linspace(0, count, blocks + 1).round().astype(int)
-    block_means = numpy.stack([deviations[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
-    return block_means.var(axis=1, ddof=1) * count / blocks, blocks - 1
 
 
 def of_effective_samples(deviations):
@@ -47,7 +26,7 @@ def of_effective_samples(deviations):
 
 
 def of_cosines(deviations):
-    """By the slowest cosines, as ``compare``."""
+    """By the slowest cosines (Lazarus, Lewis, Stock and Watson 2018), as ``compare`` once did."""
     count = deviations.shape[1]
     degrees = max(1, round(0.4 * count ** (2 / 3)))
     angles = numpy.pi / count * numpy.outer(numpy.arange(count) + 0.5, numpy.arange(1, degrees + 1))
@@ -74,15 +53,13 @@ def welch(location, noise):
 
 
 def mann_whitney(a, b):
-    """What ``compare`` did: ranks say whether, medians say which."""
+    """As if all samples were independent."""
     return stats.mannwhitneyu(a, b, axis=1).pvalue, numpy.median(b, axis=1) > numpy.median(a, axis=1)
 
 
 STATISTICS = {
-    "medians, Mann-Whitney": mann_whitney,
-    "means, Welch of samples": welch(means, of_samples),
-    "means, blocks": welch(means, of_blocks),
+    "ranks, all samples independent": mann_whitney,
+    "means, all samples independent": welch(means, of_samples),
     "means, effective samples": welch(means, of_effective_samples),
     "means, cosines": welch(means, of_cosines),
-    "trimmed means, cosines": welch(trimmed_means, of_cosines),
 }

@@ -55,7 +55,7 @@ def run(run_id, machine, **environment):
 def test_verdict_ratio_and_interval_are_of_one_statistic():
     comparison = compare_samples(series(*AROUND_100), series(*AROUND_120))
     difference = comparison.difference
-    assert (difference.mean_a, difference.mean_b, difference.ratio) == (100, 120, 1.2)
+    assert (difference.median_a, difference.median_b, difference.ratio) == (100, 120, 1.2)
     assert 1 < difference.ratio_low < 1.2 < difference.ratio_high
     assert (comparison.verdict, comparison.reason) == ("slower", None)
     assert comparison.slower_percent == pytest.approx(20)
@@ -78,7 +78,8 @@ def test_of_rates_more_is_faster():
 def test_confidence_sets_the_significance():
     a, b = series(*AROUND_100), series(*(value + 1.5 for value in AROUND_100))
     assert compare_samples(a, b).verdict == "slower"
-    assert compare_samples(a, b, confidence_percent=99.9).verdict == "~"
+    assert compare_samples(a, b, confidence_percent=99.5).verdict == "~"
+    assert compare_samples(a, b, confidence_percent=99.9).verdict == "undecided"
     assert significance_level(95.0) == 0.05
 
 
@@ -97,9 +98,25 @@ def test_few_samples_decide_nothing():
     comparison = compare_samples(series(1, 2, 3), series(10, 20, 30))
     assert (comparison.verdict, comparison.reason) == (
         "undecided",
-        "3 against 3 samples of one run: 5 are the least",
+        "3 against 3 samples decide nothing at 5 %: 4 against 4 are the fewest",
     )
     assert (comparison.difference.ratio, comparison.slower_percent_at_most) == (10, math.inf)
+
+
+def test_samples_that_drift_may_be_worth_too_few():
+    comparison = compare_samples(series(*range(20, 30)), series(*range(10, 20)))
+    assert (comparison.verdict, comparison.reason) == (
+        "undecided",
+        "1 against 1 independent samples (of 10 and 10, each like the one before) decide nothing at 5 %: "
+        "4 against 4 are the fewest",
+    )
+
+
+def test_stalls_are_what_means_know_and_medians_do_not():
+    stalled = (*AROUND_100[:5], 200.0)
+    comparison = compare_samples(series(*AROUND_100), series(*stalled))
+    assert comparison.stalls == pytest.approx((sum(stalled) / 6 / 100) / comparison.difference.ratio)
+    assert compare_samples(series(*AROUND_100), series(*AROUND_120)).stalls == pytest.approx(1)
 
 
 def test_samples_that_are_not_positive_have_no_ratio_and_a_verdict_only_where_nothing_is_possible():
@@ -110,7 +127,7 @@ def test_samples_that_are_not_positive_have_no_ratio_and_a_verdict_only_where_no
     for unit in ("ms", "tokens_per_s"):
         comparison = compare_samples(series(1, 2, 1, 2, 1, unit=unit), series(0, 0, 0, 0, 0, unit=unit))
         assert comparison.verdict == "undecided"
-        assert comparison.reason == f"means of 1.4 and 0 {unit}: nothing takes no time"
+        assert comparison.reason == f"medians of 1 and 0 {unit}: nothing takes no time"
 
 
 def test_rounds_and_runs_are_told_apart():

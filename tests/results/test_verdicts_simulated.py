@@ -1,6 +1,6 @@
 """How often ``compare`` is wrong: verdicts on samples of which the truth is known.
 
-    python -m pytest -n0 -s tests/results/test_verdicts_simulated.py --simulated-comparisons 10000
+    python -m pytest -n0 -s tests/results/test_verdicts_simulated.py --simulated-comparisons 1000
 
 prints the tables of docs/compare.md.
 """
@@ -60,8 +60,8 @@ NOISES = {
     "two speeds": bimodal,
 }
 
-# The most false positives that are allowed; of what drifts longer, the docs say how many there are.
-MOST_FALSE_POSITIVES = dict.fromkeys(NOISES, 0.06) | {"lag 1 of 0.6": 0.10, "lag 1 of 0.8": 0.20}
+# The most false positives that are allowed: the level, and what an autocorrelation that is estimated costs.
+MOST_FALSE_POSITIVES = dict.fromkeys(NOISES, 0.06) | {"lag 1 of 0.6": 0.08, "lag 1 of 0.8": 0.10}
 
 
 def at_most(limit, count):
@@ -76,22 +76,28 @@ def measured(runs):
 
 def verdicts(sides_a, sides_b):
     """The share of each verdict; none may contradict its own ratio or interval."""
-    found = {"faster": 0, "slower": 0, "~": 0}
+    found = {"faster": 0, "slower": 0, "~": 0, "undecided": 0}
     for a, b in zip(sides_a, sides_b, strict=True):
         comparison = compare_samples(measured(a), measured(b))
         difference = comparison.difference
-        assert difference.ratio_low <= difference.ratio <= difference.ratio_high
-        assert (comparison.verdict == "slower") == (difference.ratio_low > 1)
-        assert (comparison.verdict == "faster") == (difference.ratio_high < 1)
+        if comparison.verdict != "undecided":
+            assert difference.ratio_low <= difference.ratio <= difference.ratio_high
+            assert (comparison.verdict == "slower") == (difference.ratio_low > 1)
+            assert (comparison.verdict == "faster") == (difference.ratio_high < 1)
         found[comparison.verdict] += 1
     return {verdict: number / len(sides_a) for verdict, number in found.items()}
+
+
+def wrong(found):
+    """The share of equal sides that are called different."""
+    return found["faster"] + found["slower"]
 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("noise", NOISES)
 def test_one_run_a_side(noise, steps, draw, count):
     a, b = (NOISES[noise](draw, (count, steps))[:, None] for _ in range(2))
-    false_positives = 1 - verdicts(a, b)["~"]
+    false_positives = wrong(verdicts(a, b))
     power = verdicts(a, 1.05 * b)["slower"]
     print(f"\n| {noise} | {steps} | {false_positives:.3f} | {power:.2f} |", end="")
     assert false_positives <= at_most(MOST_FALSE_POSITIVES[noise], count)
@@ -99,19 +105,30 @@ def test_one_run_a_side(noise, steps, draw, count):
         assert power >= 0.8
 
 
-def test_what_is_faster_in_the_mean_is_never_called_slower(draw, count):
-    """By ranks it is faster too, but its median is larger: B's faster mode is the rarer one."""
+@pytest.mark.parametrize("steps", [4, 5, 7])
+def test_few_samples(steps, draw, count):
+    """They are too few to see a drift: where there is none, the level holds, and where there is one, it does not."""
+    a, b = (independent(draw, (count, steps))[:, None] for _ in range(2))
+    false_positives, power = wrong(verdicts(a, b)), verdicts(a, 1.05 * b)["slower"]
+    drifts = wrong(verdicts(*(drifting(draw, (count, steps), 0.6)[:, None] for _ in range(2))))
+    print(f"\n| {steps} steps | {false_positives:.3f} / {power:.2f} | {drifts:.3f} |", end="")
+    assert false_positives <= at_most(0.05, count)
+    assert steps < 5 or power >= 0.75
+
+
+def test_what_is_called_faster_has_the_lower_median(draw, count):
+    """B's faster mode is the rarer one: ranks say faster, its median is larger, and it is called neither."""
     a = bimodal(draw, (count, 50), fast=10, slow=20, share_slow=0.45)
     b = bimodal(draw, (count, 50), fast=9, slow=12, share_slow=0.55)
-    found = verdicts(a[:, None], b[:, None])
-    assert (found["slower"], found["faster"] > 0.95) == (0, True)
-    p_values, b_is_slower = STATISTICS["medians, Mann-Whitney"](a, b)
-    assert ((p_values < 0.05) & b_is_slower).mean() > 0.3, "which is what medians say that ranks find significant"
+    p_values, b_is_slower = STATISTICS["ranks, all samples independent"](a, b)
+    contradicted = (p_values < 0.05) & b_is_slower
+    assert contradicted.mean() > 0.3
+    assert wrong(verdicts(a[contradicted][:, None], b[contradicted][:, None])) <= 0.02
 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_other_statistics(steps, draw, count):
-    """The simulation sees what is wrong with them; ``compare`` is the one of means and cosines."""
+    """The simulation sees what is wrong with them."""
     false_positives = {}
     for name, p_values in STATISTICS.items():
         found = []
@@ -121,8 +138,8 @@ def test_other_statistics(steps, draw, count):
             found.append((wrong, (p_values(a, 1.05 * b)[0] < 0.05).mean()))
         false_positives[name] = dict(zip(NOISES, (wrong for wrong, _ in found), strict=True))
         print(f"\n| {name} | {steps} |", *(f"{wrong:.3f} / {power:.2f} |" for wrong, power in found), end="")
-    assert false_positives["means, Welch of samples"]["lag 1 of 0.6"] > 0.25
-    assert false_positives["means, cosines"]["lag 1 of 0.6"] <= at_most(0.10, count)
+    for name in ("ranks", "means"):
+        assert false_positives[f"{name}, all samples independent"]["lag 1 of 0.6"] > 0.25
 
 
 def runs_that_differ(draw, count, runs, spread, steps=10):
@@ -131,28 +148,27 @@ def runs_that_differ(draw, count, runs, spread, steps=10):
     return levels * independent(draw, (count, runs, steps))
 
 
-@pytest.mark.parametrize("runs", [2, 3, 5])
+@pytest.mark.parametrize("runs", [3, 4, 5])
 def test_several_runs_a_side(runs, draw, count):
     a, b = (runs_that_differ(draw, count, runs, spread=0.01) for _ in range(2))
-    false_positives, power = 1 - verdicts(a, b)["~"], verdicts(a, 1.05 * b)["slower"]
+    false_positives, power = wrong(verdicts(a, b)), verdicts(a, 1.05 * b)["slower"]
     print(f"\n| {runs} runs that differ by 1 % | 10 | {false_positives:.3f} | {power:.2f} |", end="")
-    assert false_positives <= at_most(0.06, count)
-    assert runs < 3 or power >= 0.8
+    assert false_positives <= at_most(0.05, count)
+    assert power >= 0.8 if runs > 3 else power == false_positives == 0
 
 
-@pytest.mark.parametrize(("runs_a", "runs_b"), [(1, 5), (3, 10)])
+@pytest.mark.parametrize(("runs_a", "runs_b"), [(2, 8), (3, 10)])
 def test_unequal_numbers_of_runs(runs_a, runs_b, draw, count):
     a, b = (runs_that_differ(draw, count, runs, spread=0.01) for runs in (runs_a, runs_b))
-    false_positives, power = 1 - verdicts(a, b)["~"], verdicts(a, 1.05 * b)["slower"]
+    false_positives, power = wrong(verdicts(a, b)), verdicts(a, 1.05 * b)["slower"]
     print(f"\n| {runs_a} against {runs_b} runs that differ by 1 % | 10 | {false_positives:.3f} | {power:.2f} |", end="")
-    # Welch's test is a little too sure of so few against so many.
-    assert false_positives <= at_most(0.07, count)
+    assert false_positives <= at_most(0.05, count)
 
 
 def test_one_run_a_side_says_nothing_of_the_next(draw, count):
     """What the note of every table with one run a side warns of."""
     a, b = (runs_that_differ(draw, count, 1, spread=0.01, steps=50) for _ in range(2))
-    false_positives = 1 - verdicts(a, b)["~"]
+    false_positives = wrong(verdicts(a, b))
     print(f"\n| 1 run, and runs differ by 1 % | 50 | {false_positives:.3f} | |", end="")
     assert false_positives > 0.3
 
@@ -172,4 +188,4 @@ def test_how_many_runs_a_difference_needs(spread, draw, count):
         needed[difference] = runs
     print(f"\n| {100 * spread:g} % |", *(f"{needed[difference]} |" for difference in (0.01, 0.02, 0.05)), end="")
     if spread == 0.01:
-        assert needed[0.05] <= 3
+        assert needed[0.05] <= 5

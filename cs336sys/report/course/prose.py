@@ -11,7 +11,7 @@ from typing import Any
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import Interval, ratio
+from cs336sys.results.statistics import Interval, fewest_samples, ratio
 
 # Times that differ by less are called the same.
 ALIKE = 0.05
@@ -68,10 +68,19 @@ def faster(before: Samples, after: Samples) -> str:
     noise.
     """
     found = ratio(before, after)
+    if found.is_undecided:
+        return f"undecided: {too_few(before, after)}"
     if found.is_noise:
         return f"no different within the noise ({times(found.low)} to {times(found.high)} the speed)"
     # Beyond the noise, a difference is one however small; three digits show half a percent.
     return speed(found.estimate, alike=0.005)
+
+
+def too_few(*series: Samples) -> str:
+    """Say why the rank-sum test says nothing of these samples."""
+    counts = [len(one.measured) for one in series]
+    why = "are too few" if min(counts) < fewest_samples() else "drift too much"
+    return f"{' and '.join(map(str, dict.fromkeys(counts)))} steps {why} for a verdict at 5 %"
 
 
 def trend(values: Sequence[float]) -> str:
@@ -86,6 +95,8 @@ def trend(values: Sequence[float]) -> str:
 
 def cost(exposed: Interval) -> str:
     """Phrase what communication adds to a step, as far as the noise allows."""
+    if exposed.is_undecided:
+        return f"{format_quantity(exposed.estimate, 'ms')} (too few steps to tell from nothing at 5 %)"
     if exposed.is_noise:
         return f"less than {format_quantity(max(exposed.high, 0), 'ms')}, below the noise"
     low, high = format_quantity(exposed.low, "ms"), format_quantity(exposed.high, "ms")
