@@ -97,9 +97,15 @@ class OneProcess:
             # Gradients are averaged before, which needs the parameters and slices that they are of.
             is_late = self.is_unfinished and (self.is_changed or (self._is_flat and self.is_stepped))
             return not (is_replaced or is_late)
+        if name in ("clip", "finish", "step") and self.is_unfinished and self.is_changed:
+            # Wrappers compare what the module holds before they average.
+            return False
         if name in ("clip", "finish"):
             # Gradients of the last step are to be dropped before.
             return not (self._is_flat and self.is_stepped)
+        if name in ("add", "replace", "adapt"):
+            # The optimizer is given the new parameters at once, which is refused while gradients wait.
+            return not (self._is_flat and self.is_unfinished)
         if name == "restore_weights":
             return not args[0] and not self.passes
         if name == "step":
