@@ -230,18 +230,13 @@ class _Comparison:
 
     def train(self) -> None:
         workload, trained = self.workload, self.reference.trained
-        settings = OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate}
-        step = ParallelStep(workload, self.device, **settings)
-        training = workload.training
-        # Replays cannot be looked into.
-        holds = workload.strategy in _HOLD_GRADIENTS and training.cuda_graph == "off"
-        rank = torch.distributed.get_rank()
-        train_for_check(
-            step,
-            self.warmup,
-            begin=lambda number: None if training.is_ours else draw_alike(number, rank),
-            before_update=(lambda: self._compare_gradients(step.model)) if holds else None,
-        )
+        holds = workload.strategy in _HOLD_GRADIENTS
+        if holds and workload.training.cuda_graph == "on":
+            # Replays cannot be looked into: gradients are those of launched steps.
+            self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
+            gc.collect()
+            holds = False
+        step = self._train(workload, compares=holds)
         found, stale = step.weights(step.replica.whole_parameters())
         start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
         expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
@@ -249,6 +244,17 @@ class _Comparison:
         self._far_weights = {
             name: found[name].detach().to("cpu", copy=True) for name in self._far(self.weights) if name in found
         }
+
+    def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
+        step = ParallelStep(workload, self.device, **OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate})
+        rank = torch.distributed.get_rank()
+        train_for_check(
+            step,
+            self.warmup,
+            begin=lambda number: None if workload.training.is_ours else draw_alike(number, rank),
+            before_update=(lambda: self._compare_gradients(step.model)) if compares else None,
+        )
+        return step
 
     def _compare_gradients(self, model: nn.Module) -> None:
         held = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)

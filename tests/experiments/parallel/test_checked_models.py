@@ -70,6 +70,15 @@ def test_faults_are_found_in_models_with_such_gradients(ranks, model, how, param
     assert worst.of_gradients == (how == "tiny left out")
 
 
+def test_gradients_that_move_no_weight_are_compared_where_steps_are_replayed(ranks):
+    one = cell("Attentive", "overlap")
+    in_graphs = replace(one, training=replace(one.training, cuda_graph="on", optimizer="fused"))
+    for how, parameter in (("tiny left out", "tiny"), (None, None)):
+        worst = max(ranks().run(training_ranks.verify_in_graphs, in_graphs, False, how), key=lambda one: one.relative)
+        assert (worst.relative > 0.3 > worst.allowed) == (how is not None)
+        assert parameter in (None, worst.parameter)
+
+
 def test_gradients_that_move_no_weight_are_compared_in_fp16(ranks):
     in_fp16 = replace(cell("Attentive", "overlap").training, precision="fp16", optimizer="fused")
     broken = replace(cell("Attentive", "overlap"), training=in_fp16)

@@ -60,14 +60,14 @@ def verify_broken(workload, how: str) -> Difference:
         repair()
 
 
-def verify_in_graphs(workload, launches_early: bool = False) -> Difference:
+def verify_in_graphs(workload, launches_early: bool = False, how: str | None = None) -> Difference:
     """The check of a step whose operators are recorded and replayed, as a CUDA graph's are."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "recorder_of", lambda *_: OperatorRecorder())
         if launches_early:
             patched.setattr(GradientSynchronizer, "gradient_ready", _launch_at_the_first_gradient)
             patched.setattr(AnyRank, "wait", lambda flags: [True] * len(flags._facts))
-        return verify_on_rank(workload)
+        return verify_on_rank(workload) if how is None else verify_broken(workload, how)
 
 
 def gathers_left_by_phases(workload):
