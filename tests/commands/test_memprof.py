@@ -248,7 +248,7 @@ def test_forward_pass_has_nothing_to_checkpoint():
         (["--mode", "forward", "--checkpoint", "nope"], "--checkpoint 'nope': choose from none, block, every=K"),
         (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
         (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
-        (["--top", "0"], "--top '0': must be at least 1"),
+        (["--top", "0"], "--top '0': must be between 1 and 40"),
         (["--top", "41"], "--top '41': must be between 1 and 40"),
         (["--snapshot", "/proc/no"], "cannot write --snapshot /proc/no"),
         (["--save", "/proc/no/r.jsonl"], "cannot write results to /proc/no/r.jsonl"),

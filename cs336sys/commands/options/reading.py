@@ -228,9 +228,9 @@ def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], 
             value = int(exact)
             if value != exact:
                 raise UsageError("must be a whole number") from None
-        if value < minimum:
+        if value < minimum and most == LARGEST_WHOLE_NUMBER:
             raise UsageError(f"must be at least {minimum}")
-        if value > most:
+        if not minimum <= value <= most:
             raise UsageError(f"must be between {minimum} and {most:g}")
         return value
 
