@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -119,15 +119,16 @@ def report(
         # Files that cannot be read are found out before an hour of measuring.
         _, _, unread = read_sources(source_files(given))
         if unread:
-            raise UsageError(unread[0])
+            raise UsageError(next(iter(unread.values())))
         into = folder or Path(f"report-{year}")
         check_writable(into / "results", "--folder")
         say(render([plan_table(plan, target)], "table").rstrip())
         failed = run_commands([command for command, _ in plan], target, into)
         given = [str(into), *given] if any(into.glob("*.jsonl.gz")) else given
-    results, tests, unread = read_sources(source_files(given))
-    for reason in unread:
-        say(f"error: {reason}; the report is written without it")
+    sources = source_files(given)
+    results, tests, unread = read_sources(sources)
+    for path, reason in unread.items():
+        say(f"{'error' if sources[path] else 'warning'}: {reason}; the report is written without it")
     evidences, faults = evidence_of(results, tests)
     document = build_document(problems, evidences, target, faults)
     for fault in document.faults:
@@ -137,7 +138,7 @@ def report(
     parts, answered = document.counts
     of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     say(f"report: {answered} of {parts} parts of {of} are answered")
-    if failed or unread:
+    if failed or any(sources[path] for path in unread):
         raise typer.Exit(1)
 
 
@@ -240,28 +241,31 @@ _TESTS_BYTES = 16 * MIB
 _NAMED = 5
 
 
-def source_files(names: Sequence[str]) -> list[Path]:
-    """Files as given, those that a pattern matches, and the results in a folder.
+def source_files(names: Sequence[str]) -> dict[Path, bool]:
+    """Find files as given, those that a pattern matches, and the results in a folder.
+
+    Returns:
+        each with whether it was given by its own name.
 
     Raises:
         UsageError: nothing is there.
     """
-    files: list[Path] = []
+    files: dict[Path, bool] = {}
     for name in names:
-        path = Path(name)
+        path, is_named = Path(name), False
         if path.is_dir():
             found = sorted(one for pattern in _RESULTS for one in path.glob(pattern))
         elif path.exists() or not glob.has_magic(name):
-            found = [path]
+            found, is_named = [path], True
         else:
             found = sorted(path for path in map(Path, glob.glob(name)) if any(map(path.match, _RESULTS)))
         if not found:
             raise UsageError(f"--from {name}: no results file is there; give what --save has written")
-        files += found
-    return list(dict.fromkeys(files))
+        files |= {one: is_named or files.get(one, False) for one in found}
+    return files
 
 
-def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str], list[str]]:
+def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], dict[Path, str]]:
     """The results, the outcomes of tests by their names, and why files could not be read.
 
     Raises:
@@ -269,7 +273,7 @@ def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str], 
     """
     results: list[Results] = []
     tests: dict[str, str] = {}
-    unread: list[str] = []
+    unread: dict[Path, str] = {}
     for path in files:
         try:
             if path.suffix != ".xml":
@@ -279,7 +283,7 @@ def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str], 
                 continue
             outcomes = _outcomes(path)
         except UsageError as error:
-            unread.append(str(error))
+            unread[path] = str(error)
             continue
         contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
         if contradicted:
@@ -288,7 +292,8 @@ def read_sources(files: Sequence[Path]) -> tuple[list[Results], dict[str, str], 
         tests |= outcomes
     if unread and not results and not tests:
         raise UsageError(
-            "; ".join(unread[:_NAMED]) + (f"; and {more} more" if (more := len(unread) - _NAMED) > 0 else "")
+            "; ".join(list(unread.values())[:_NAMED])
+            + (f"; and {more} more" if (more := len(unread) - _NAMED) > 0 else "")
         )
     return results, tests, unread
 
