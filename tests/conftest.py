@@ -6,6 +6,8 @@ The fixtures are for tests that start ranks.
 import gc
 import os
 import signal
+import time
+from dataclasses import dataclass
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that share the cores wait for one another if each has a thread for every core; torch reads this when
@@ -35,19 +37,44 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+@dataclass(frozen=True)
+class Tier:
+    """How much a test that draws at random draws, and from which seed."""
+
+    is_nightly: bool
+    seed: int
+    share: float
+
+    def choose(self, default, nightly):
+        """The first, or with ``-m nightly`` the second: a number is multiplied by ``--nightly-share``."""
+        if not self.is_nightly:
+            return default
+        return max(default, type(nightly)(nightly * self.share)) if isinstance(nightly, int | float) else nightly
+
+
 def pytest_addoption(parser):
-    group = parser.getgroup("random training")
-    group.addoption("--random-programs", type=int, default=50, help="How many random programs to run on ranks.")
-    group.addoption("--nightly-programs", type=int, default=3000, help="How many with -m nightly.")
-    group.addoption("--random-seed", type=int, help="The seed of the first: by default 0, or with -m nightly the date.")
-    group = parser.getgroup("random attention")
-    group.addoption(
-        "--attention-stress-seconds", type=float, default=20.0, help="How long to compute random attention on a GPU."
-    )
-    group = parser.getgroup("simulated comparisons")
-    group.addoption(
-        "--simulated-comparisons", type=int, default=300, help="How many verdicts of each kind to simulate."
-    )
+    group = parser.getgroup("nightly")
+    group.addoption("--seed", type=int, help="The first seed of nightly tests: by default the date.")
+    group.addoption("--nightly-share", type=float, default=1.0, help="How much of what they draw to draw.")
+
+
+def pytest_configure(config):
+    if config.option.seed is None:
+        config.option.seed = int(time.strftime("%Y%m%d"))
+
+
+def pytest_report_header(config):
+    if "not nightly" in config.option.markexpr:
+        return None
+    return f"nightly seed: {config.option.seed} (repeat with -m nightly --seed {config.option.seed})"
+
+
+@pytest.fixture(scope="session", params=["default", pytest.param("nightly", marks=pytest.mark.nightly)])
+def tier(request):
+    """Runs a test twice: by default with a small budget from seed 0, with ``-m nightly`` with all from the date's."""
+    is_nightly = request.param == "nightly"
+    options = request.config.option
+    return Tier(is_nightly, options.seed if is_nightly else 0, options.nightly_share)
 
 
 def pytest_collection_modifyitems(items):

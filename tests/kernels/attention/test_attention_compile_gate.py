@@ -7,9 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import triton
-from compile_for_hopper import MORE_HOPPER_CONFIGURATIONS, MORE_TRITON_CONFIGURATIONS, touched_early
+from compile_for_hopper import (
+    HOPPER_CONFIGURATIONS,
+    MORE_HOPPER_CONFIGURATIONS,
+    MORE_TRITON_CONFIGURATIONS,
+    TRITON_CONFIGURATIONS,
+    touched_early,
+)
 
 from cs336sys.kernels.attention import native_call
 
@@ -21,12 +26,12 @@ RESERVED_BYTES = 1024
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(tier, tmp_path_factory):
     """What the script prints, in a process of its own: this one may be the interpreter's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # A cache hit would not run ptxas, whose log is read.
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
-    command = [sys.executable, str(SCRIPT), *(["all"] if MORE else [])]
+    command = [sys.executable, str(SCRIPT), *tier.choose([], ["all"])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)
@@ -51,11 +56,24 @@ def kernels(compiled, *configurations):
 
 
 LARGE = ("head dim 64", "head dim 128")
-SHORT = ("one short head", "one short head, head dim 128")
-GROUPED_WINDOW = ("grouped window, short", "grouped window, head dim 128")
-# On a machine with a GPU, and so with CPUs for it.
-MORE = tuple(MORE_TRITON_CONFIGURATIONS) if torch.cuda.is_available() else ()
-HALF = (*LARGE, "head dim 16", "head dim 256", "one long head", *SHORT, *GROUPED_WINDOW, *MORE)
+
+
+@pytest.fixture(scope="module")
+def plain(tier):
+    """Names of the plain kernels' configurations."""
+    return [*TRITON_CONFIGURATIONS, *tier.choose((), MORE_TRITON_CONFIGURATIONS)]
+
+
+@pytest.fixture(scope="module")
+def half(plain):
+    """Those of the configurations in half precision."""
+    return [name for name in plain if not name.startswith("float32")]
+
+
+@pytest.fixture(scope="module")
+def hopper(tier):
+    """Names of the Hopper kernels' configurations."""
+    return [*HOPPER_CONFIGURATIONS, *tier.choose((), MORE_HOPPER_CONFIGURATIONS)]
 
 
 def programs_per_multiprocessor(kernel):
@@ -63,8 +81,8 @@ def programs_per_multiprocessor(kernel):
     return min(by_registers, SHARED_BYTES // (kernel["shared_bytes"] + RESERVED_BYTES))
 
 
-def test_matrix_products_run_on_tensor_cores(compiled):
-    for name, kernel in kernels(compiled, *HALF, "float32", "float32, one head"):
+def test_matrix_products_run_on_tensor_cores(compiled, plain):
+    for name, kernel in kernels(compiled, *plain):
         assert kernel["tensor_core"] > 0, name
 
 
@@ -75,21 +93,21 @@ if not triton.__version__.startswith("3.6."):
     SPILLED["grouped, head dim 256", "grad_key_value"] = 56
 
 
-def test_half_precision_spills_nothing_elsewhere(compiled):
-    for configuration in (*HALF, "combine"):
+def test_half_precision_spills_nothing_elsewhere(compiled, half):
+    for configuration in (*half, "combine"):
         for name, kernel in compiled[configuration].items():
             spilled = SPILLED.get((configuration, name), 0)
             assert kernel["spilled_bytes"] <= spilled, f"{configuration}: {name}: {kernel}"
 
 
-def test_matrix_products_are_serialized_only_where_a_register_limit_was_chosen(compiled):
-    for name, kernel in kernels(compiled, *HALF):
+def test_matrix_products_are_serialized_only_where_a_register_limit_was_chosen(compiled, half):
+    for name, kernel in kernels(compiled, *half):
         assert not kernel["serialized"] or kernel["limited"], name
 
 
-def test_nothing_touches_the_registers_of_a_running_product(compiled):
+def test_nothing_touches_the_registers_of_a_running_product(compiled, half, hopper):
     """A known fault of the assembler of triton 3.6 to 3.8, seen in its listing."""
-    for name, kernel in kernels(compiled, *HALF, *HOPPER):
+    for name, kernel in kernels(compiled, *half, *hopper):
         assert kernel["touched_early"] == [], name
 
 
@@ -131,16 +149,6 @@ def test_fused_form_reduces_by_tma(compiled):
         assert kernel["tma_reduce"] == 0, name
 
 
-HOPPER = (
-    "hopper, head dim 16",
-    "hopper, head dim 32",
-    "hopper, head dim 64",
-    "hopper, head dim 64 full",
-    "hopper, head dim 128",
-    "hopper, head dim 256",
-    "hopper, head dim 128 grouped",
-    *(MORE_HOPPER_CONFIGURATIONS if MORE else ()),
-)
 # Bytes of registers that go to memory. With triton 3.6, by which all was measured: in forward an address once an item.
 SPILLED_BY_TRITON_3_6 = {
     ("hopper, head dim 64", "forward"): 16,
@@ -190,26 +198,26 @@ SPILLED_BY_LATER_TRITON = {
 }
 
 
-def test_hopper_kernels_keep_their_sums_in_registers(compiled):
+def test_hopper_kernels_keep_their_sums_in_registers(compiled, hopper):
     allowances = SPILLED_BY_TRITON_3_6 if triton.__version__.startswith("3.6.") else SPILLED_BY_LATER_TRITON
-    for configuration in HOPPER:
+    for configuration in hopper:
         for name, kernel in compiled[configuration].items():
             allowed = allowances.get((configuration, name), 0)
             assert kernel["spilled_bytes"] <= allowed, f"{configuration}: {name}: {kernel}"
             assert not kernel["serialized"], f"{configuration}: {name}: {kernel}"
 
 
-def test_hopper_kernels_are_warp_specialised(compiled):
-    for name, kernel in kernels(compiled, *HOPPER):
+def test_hopper_kernels_are_warp_specialised(compiled, hopper):
+    for name, kernel in kernels(compiled, *hopper):
         assert kernel["reallocates_registers"], name
         assert kernel["tensor_core"] > 0, name
         assert kernel["tma_load"] > 0, name
         assert kernel["shared_bytes"] <= SHARED_BYTES, name
 
 
-def test_hopper_softmax_runs_beside_a_product(compiled):
+def test_hopper_softmax_runs_beside_a_product(compiled, hopper):
     """The assembler likes to pull the wait for P V up to the one for S, in front of the softmax."""
-    for configuration in HOPPER:
+    for configuration in hopper:
         forward = compiled[configuration]["forward"]
         head_dim = int(configuration.split()[3])
         # 64 x 128 scores (64 x 64 with head dimension 256) of 128 threads.
@@ -217,8 +225,8 @@ def test_hopper_softmax_runs_beside_a_product(compiled):
         assert forward["exp2_beside_product"] == [exponentials] * consumers, f"{configuration}: {forward}"
 
 
-def test_hopper_backward_adds_dq_up_by_tma_or_vector_reductions(compiled):
-    for configuration in HOPPER:
+def test_hopper_backward_adds_dq_up_by_tma_or_vector_reductions(compiled, hopper):
+    for configuration in hopper:
         forward, backward = compiled[configuration]["forward"], compiled[configuration]["backward"]
         assert forward["tma_reduce"] == forward["vector_reduce"] == 0, configuration
         head_dim = int(configuration.split()[3])

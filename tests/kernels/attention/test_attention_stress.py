@@ -1,7 +1,7 @@
 """Random attention on a GPU from several processes at once, every element against matrix algebra in float32.
 
-``pytest tests/kernels/attention/test_attention_stress.py --attention-stress-seconds 600 -s`` prints the largest
-deviation of each result by implementation, and every minute how far each process is.
+``pytest tests/kernels/attention/test_attention_stress.py -n0 -m nightly -s`` prints the largest deviation of each
+result by implementation, and every minute how far each process is.
 """
 
 import os
@@ -146,12 +146,11 @@ def work(seed: int, seconds: float, queue) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_random_attention_from_several_processes(request):
-    seconds = request.config.getoption("--attention-stress-seconds")
+def test_gpu_random_attention_from_several_processes(tier):
+    seconds = tier.choose(20, 600)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    first = request.config.getoption("--random-seed") or 0
-    workers = [context.Process(target=work, args=(first + n, seconds, queue)) for n in range(PROCESSES)]
+    workers = [context.Process(target=work, args=(tier.seed + n, seconds, queue)) for n in range(PROCESSES)]
     for worker in workers:
         worker.start()
     reports = [queue.get() for _ in workers]

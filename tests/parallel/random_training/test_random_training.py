@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 
-import pytest
 from random_programs import Program, random_program
 from running_programs import failures, report
 
@@ -131,23 +130,11 @@ REGRESSIONS: tuple[Program, ...] = (
 )
 
 
-def test_random_programs_equal_one_process(ranks, request):
-    """Draw --random-programs programs from --random-seed; add what fails, as it is printed, to ``REGRESSIONS``."""
-    count, first = request.config.getoption("--random-programs"), request.config.getoption("--random-seed") or 0
-    _check(ranks, [*REGRESSIONS, *map(random_program, range(first, first + count))])
-
-
-@pytest.mark.nightly
-def test_thousands_of_random_programs_equal_one_process(ranks, request):
-    """Draw others every day, for ``--nightly-programs``."""
-    first = request.config.getoption("--random-seed")
-    first = int(time.strftime("%Y%m%d")) * 10_000 if first is None else first
-    count = request.config.getoption("--nightly-programs")
-    print(f"repeat with -m nightly --random-seed {first} --nightly-programs {count}")
-    _check(ranks, [random_program(seed) for seed in range(first, first + count)])
-
-
-def _check(ranks, programs):
+def test_random_programs_equal_one_process(ranks, tier):
+    """Add what fails, as it is printed, to ``REGRESSIONS``."""
+    first = 10_000 * tier.seed
+    drawn = [random_program(seed) for seed in range(first, first + tier.choose(50, 3000))]
+    programs = drawn if tier.is_nightly else [*REGRESSIONS, *drawn]
     counts = Counter()
     failed = failures(ranks, programs, counts)
     for what, count in sorted(counts.items()):
