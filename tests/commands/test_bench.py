@@ -298,47 +298,6 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
     assert note == "Parameters and optimizer state of every attention are held at once: add the others'."
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        (["--size", "huge"], 2, "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
-        (["--precision", "fp8"], 2, "--precision 'fp8': choose from fp32, bf16, fp16"),
-        (["--precision", "fp32", "--bf16"], 2, "--precision, --bf16 and --fp16: give one of them"),
-        (["--context", "0"], 2, "--context '0': must be at least 1"),
-        (["--batch-size", "-4"], 2, "--batch-size '-4': must be at least 1"),
-        (["--batch-size", "four"], 2, "--batch-size 'four': not a number"),
-        (["--num-layers", "0"], 2, "--num-layers 0: must be at least 1"),
-        (["--steps", "0"], 2, "--steps 0: must be at least 1"),
-        (["--rounds", "0"], 2, "--rounds '0': must be at least 1"),
-        (["--warmup", "-1"], 2, "--warmup '-1': must be at least 0"),
-        (["--num-heads", "3"], 2, "3 heads do not divide d_model 128: choose a divisor of it"),
-        (["--num-heads", "128"], 2, "head dimension 1: rotary embeddings need an even one"),
-        (["--mode", "backward"], 2, "--mode 'backward': choose from forward, forward-backward, train"),
-        (["--device", "tpu"], 2, "--device 'tpu': choose from auto, cuda, cpu"),
-        (["--format", "xml"], 2, "unknown format 'xml'"),
-        (["--resume"], 2, "--resume needs --save"),
-        (["--cell-timeout", "-1"], 2, "--cell-timeout -1: must be more than 0 seconds"),
-        (["--save", "/proc/no/r.jsonl"], 2, "cannot write results to /proc/no/r.jsonl"),
-        (["--output", "/proc/no/t.md"], 2, "cannot write --output /proc/no/t.md"),
-        (["--percentiles", "120"], 2, "--percentiles '120': must be between 0 and 100"),
-        (["--interleave", "size"], 2, "--interleave 'size': choose from precision, compile, attention, optimizer"),
-        (["--interleave", "attention"], 2, "--interleave attention: give --attention two values or more"),
-        (["--interleave", "cuda-graph"], 2, "--interleave cuda-graph: give --cuda-graph two values or more"),
-        (["--cuda-graph", "maybe"], 2, "--cuda-graph 'maybe': choose from off, on"),
-        ([*IN_TURN, "--warmup", "0"], 2, "--interleave: --warmup 0 would put steps that do things once"),
-        ([*IN_TURN, "--warmup", "1,2"], 2, "--interleave: give --warmup one value"),
-        ([*IN_TURN, "--synchronize", "none"], 2, "--interleave: --synchronize none mixes the steps"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, code, sentence, monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
-    result = invoke(*arguments)
-    assert result.exit_code == code
-    assert sentence in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stdout == ""
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_missing_gpu_is_one_sentence():
     result = invoke("--device", "cuda")

@@ -3,7 +3,6 @@
 import json
 import os
 
-import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -60,21 +59,3 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
         '│ Triton        │ missing   │ not installed    │ `python -m pip install "triton>=3.6"`. │\n'
         "╰───────────────┴───────────┴──────────────────┴────────────────────────────────────────╯\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--loss", "mine.py:loss"], "error: --loss mine.py:loss: is of --model; add that, or leave it out\n"),
-        (["--optimizer", "fused"], "error: --optimizer fused: is of --model; add that, or leave it out\n"),
-        (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
-        (
-            ["--output", "/dev/null/a/b"],
-            "error: cannot write --output /dev/null/a/b: there is no folder /dev/null/a; make it, or give another\n",
-        ),
-    ],
-)
-def test_bad_input_is_found_before_anything_is_checked(monkeypatch, arguments, sentence):
-    monkeypatch.setattr(diagnosis, "diagnose", lambda: pytest.fail("diagnosed"))
-    result = doctor(*arguments)
-    assert (result.exit_code, result.stderr) == (2, sentence)

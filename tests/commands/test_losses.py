@@ -82,24 +82,6 @@ def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatc
 MODELS = Path(__file__).parents[1] / "user_models.py"
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ([], "error: --text: give a file to learn from, or a folder of them; several with --text again"),
-        (["--text", "nowhere.md"], "error: --text nowhere.md: there is no such file or folder"),
-        (["--text", "README.md", "--learning-rate", "0"], "error: --learning-rate 0: must be a positive number"),
-        (
-            ["--text", "README.md", "--model", f"{MODELS}:ours", "--batch", f"{MODELS}:images"],
-            f"error: --batch {MODELS}:images: losses takes its batches from --text; leave it out",
-        ),
-    ],
-)
-def test_mistakes_are_one_sentence(options, sentence):
-    result = CliRunner().invoke(app, [*LOSSES, *options])
-    assert result.exit_code == 2
-    assert result.stderr == f"{sentence}\n"
-
-
 def test_a_folder_without_text_is_refused_before_anything_runs(tmp_path):
     """It was an error of torch's in every cell: both buffer length (0) and count (-1) must not be 0."""
     (tmp_path / "book.pdf").write_bytes(b"%PDF")

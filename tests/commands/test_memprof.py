@@ -235,39 +235,6 @@ def test_forward_pass_has_nothing_to_checkpoint():
     assert [row["checkpointing"] for row in tables(invoke(*arguments))["plan"]["rows"]] == ["none"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--size", "huge"], "--size 'huge': choose from tiny, small, medium, large, xl, 2.7b, 10b, 8b"),
-        (["--mode", "backward"], "--mode 'backward': choose from forward, forward-backward, train"),
-        (
-            ["--checkpoint", "all"],
-            "--checkpoint 'all': choose from none, block, every=K, sublayer, attention, ffn, nested",
-        ),
-        (["--mode", "forward", "--checkpoint", "block"], "--checkpoint block: a forward pass alone saves nothing"),
-        (["--mode", "forward", "--checkpoint", "nope"], "--checkpoint 'nope': choose from none, block, every=K"),
-        (["--checkpoint", "none,every=0"], "--checkpoint 'every=0': a group has a whole number of blocks, at least 1"),
-        (["--checkpoint", "block", "--compile", "model"], "--checkpoint puts checkpoints around blocks"),
-        (["--top", "0"], "--top '0': must be between 1 and 40"),
-        (["--top", "41"], "--top '41': must be between 1 and 40"),
-        (["--snapshot", "/proc/no"], "cannot write --snapshot /proc/no"),
-        (["--save", "/proc/no/r.jsonl"], "cannot write results to /proc/no/r.jsonl"),
-        (["--output", "/proc/no/t.md"], "cannot write --output /proc/no/t.md"),
-        (["--format", "xml"], "unknown format 'xml'"),
-        (["--resume"], "--resume needs --save"),
-        (["--steps", "0"], "--steps 0: must be at least 1"),
-        (["--num-heads", "3"], "3 heads do not divide d_model 128"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence, monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stdout == ""
-
-
 def test_half_precision_on_a_cpu_is_explained():
     """What is predicted is a GPU's memory."""
     arguments = ["--mode", "forward", "--bf16", "--no-predict", "--format", "json"]

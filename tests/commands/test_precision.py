@@ -107,20 +107,3 @@ def test_on_the_gpu_by_default():
     tables = json.loads(precision("--format", "json").stdout)["tables"]
     assert torch.cuda.get_device_name() in tables[1]["title"]
     assert {row["layer_norm"] for row in tables[1]["rows"]} == {"fp32"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--precision", "fp32"], "error: --precision 'fp32': choose from fp16, bf16\n"),
-        (["--device", "tpu"], "error: --device 'tpu': choose from auto, cuda, cpu; did you mean cpu?\n"),
-        (["--format", "yaml"], "error: unknown format 'yaml': choose from table, markdown, csv, json, latex, typst\n"),
-        (
-            ["--output", "/dev/null/a/b"],
-            "error: cannot write --output /dev/null/a/b: there is no folder /dev/null/a; make it, or give another\n",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence):
-    result = precision(*arguments)
-    assert (result.exit_code, result.stderr) == (2, sentence)

@@ -244,37 +244,6 @@ def test_a_file_of_a_newer_schema_is_one_sentence(tmp_path):
     assert show(tmp_path / "new.jsonl").stderr == sentence
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([RESULTS / "bench-h200.md"], "bench-h200.md holds no results: it should be a file written by --save"),
-        ([RESULTS / "none.jsonl"], "none.jsonl: No such file or directory"),
-        ([], "missing argument 'FILE.jsonl'"),
-        ([BENCH, "--command", "ddp"], "--command 'ddp': choose from bench"),
-        ([BENCH, "--status", "timeout"], "--status timeout: no cell has it"),
-        ([BENCH, "--status", "good"], "--status 'good': choose from ok, oom"),
-        ([BENCH, "--table", "times"], "--table 'times': choose from bench, speedup"),
-        ([BENCH, "--columns", "steps"], "--columns 'steps': choose from size, "),
-        ([BENCH, "--sort", "steps"], "--sort 'steps': choose from size, "),
-        (
-            [RESULTS / "bench-attention-h200.jsonl.gz", "--status", "oom", "--plot", "n.png"],
-            "--plot n.png: the cells of bench hold no picture's data",
-        ),
-        ([BOARD, "--plot", "b.txt"], "--plot b.txt: the file must end in .png, .svg, .pdf"),
-        ([BENCH, "--format", "html"], "unknown format 'html': choose from table, markdown, csv, json, latex, typst"),
-        ([BENCH, "--html", "page.pdf"], "--html page.pdf: the file must end in .html"),
-        ([BENCH, "--html", "/proc/none/o.html"], "cannot write --html /proc/none/o.html"),
-        ([BENCH, "--output", "/proc/none/o.md"], "cannot write --output /proc/none/o.md"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence):
-    result = show(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert sentence in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def changed(tmp_path, name, change, count=4):
     """A saved file of the project of which a stranger has changed the second line and what follows."""
     lines = gzip.decompress((RESULTS / f"{name}-h200.jsonl.gz").read_bytes()).splitlines()[:count]

@@ -130,45 +130,6 @@ def test_every_form_of_a_time(time):
     assert directives(slurm("--time", time, "flash").stdout)["time"] == time
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["train"], "'train' is no command that measures and saves: choose from bench, nsys"),
-        (["show", "a.jsonl"], "'show' is no command that measures and saves"),
-        ([], "missing argument 'COMMAND'"),
-        (["bench", "--sise", "xl"], "no such option: --sise"),
-        (["bench", "--size", "xll"], "--size 'xll': choose from tiny"),
-        (["shard", "--strategy", "zero"], "--strategy 'zero': choose from none, optimizer"),
-        (["ddp", "--batch-size", "3", "--world-size", "2"], "--batch-size 3: 2 ranks cannot share it equally"),
-        (["ddp", "--size"], "requires an argument"),
-        (["--nodes", "2", "bench"], "--nodes 2: bench runs in one process, on one machine"),
-        (["--nodes", "0", "ddp"], "--nodes '0': must be at least 1"),
-        (["--nodes", "2", "--gpus-per-node", "8", "ddp", "--world-size", "4"], "torchrun starts 2 x 8 ranks"),
-        # A plan of two ranks was made for the job of three, of 16, or on too few GPUs.
-        (["--gpus-per-node", "3", "ddp", "--batch-size", "4"], "--batch-size 4: 3 ranks cannot share it equally"),
-        (["--nodes", "2", "--gpus-per-node", "8", "ddp", "--size", "xl"], "--batch-size 4: 16 ranks cannot share it"),
-        (
-            ["--gpus-per-node", "4", "shard", "--mesh", "fsdp=2,tp=4", "--size", "2.7b"],
-            "that is 8 ranks, and there are",
-        ),
-        (
-            ["--gpus-per-node", "2", "ddp", "--world-size", "4"],
-            "--gpus-per-node 2: --world-size 4 needs 4, one for each",
-        ),
-        (["--time", "1h", "bench"], "--time '1h': must be minutes, minutes:seconds, hours:minutes:seconds"),
-        (["--partition", "a b", "bench"], "--partition 'a b': must be one word"),
-        (["--sbatch", "--mem=0", "bench"], "--sbatch '--mem=0': must be an option of sbatch without its dashes"),
-        (["--sbatch", "nodes=3", "ddp"], "--sbatch 'nodes=3': give --nodes to cs336sys slurm instead"),
-        (["-o", "/proc/none/j", "bench"], "cannot write --output /proc/none/j"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence):
-    result = slurm(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert sentence in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_plan_is_made_and_nothing_of_it_written(tmp_path, monkeypatch):
     """Values were read when the job ran: hours in a queue for a slip. Files are of the machine that it runs on."""
     monkeypatch.chdir(tmp_path)

@@ -16,21 +16,6 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--model", "gone.py:build"], "error: --model 'gone.py:build': there is no file gone.py\n"),
-        (["--optimizer", "gone.py:adam"], "error: --optimizer 'gone.py:adam': 'gone.py:adam': there is no file"),
-        (["--batch", f"{FILE}:images"], "is about a model of yours; give --model, too\n"),
-        (["--model", f"{FILE}:ours", "--kernels", "fused"], "error: --kernels fused takes the place of modules"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(arguments, sentence):
-    result = invoke("bench", *TINY, *arguments)
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-
-
 @pytest.mark.parametrize("command", ["bench", "nsys", "ddp", "shard"])
 def test_a_plan_says_who_knows_the_memory_of_a_users_model(command):
     result = invoke(command, *TINY, "--model", f"{FILE}:ours", "--dry-run", "--format", "json")
