@@ -133,7 +133,7 @@ def test_other_statistics(steps, draw, count):
     for name, p_values in STATISTICS.items():
         found = []
         for noise in NOISES.values():
-            a, b = (noise(draw, (count, steps)) for _ in range(2))
+            a, b = (noise(draw, (3 * count, steps)) for _ in range(2))
             wrong = (p_values(a, b)[0] < 0.05).mean()
             found.append((wrong, (p_values(a, 1.05 * b)[0] < 0.05).mean()))
         false_positives[name] = dict(zip(NOISES, (wrong for wrong, _ in found), strict=True))
