@@ -76,6 +76,26 @@ def memory_bytes(gpu_name: str) -> int | None:
     return next((size for name, size in _MEMORY_BYTES if re.fullmatch(name, gpu_name)), None)
 
 
+# Memory bandwidth by name, in bytes/s: the datasheets named above.
+_MEMORY_BYTES_PER_S = (
+    (r"(NVIDIA )?A100-(SXM4?|PCIE)-40GB", 1.555e12),
+    (r"(NVIDIA )?A100-(SXM4?|PCIE)-80GB", 2.039e12),
+    (r"NVIDIA A100 80GB PCIe", 1.935e12),
+    (r"NVIDIA H100 PCIe", 2.0e12),
+    (r"NVIDIA H100 NVL", 3.9e12),
+    (r"NVIDIA H100 80GB HBM3", 3.35e12),
+    (r"NVIDIA H200( NVL)?", 4.8e12),
+    (r"NVIDIA B200", 7.7e12),
+    (r"NVIDIA GeForce RTX 4090", 1.008e12),
+    (r"NVIDIA GeForce RTX 5090", 1.792e12),
+)
+
+
+def memory_bytes_per_s(gpu_name: str) -> float | None:
+    """The memory bandwidth of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
+    return next((rate for name, rate in _MEMORY_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
+
+
 # Devices, their links, and what computing and communication cost each other.
 
 

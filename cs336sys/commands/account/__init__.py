@@ -15,6 +15,7 @@ _MODULES = {
     "model": ("activations", "attention", "flops", "checkpointing"),
     "communication": ("collectives", "buckets", "parallel", "xxl"),
     "scaling": ("scaling",),
+    "step": ("step", "rates"),
 }
 
 

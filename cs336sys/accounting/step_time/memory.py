@@ -1,0 +1,212 @@
+"""Predict the memory of a step as the CUDA allocator counts it, for every configuration whose time is predicted.
+
+Eager steps, fused ones and shared states have formulas of their own (:mod:`cs336sys.accounting.memory`, ``.fused``,
+``.sharding``). Here compiled steps are added, and what the allocator and cuBLAS take beside the tensors.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from cs336sys.accounting.checkpointing import kept_blocks, saved_schedule
+from cs336sys.accounting.fused import FusedStep
+from cs336sys.accounting.memory import PeakMemory, SavedBlocks
+from cs336sys.accounting.parameters import count_parameters, parameter_shapes
+from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
+from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments
+from cs336sys.accounting.step_time.prediction import StepConfiguration
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.workload.training import Workload
+
+_MIB = 2**20
+# cuBLAS's workspaces on Hopper: two streams of 32 MiB.
+_WORKSPACES = 64 * _MIB
+# The CUDA allocator: what is smaller comes from blocks of 20 MiB, the rest has blocks of its own of whole 2 MiB. What
+# is left of a block is given to others if it is more than 1 MiB.
+_OWN_BLOCK, _SHARED_BLOCK, _WHOLE, _LEAST_REST = 10 * _MIB, 20 * _MIB, 2 * _MIB, _MIB
+
+
+def allocated_bytes(size: int) -> float:
+    """Bytes that the allocator counts for a tensor in new blocks, of which it shares one with others of its size."""
+    if size < _LEAST_REST:
+        return size
+    if size < _OWN_BLOCK:
+        together = _SHARED_BLOCK // size
+        rest = _SHARED_BLOCK - together * size
+        return _SHARED_BLOCK / together if rest <= _LEAST_REST else size
+    whole = -(-size // _WHOLE) * _WHOLE
+    return whole if whole - size <= _LEAST_REST else size
+
+
+def _rounding(size: ModelSize) -> float:
+    """Bytes by which the allocator counts more than fp32 parameters have."""
+    tensors = parameter_shapes(replace(size, num_layers=1))
+    outside = parameter_shapes(replace(size, num_layers=0))
+
+    def more(shapes: Iterable[tuple[int, ...]]) -> float:
+        return sum(allocated_bytes(4 * math.prod(shape)) - 4 * math.prod(shape) for shape in shapes)
+
+    block = more(shape for name, shape in tensors.items() if name not in outside)
+    return size.num_layers * block + more(outside.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The most that one rank holds in a step.
+
+    Attributes:
+        peak: the widest moment, by component.
+        overhead: what the allocator's blocks and cuBLAS take beside.
+    """
+
+    peak: PeakMemory
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.peak.total + self.overhead
+
+
+def step_memory(configuration: StepConfiguration) -> StepMemory:
+    """Predict the peak of a second or later step, as ``torch.cuda.max_memory_allocated`` counts it.
+
+    Gradients of earlier micro-batches are there from the start: with several, all moments hold all gradients.
+    """
+    training, size = configuration.training, configuration.training.size
+    moments = _moments(configuration)
+    if configuration.accumulation > 1:
+        held = max(moment.gradients for moment in moments)
+        moments = [replace(moment, gradients=held) for moment in moments]
+    peak = max(moments, key=lambda moment: moment.total)
+    share = peak.optimizer_state / max(1, 8 * count_parameters(size))
+    copies = 0.0 if configuration.strategy == "fsdp" else 1.0 + 2 * min(1.0, share)
+    if training.state_dtype == "split":
+        copies = 1.0
+    overhead = _WORKSPACES + copies * _rounding(size)
+    if training.cuda_graph == "on":
+        # Captures have a stream, with workspaces, and a pool of their own: logits and their gradient are in both.
+        logits = training.tokens * size.vocab_size
+        overhead += _WORKSPACES + 2 * ELEMENT_BYTES[training.precision] * logits
+    return StepMemory(peak, overhead)
+
+
+def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
+    training, checkpointing = configuration.training, configuration.checkpointing
+    strategy, ranks = configuration.strategy, configuration.world_size
+    whole = replace(training.size, batch_size=training.size.batch_size * ranks)
+    if kept_blocks(checkpointing) is not None:
+        blocks = kept_blocks(checkpointing) or 0
+        return kept_moments(KeptStep(whole, ranks, training.precision, training.state_dtype, blocks))
+    gathered = strategy == "fsdp" and ranks > 1
+    # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
+    if training.compile != "off" or (gathered and training.kernels == "fused"):
+        moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
+    elif training.kernels == "fused" or strategy is None or ranks == 1:
+        moments = training.widest_moments(checkpointing)
+    else:
+        held_by = strategy_of_state(strategy)
+        step = ShardedStep(held_by, whole, ranks, training.precision, training.attention, checkpointing)
+        return _with_batch(rank_moments(step), training.size, ranks)
+    if strategy is None or ranks == 1:
+        return moments
+    return _with_batch(_shared(moments, configuration, whole), training.size, ranks)
+
+
+def strategy_of_state(strategy: str) -> str:
+    """Name the strategy of ``shard`` by which ranks hold state as with this one: in buckets all have everything."""
+    return strategy if strategy in ("optimizer", "optimizer-flat", "fsdp") else "none"
+
+
+def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[PeakMemory]:
+    """Add the other ranks' parts of the batch, which every rank holds."""
+    others = 16 * size.batch_size * size.context * (ranks - 1)
+    return [replace(moment, activations=moment.activations + others) for moment in moments]
+
+
+def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
+    """Let moments of one rank alone hold this rank's part of the state, and what is gathered or under way."""
+    training, ranks = configuration.training, configuration.world_size
+    strategy = strategy_of_state(configuration.strategy or "none")
+    if strategy == "none":
+        if configuration.strategy == "flat":
+            # All gradients once more, in one tensor.
+            whole_gradients = 4 * count_parameters(training.size)
+            moments = [
+                replace(moment, activations=moment.activations + whole_gradients * (moment.moment == "optimizer"))
+                for moment in moments
+            ]
+        if training.kernels == "fused" and training.optimizer == "adamw" and configuration.gradient_dtype == "fp32":
+            # Buckets in fp32, in the place of gradients that fused kernels leave in half precision.
+            moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
+        return moments
+    step = ShardedStep(strategy, whole, ranks, training.precision, training.attention)
+    state, count = fullest_state(step), count_parameters(training.size)
+    shared = []
+    for moment in moments:
+        done = moment.gradients / (4 * count)
+        gradients, buffers = state.gradients * done, 0.0
+        if strategy == "fsdp" and 0 <= done < 1:
+            under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks, prefetch=1)
+            buffers = under_way.gathered + (under_way.whole_gradients + under_way.received if done else 0)
+        parameters = state.parameters + state.master_parameters
+        activations = round(moment.activations + buffers)
+        shared.append(PeakMemory(moment.moment, parameters, round(gradients), state.optimizer_state, activations))
+    return shared
+
+
+def compiled_block_bytes(training: Workload, *, gathers_weights: bool = False) -> int:
+    """Return what a compiled block saves for its backward pass.
+
+    As a fused block without copies of weights: inputs of both norms in fp32 and their outputs, q, k, v, attention's
+    output, gate, up and their product, casts of the weights (:attr:`.FusedStep.block`). Reference attention saves two
+    tensors of scores in the place of its output.
+
+    Args:
+        gathers_weights: weights are gathered in half precision by fsdp, so that there are no casts to save, and the
+            residual stream is in half precision, too.
+    """
+    size, e = training.size, ELEMENT_BYTES[training.precision]
+    step = FusedStep(size, "train", training.precision, "flash", "fused", "fp32")
+    saved = step.block
+    if training.attention == "reference":
+        saved += 2 * e * size.batch_size * size.num_heads * size.context**2 - e * step.stream
+    if gathers_weights and e == 2:
+        saved -= 2 * step.block_matrices + 4 * step.stream
+    return saved
+
+
+def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights: bool) -> list[PeakMemory]:
+    """Return the moments of a compiled step that can be its peak.
+
+    - Loss: everything saved; the last norm's input and output; logits, their gradient in fp32 and its cast.
+    - First and last block of the backward pass: gradients of those after it, and twice its gate's.
+    - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
+    """
+    size, e = training.size, ELEMENT_BYTES[training.precision]
+    tokens, count = size.batch_size * size.context, count_parameters(size)
+    stream, inner, head = tokens * size.d_model, tokens * size.d_ff, size.vocab_size * size.d_model
+    block = compiled_block_bytes(training, gathers_weights=gathers_weights)
+    matrices = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff
+    always = 16 * tokens + 4 * size.context * size.head_dim
+
+    def held(blocks: SavedBlocks) -> int:
+        return blocks.saved * block + blocks.inputs * 4 * stream
+
+    at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
+    cast = 2 * head if e == 2 and not gathers_weights else 0
+    around_loss = (4 + e) * stream + (4 + 2 * e) * tokens * size.vocab_size + cast
+    if training.compile == "model":
+        # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
+        around_loss += 2 * e * tokens * size.vocab_size
+    moments = [("loss", 0, held(at_loss) + around_loss)]
+    for blocks in at_blocks:
+        gradients = 4 * (head + (size.num_layers - blocks.block) * matrices)
+        moments.append((f"backward, {blocks.name}", gradients, held(blocks) + 4 * stream + 2 * e * inner))
+    largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
+    moments.append(("optimizer", 4 * count, 4 * largest if training.optimizer == "course" else 4 * stream))
+    moments_bytes = (4 if training.state_dtype == "bf16" else 8) * count
+    return [
+        PeakMemory(name, 4 * count, gradients, moments_bytes, activations + always)
+        for name, gradients, activations in moments
+    ]

@@ -1,0 +1,224 @@
+"""Predict the time of a training step: work over rates, launches as a lower bound, and exposed communication."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
+from cs336sys.accounting.step_time.rates import Rates
+from cs336sys.accounting.step_time.work import Amounts, StepWork, step_work
+from cs336sys.sizes import ELEMENT_BYTES
+from cs336sys.workload.parallel import ParallelWorkload
+from cs336sys.workload.training import Workload
+
+# Strategies whose ranks update a part of the parameters.
+_SHARE_UPDATES = ("optimizer", "optimizer-flat", "fsdp")
+# Our strategies whose ranks compute with whole layers and sequences; of others no time is predicted.
+PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_STRATEGIES)
+# What hooks and gathers of a block cost the CPU, in launches, forward and backward: from launched steps of fsdp, whose
+# blocks took 2.8 ms each on both models (docs/results/shard-2.7b, shard-xl).
+_STRATEGY_ENTRIES = {"fsdp": {"forward": 30.0, "backward": 25.0}}
+# What ``shard`` calls none is ``ddp``'s buckets of blocks.
+_ALIASES = {"none": "bucketed"}
+
+
+@dataclass(frozen=True)
+class StepConfiguration:
+    """How one rank's step runs.
+
+    Attributes:
+        training: its batch is the micro-batch of one rank.
+        checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`, or ``keep=N``.
+        accumulation: micro-batches of a step, whose gradients add up.
+        strategy: of parallel training, None with one rank.
+        gradient_dtype, transport: as of :class:`~cs336sys.workload.parallel.ParallelWorkload`.
+    """
+
+    training: Workload
+    checkpointing: str = "none"
+    accumulation: int = 1
+    strategy: str | None = None
+    world_size: int = 1
+    gradient_dtype: str = "fp32"
+    transport: str = "collectives"
+
+    @classmethod
+    def of_parallel(cls, workload: ParallelWorkload) -> Self:
+        """Describe the step of one rank of ``ddp`` or ``shard``."""
+        return cls(
+            replace(workload.training, size=workload.share_size),
+            workload.checkpointing,
+            strategy=workload.strategy,
+            world_size=workload.world_size,
+            gradient_dtype=workload.gradient_dtype,
+            transport=workload.transport,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, all ranks together."""
+        return self.training.tokens * self.accumulation * self.world_size
+
+    @property
+    def shares_updates(self) -> bool:
+        """Return whether each rank updates a part of the parameters."""
+        return self.strategy in _SHARE_UPDATES
+
+    @property
+    def exposure_name(self) -> str:
+        """Name the strategy as exposures do."""
+        name = _ALIASES.get(self.strategy or "", self.strategy or "")
+        return name if self.transport == "collectives" else f"{name}, {self.transport}"
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step."""
+        if self.strategy is None or self.world_size == 1:
+            return 0.0
+        training, ranks = self.training, self.world_size
+        count = count_parameters(training.size)
+        if self.shares_updates:
+            whole = replace(training.size, batch_size=training.size.batch_size * ranks)
+            step = ShardedStep(self.strategy, whole, ranks, training.precision, training.attention)
+            return predicted_sent_bytes(step)
+        return 2 * (ranks - 1) / ranks * ELEMENT_BYTES[self.gradient_dtype] * count
+
+
+def kind_of(configuration: StepConfiguration) -> str:
+    """Name what decides which rates a step needs: precision, and how its blocks, optimizer and attention run."""
+    training = configuration.training
+    blocks = "compiled" if training.compile != "off" else "fused" if training.fused_kernels else "eager"
+    if training.kernels not in ("reference", "fused"):
+        blocks = "some fused"
+    if blocks == "compiled" and training.fused_kernels:
+        blocks = "compiled, fused"
+    attention = "scores" if training.attention == "reference" else "flash"
+    half = "fp32" if training.precision == "fp32" else "half"
+    return f"{half}, {blocks}, {attention}"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step.
+
+    Attributes:
+        work: what is done, by phase; with several micro-batches, of all of them.
+        terms_s: GPU seconds, by the names of :data:`.work.TERMS`.
+        phases_s: GPU seconds, by phase.
+        launches_s: CPU seconds for launches, by phase; 0 in a CUDA graph.
+        communication_s: of communication alone.
+        exposed_s: by which communication makes the step longer.
+        step_s: the whole step.
+        unknown: why there is no number for it: it is unlike everything that was measured.
+    """
+
+    work: StepWork
+    terms_s: dict[str, float]
+    phases_s: dict[str, float]
+    launches_s: dict[str, float]
+    communication_s: float
+    exposed_s: float
+    step_s: float
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def only_ranks_unknown(self) -> bool:
+        """Return whether communication alone is unlike what was measured, so that the GPU's time is known."""
+        return all(reason.startswith(("ranks", "communication")) for reason in self.unknown)
+
+    @property
+    def gpu_s(self) -> float:
+        return sum(self.phases_s.values())
+
+    @property
+    def rank_key(self) -> tuple[float, float]:
+        """Order steps by: of two that wait for the same launches, the one with less work is better."""
+        return self.step_s, self.gpu_s
+
+    @property
+    def waits_for_launches(self) -> bool:
+        """Return whether launches on the CPU take longer than the GPU's work, so that the time is the host's."""
+        return self.step_s > 1.02 * (self.gpu_s + self.exposed_s)
+
+
+def predict_step(configuration: StepConfiguration, rates: Rates, *, launch_s: float | None = None) -> StepTime:
+    """Predict a step of our model.
+
+    Args:
+        launch_s: of the CPU for a launch; None: of the usual host.
+    """
+    training, times = configuration.training, configuration.accumulation
+    share = 1 / configuration.world_size if configuration.shares_updates else 1.0
+    work = step_work(training, configuration.checkpointing, optimizer_share=share)
+    repeated = {"forward": times, "backward": times}
+    terms_s = Amounts()
+    phases_s = {}
+    for phase, counted in work.phases.items():
+        seconds = {term: repeated.get(phase, 1) * amount * rates.seconds[term] for term, amount in counted.items()}
+        phases_s[phase] = sum(seconds.values())
+        terms_s.add(seconds)
+    launch_s = rates.usual_launch_s if launch_s is None else launch_s
+    if training.cuda_graph == "on":
+        launch_s = 0.0
+    hooks = _STRATEGY_ENTRIES.get(configuration.strategy or "", {})
+    launches_s = {
+        phase: repeated.get(phase, 1) * launch_s * (count + training.size.num_layers * hooks.get(phase, 0.0))
+        for phase, count in work.launches.items()
+    }
+    communication_s, exposed_s, lacking = _communication(configuration, rates)
+    step_s = _step_seconds(phases_s, launches_s) + exposed_s
+    unknown = (*lacking, *_beyond(configuration, rates))
+    return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
+
+
+def _step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> float:
+    """Return when the GPU is done: each phase ends after its launches, and after the phase before it."""
+    launched = done = 0.0
+    for phase, gpu_s in phases_s.items():
+        launched += launches_s.get(phase, 0.0)
+        done = max(launched, done + gpu_s)
+    return done
+
+
+def _communication(configuration: StepConfiguration, rates: Rates) -> tuple[float, float, tuple[str, ...]]:
+    if configuration.strategy is None or configuration.world_size == 1:
+        return 0.0, 0.0, ()
+    exposure = rates.exposures.get(configuration.exposure_name)
+    if exposure is None:
+        return 0.0, 0.0, (f"communication of {configuration.exposure_name}",)
+    alone_s = configuration.sent_bytes / exposure.bytes_per_s
+    exposed = exposure.exposed
+    if configuration.training.precision == "fp32" and exposure.exposed_fp32 is not None:
+        exposed = exposure.exposed_fp32
+    return alone_s, exposed * alone_s, ()
+
+
+def quantities(configuration: StepConfiguration) -> dict[str, float]:
+    """Return what rates have ranges of."""
+    size = configuration.training.size
+    return {
+        "d_model": size.d_model,
+        "tokens": configuration.training.tokens,
+        "context": size.context,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab_size,
+        "ranks": configuration.world_size,
+    }
+
+
+def _beyond(configuration: StepConfiguration, rates: Rates) -> Sequence[str]:
+    """Say in what a step is unlike all that was measured."""
+    reasons = []
+    kind = kind_of(configuration)
+    if kind not in rates.kinds:
+        reasons.append(f"steps in {kind}")
+    if kept_blocks(configuration.checkpointing) is not None and "keep" not in rates.kinds:
+        reasons.append("--checkpoint keep=N")
+    for name, value in quantities(configuration).items():
+        least, most = rates.ranges[name]
+        if not least <= value <= most:
+            reasons.append(f"{name.replace('_', ' ')} {value:,} (measured: {least:,} to {most:,})")
+    return reasons

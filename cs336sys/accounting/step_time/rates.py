@@ -1,0 +1,191 @@
+"""Hold the rates that turn work into time: of one GPU, from saved measurements, with their error and their reach.
+
+The rates of this project's own measurements stand in ``h200.json``, which ``account rates docs/results/*.jsonl.gz``
+derives; a file of the user's takes its place with ``--rates``.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.step_time.work import TERMS
+from cs336sys.errors import UsageError, choose_from
+
+H200 = Path(__file__).with_name("h200.json")
+
+# Names for --gpu, and what torch calls these GPUs.
+GPUS = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "rtx5090": "NVIDIA GeForce RTX 5090",
+}
+
+# Terms whose rate is set by memory, and those set by matrix products of half precision; the others compute in fp32.
+_OF_MEMORY = ("eager_bytes", "fused_bytes", "score_bytes", "course_parameters", "state_bytes")
+_OF_HALF_PRODUCTS = ("half_products", "flash_forward", "flash_backward", "sdpa_forward", "sdpa_backward")
+
+
+@dataclass(frozen=True)
+class GroupError:
+    """The error of predictions of saved cells of one kind, each made without the cells of its configuration.
+
+    Attributes:
+        group: what the cells have in common.
+        cells: how many there are.
+        mean_percent: mean of the absolute errors.
+        worst_percent: the error that is farthest from 0, with its sign.
+        worst: the cell that has it.
+    """
+
+    group: str
+    cells: int
+    mean_percent: float
+    worst_percent: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What communication of a strategy costs a step.
+
+    Attributes:
+        bytes_per_s: sent bytes of a rank over the time that communication takes alone.
+        exposed: the part of that time by which a step is longer than without communication, in half precision.
+        exposed_fp32: the same in fp32, whose products take no memory bandwidth from communication; None if not
+            measured.
+    """
+
+    bytes_per_s: float
+    exposed: float
+    exposed_fp32: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a GPU and its host.
+
+    Attributes:
+        gpu: as torch names it.
+        seconds: for one unit of each of :data:`.work.TERMS`.
+        launch_s: of the CPU for a launch on the fastest host that was measured.
+        usual_launch_s: the median of the hosts.
+        exposures: by strategy.
+        ranges: least and most of ``d_model``, ``tokens`` of a rank, ``context``, ``head_dim`` and ``vocab_size`` that
+            were measured.
+        kinds: that were measured: :func:`kind_of`.
+        errors: of predictions, by group.
+        scaled_from: the GPU that was measured, where the rates are another one's scaled by datasheets.
+        files: that the rates were derived from.
+    """
+
+    gpu: str
+    seconds: Mapping[str, float]
+    launch_s: float
+    usual_launch_s: float
+    exposures: Mapping[str, Exposure] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    kinds: Sequence[str] = ()
+    errors: Sequence[GroupError] = ()
+    scaled_from: str | None = None
+    files: Sequence[str] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        values = json.loads(text)
+        values["exposures"] = {name: Exposure(**exposure) for name, exposure in values["exposures"].items()}
+        values["errors"] = [GroupError(**error) for error in values["errors"]]
+        values["ranges"] = {name: tuple(range_) for name, range_ in values["ranges"].items()}
+        if set(values["seconds"]) != set(TERMS):
+            raise KeyError("seconds")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Write the rates as JSON, numbers with four digits."""
+        return json.dumps(_rounded(asdict(self)), indent=1) + "\n"
+
+    @property
+    def error_note(self) -> str:
+        """Say how far predictions are off: the sentence under every table."""
+        parts = [
+            f"{error.group}: {error.cells} steps, mean {error.mean_percent:.1f} %, worst {error.worst_percent:+.1f} %"
+            for error in self.errors
+        ]
+        note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {'; '.join(parts)}."
+        if self.scaled_from is not None:
+            note += f" Rates of {self.gpu} are scaled by datasheets and were not measured."
+        return note
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def h200_rates() -> Rates:
+    """Return the rates of this project's own measurements."""
+    return Rates.from_json(H200.read_text())
+
+
+def read_rates(path: Path) -> Rates:
+    """Read a file that ``account rates --output`` wrote.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    try:
+        return Rates.from_json(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--rates {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--rates {path}: holds no rates; write them by account rates --write {path}") from error
+
+
+def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
+    """Return the rates of a GPU: as measured, or scaled by what datasheets say of both.
+
+    Args:
+        gpu: a name of :data:`GPUS`, or as torch names it.
+        measured: rates to scale; None: the H200's.
+
+    Raises:
+        UsageError: the tables of :mod:`cs336sys.accounting.hardware` lack this GPU.
+    """
+    measured = measured or h200_rates()
+    name = GPUS.get(gpu.lower(), gpu)
+    if name == measured.gpu:
+        return measured
+    known = {kind: (peak_tflops(name, kind), peak_tflops(measured.gpu, kind)) for kind in ("bf16", "fp32")}
+    memory = memory_bytes_per_s(name), memory_bytes_per_s(measured.gpu)
+    if None in memory or any(None in pair for pair in known.values()):
+        raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
+    seconds = {}
+    for term, second in measured.seconds.items():
+        kind = "bf16" if term in _OF_HALF_PRODUCTS else "fp32"
+        theirs, ours = memory if term in _OF_MEMORY else known[kind]
+        assert theirs is not None
+        assert ours is not None
+        seconds[term] = second if term in ("kernels", "gaps") else second * ours / theirs
+    return replace(measured, gpu=name, seconds=seconds, scaled_from=measured.gpu)
+
+
+def is_scalable(gpu: str) -> bool:
+    """Return whether datasheets of a GPU are known."""
+    return peak_tflops(gpu, "bf16") is not None and memory_bytes_per_s(gpu) is not None
+
+
+def short_name(gpu: str) -> str:
+    """Return a GPU's name without its maker: ``H200``."""
+    return re.sub(r"^NVIDIA (GeForce )?", "", gpu)

@@ -1,0 +1,170 @@
+"""Enumerate the configurations of a training step that this project can run, and say why others are left out."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, parse_checkpointing
+from cs336sys.accounting.step_time.prediction import StepConfiguration
+from cs336sys.errors import UsageError
+from cs336sys.workload.training import ATTENTION, COMPILE_MODES, CUDA_GRAPH, Workload
+
+# Values of each setting that are tried, unless the user fixes it.
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    "compile": COMPILE_MODES,
+    "attention": ATTENTION,
+    "kernels": ("reference", "fused"),
+    "optimizer": (("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16"), ("adamw", "split")),
+    "cuda_graph": CUDA_GRAPH,
+}
+# The same with several ranks: the strategy, and what buckets are sent in.
+STRATEGIES = (
+    ("bucketed", "fp32"),
+    ("bucketed", "bf16"),
+    ("optimizer", "fp32"),
+    ("optimizer-flat", "fp32"),
+    ("fsdp", "fp32"),
+)
+# Micro-batches that are tried: powers of two up to this.
+LARGEST_MICRO_BATCH = 64
+
+
+def refusal(configuration: StepConfiguration) -> str | None:
+    """Say why a configuration of our model cannot run; None if it can."""
+    training, checkpointing = configuration.training, configuration.checkpointing
+    kept, shared = kept_blocks(checkpointing), configuration.world_size > 1
+    if kept is None:
+        parse_checkpointing(checkpointing)
+    if training.cuda_graph == "on" and training.optimizer == "course":
+        return "a CUDA graph: the course's AdamW counts steps on the CPU"
+    if training.cuda_graph == "on" and training.compile == "model":
+        return "a CUDA graph of a whole compiled model: phases of bench are captured one by one from blocks"
+    if training.kernels == "fused" and training.compile == "model":
+        return "fused kernels in a model compiled as a whole: they take the place of modules"
+    if checkpointing != "none" and training.compile == "model":
+        return "checkpoints in a model compiled as a whole: there are no blocks to see"
+    if checkpointing in SUBLAYERS and (training.compile != "off" or training.kernels != "reference"):
+        return f"checkpoint {checkpointing}: compiled or fused blocks show no layers"
+    if kept is not None:
+        if not 0 <= kept <= training.size.num_layers:
+            return f"checkpoint {checkpointing}: the model has {training.size.num_layers} blocks"
+        if configuration.strategy != "fsdp" or training.kernels != "fused" or training.attention == "reference":
+            return "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"
+        if training.compile != "off":
+            return "checkpoint keep=N: compiled blocks show no products"
+    elif shared and checkpointing not in ("none", "block"):
+        return "checkpoints of several blocks with several ranks: shard has none and block"
+    if shared and configuration.accumulation > 1 and configuration.strategy != "bucketed":
+        return "micro-batches with a sharded state: gradients are reduced in each"
+    if training.kernels == "fused" and training.state_dtype == "split" and configuration.strategy not in (None, "fsdp"):
+        return "weights split in bf16 and low bits: buckets send fp32 gradients of fp32 weights"
+    if configuration.strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw":
+        return "a sharded optimizer with our AdamW: shard's shares torch's and the course's"
+    return None
+
+
+def workload_refusal(error: UsageError) -> str:
+    """Return the reason of a workload that cannot be, without its values."""
+    return str(error).split(": choose")[0].split("; choose")[0]
+
+
+@dataclass(frozen=True)
+class Space:
+    """All configurations of a model on so many ranks, but for what the user has fixed.
+
+    Attributes:
+        training: the model, precision, device: what all configurations share.
+        world_size: ranks.
+        fixed: values by the names of :data:`SETTINGS`, ``checkpointing``, ``micro_batch`` and ``strategy``.
+        tokens_per_step: of all ranks together; micro-batches add up to it. None: each step is one micro-batch.
+    """
+
+    training: Workload
+    world_size: int = 1
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tokens_per_step: int | None = None
+
+    def values(self, setting: str) -> Sequence[Any]:
+        """Return the values of a setting that are tried."""
+        return self.fixed.get(setting) or SETTINGS[setting]
+
+    @property
+    def checkpointings(self) -> Sequence[str]:
+        """Strategies of checkpointing that are tried: no group is larger than the model."""
+        if "checkpointing" in self.fixed:
+            return self.fixed["checkpointing"]
+        layers = self.training.size.num_layers
+        groups = [f"every={k}" for k in (2, 4, 8) if k < layers]
+        kept = sorted({layers * part // 4 for part in range(5)}) if self.world_size > 1 else []
+        return ["none", "block", *groups, "sublayer", "nested", *(f"keep={blocks}" for blocks in kept)]
+
+    @property
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """Sequences of a rank at once, and how often.
+
+        Raises:
+            UsageError: no micro-batch adds up to the tokens of a step.
+        """
+        context = self.training.size.context
+        sizes = self.fixed.get("micro_batch") or [2**n for n in range(LARGEST_MICRO_BATCH.bit_length())]
+        if self.tokens_per_step is None:
+            return [(size, 1) for size in sizes]
+        sequences, rest = divmod(self.tokens_per_step, context * self.world_size)
+        if rest or not sequences:
+            whole = max(1, round(self.tokens_per_step / (context * self.world_size))) * context * self.world_size
+            raise UsageError(
+                f"--tokens-per-step {self.tokens_per_step:,}: is no multiple of {context:,} tokens of a sequence times "
+                f"{self.world_size} ranks; choose {whole:,}"
+            )
+        found = [(size, sequences // size) for size in sizes if sequences % size == 0]
+        if not found:
+            raise UsageError(f"--micro-batch {sizes[0]}: does not divide the {sequences} sequences of a rank's step")
+        return found
+
+    def configurations(self) -> tuple[list[StepConfiguration], Counter[str]]:
+        """Return all configurations that can run, and how many were left out for each reason."""
+        found: list[StepConfiguration] = []
+        refused = Counter[str]()
+        trainings = list(self._trainings(refused))
+        strategies = self.fixed.get("strategy") or (STRATEGIES if self.world_size > 1 else [(None, "fp32")])
+        others = len(self.micro_batches) * len(strategies) * len(self.checkpointings)
+        for reason in refused:
+            refused[reason] *= others
+        for training, (batch, times) in product(trainings, self.micro_batches):
+            sized = training_with_batch(training, batch)
+            for checkpointing, (strategy, gradient_dtype) in product(self.checkpointings, strategies):
+                configuration = StepConfiguration(
+                    sized, checkpointing, times, strategy, self.world_size, gradient_dtype
+                )
+                why = refusal(configuration)
+                if why is None:
+                    found.append(configuration)
+                else:
+                    refused[why] += 1
+        return found, refused
+
+    def _trainings(self, refused: Counter[str]) -> Iterator[Workload]:
+        names = ("compile", "attention", "kernels", "optimizer", "cuda_graph")
+        for compile, attention, kernels, (optimizer, state_dtype), graph in product(*map(self.values, names)):
+            try:
+                yield replace(
+                    self.training,
+                    compile=compile,
+                    attention=attention,
+                    kernels=kernels,
+                    optimizer=optimizer,
+                    state_dtype=state_dtype,
+                    cuda_graph=graph,
+                )
+            except UsageError as error:
+                refused[workload_refusal(error)] += 1
+
+
+def training_with_batch(training: Workload, batch: int) -> Workload:
+    """Return the workload with another batch, without checking again what does not depend on it."""
+    changed = object.__new__(Workload)
+    changed.__dict__.update(training.__dict__)
+    changed.__dict__["size"] = replace(training.size, batch_size=batch)
+    return changed

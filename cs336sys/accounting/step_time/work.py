@@ -1,0 +1,277 @@
+"""Count what a training step makes a GPU do: matrix products, bytes, attention, kernels. Arithmetic, no torch.
+
+Bytes of operations that are no products are counted operation by operation: what each one reads and writes. Eager
+execution was counted by a dispatch mode over one block of ``cs336_basics`` (operations that torch launches, tensors in
+and out); of compiled and fused blocks each kernel reads its inputs and writes its results once. Letters as in
+:mod:`cs336sys.accounting.activations`: ``T`` tokens, ``d`` d_model, ``f`` d_ff, ``V`` vocabulary, ``BHSS`` scores.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, recomputed_blocks
+from cs336sys.accounting.parameters import count_parameters
+from cs336sys.workload.training import Workload
+
+# What is counted, with the unit of its rate. A kernel takes time to start and end, and leaves a gap to the next.
+TERMS = {
+    "half_products": "FLOP/s",
+    "full_products": "FLOP/s",
+    "full_scores": "FLOP/s",
+    "flash_forward": "FLOP/s",
+    "flash_backward": "FLOP/s",
+    "sdpa_forward": "FLOP/s",
+    "sdpa_backward": "FLOP/s",
+    "eager_bytes": "bytes/s",
+    "fused_bytes": "bytes/s",
+    "score_bytes": "bytes/s",
+    "course_parameters": "parameters/s",
+    "state_bytes": "bytes/s",
+    "kernels": "kernels/s",
+    "gaps": "kernels/s",
+}
+
+# Streaming multiprocessors of the GPUs that the rates were measured on (H100 and H200 SXM).
+_MULTIPROCESSORS = 132
+# Output tiles of matrix products, and how much slower their kernels are than those of the largest.
+_TILES = ((128, 256, 1.0), (192, 192, 1.0), (128, 192, 1.0), (128, 128, 1.06), (64, 128, 1.3), (64, 64, 1.9))
+# Beyond so many waves a part of one more is about half of it.
+_FEW_WAVES = 4
+
+# A third fits best: of 45 steps in CUDA graphs the mean error is 2.9 % with it, 3.6 % with all of the idle time.
+_WASTE = 1 / 3
+# What a tile of queries takes to start and to end, in keys: on an H200, kernels of head dimension 64 reach 389 TFLOP/s
+# forward at 2048 tokens and 616 at 16,384, backward 365 and 562 (docs/results/flash-h200, flash-fa4-lengths-h200).
+_ATTENTION_START = 1100
+
+# Bytes of an eager block's operations that are no products, by precision: ``T d`` and ``T f``, forward and backward.
+_EAGER_BYTES = {True: ((200, 18), (408, 38)), False: ((170, 32), (350, 72))}
+# Bytes a score of reference attention, forward and backward: eager, and compiled.
+_SCORE_BYTES = {True: (48, 60), False: (40, 52)}
+_COMPILED_SCORE_BYTES = {True: (8, 12), False: (16, 24)}
+# Kernels of a block, forward and backward: eager with reference attention, eager with another, as profiles count them.
+_EAGER_KERNELS = {True: ((72, 122), (60, 108)), False: ((56, 103), (46, 90))}
+# What calling a block takes beside its launches, in launches, forward and backward: guards of a compiled block, Python
+# of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
+_COMPILED_ENTRIES = (20.0, 20.0)
+_FUSED_ENTRIES = (40.0, 35.0)
+# Launches without autograd and autocast cost half as much.
+_OPTIMIZER_LAUNCH = 0.5
+# Kernels that the course's AdamW launches for each parameter tensor.
+_COURSE_KERNELS = 7
+
+
+class Amounts(dict[str, float]):
+    """How much there is of each term; what is not there is 0."""
+
+    def __missing__(self, term: str) -> float:
+        return 0.0
+
+    def add(self, other: Mapping[str, float], times: float = 1.0) -> None:
+        """Add so many times another's amounts."""
+        for term, amount in other.items():
+            self[term] += times * amount
+
+
+@dataclass
+class StepWork:
+    """The work of one rank in a step, by phase and by the names of :data:`TERMS`.
+
+    Attributes:
+        launches: kernels that the CPU launches, by phase; of a compiled block, also its entry.
+        recomputed: the part of the backward pass that computes activations again.
+    """
+
+    forward: Amounts = field(default_factory=Amounts)
+    backward: Amounts = field(default_factory=Amounts)
+    optimizer: Amounts = field(default_factory=Amounts)
+    launches: dict[str, float] = field(default_factory=dict)
+    recomputed: Amounts = field(default_factory=Amounts)
+
+    @property
+    def phases(self) -> dict[str, Amounts]:
+        return {name: work for name in ("forward", "backward", "optimizer") if (work := getattr(self, name))}
+
+
+def product_work(rows: int, columns: int, inner: int) -> float:
+    """FLOPs of a product ``(rows, inner) @ (inner, columns)``, and a part of what idle multiprocessors could have done.
+
+    Whole tiles are computed by all multiprocessors in waves; the kernel whose tiles waste least is chosen. cuBLAS
+    splits the inner dimension where that helps, so :data:`_WASTE` of the idle time remains.
+    """
+    least = math.inf
+    for tile_rows, tile_columns, penalty in _TILES:
+        waves = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) / _MULTIPROCESSORS
+        waves = math.ceil(waves) if waves < _FEW_WAVES else waves + 0.5
+        least = min(least, waves * _MULTIPROCESSORS * tile_rows * tile_columns * 2 * inner * penalty)
+    return _WASTE * least + (1 - _WASTE) * 2 * rows * columns * inner
+
+
+def attention_square(heads: int, context: int, head_dim: int) -> int:
+    """Multiply-adds of one product of causal attention, as if each query had :data:`_ATTENTION_START` more keys."""
+    return heads * context * (context + _ATTENTION_START) * head_dim
+
+
+def _products(shapes: Iterable[tuple[int, int, int, int]]) -> tuple[float, float]:
+    """FLOPs of products of tokens with weights, (rows, columns, inner, how many), forward and backward."""
+    forward = backward = 0.0
+    for rows, columns, inner, count in shapes:
+        forward += count * product_work(rows, columns, inner)
+        backward += count * (product_work(rows, inner, columns) + product_work(columns, inner, rows))
+    return forward, backward
+
+
+def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_share: float = 1.0) -> StepWork:
+    """Count the work of a step of our model.
+
+    Args:
+        workload: its batch is what one rank computes.
+        checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`, or ``keep=N``.
+        optimizer_share: the part of the parameters that this rank updates.
+    """
+    size, half = workload.size, workload.precision != "fp32"
+    layers, tokens = size.num_layers, size.batch_size * size.context
+    work = StepWork()
+    block_forward, block_backward, block_launches = _block_work(workload)
+    work.forward.add(block_forward, layers)
+    work.backward.add(block_backward, layers)
+    head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)])
+    kind = "half_products" if half else "full_products"
+    e = 2 if half else 4
+    logits = tokens * size.vocab_size
+    if "linear-cross-entropy" in workload.fused_kernels:
+        # The forward pass makes the gradients, too.
+        work.forward.add({kind: head_forward + head_backward, "fused_bytes": logits * (e + 4), "kernels": 10})
+        work.backward["kernels"] += 6
+    else:
+        work.forward[kind] += head_forward
+        work.backward[kind] += head_backward
+        compiled = workload.compile != "off"
+        where = "fused_bytes" if compiled else "eager_bytes"
+        work.forward.add({where: logits * ((e + 4) if compiled else (e + 24)), "kernels": 10 if compiled else 20})
+        work.backward.add({where: logits * ((e + 4) if compiled else (e + 12)), "kernels": 15 if compiled else 30})
+    # Looking embeddings up, and the gradient of the whole table.
+    work.forward["fused_bytes"] += 8 * tokens * size.d_model
+    work.backward["fused_bytes"] += 8 * size.vocab_size * size.d_model + 8 * tokens * size.d_model
+    if workload.mode == "forward":
+        work.backward.clear()
+    elif checkpointing != "none":
+        work.recomputed = _recomputed(workload, checkpointing, block_forward)
+        work.backward.add(work.recomputed)
+    if workload.mode == "train":
+        work.optimizer = optimizer_work(workload, optimizer_share)
+    _add_launches(work, workload, block_launches)
+    return work
+
+
+def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, float]]:
+    """Return the work of one block, forward and backward, and what the CPU launches for it beside kernels."""
+    size, half, reference = workload.size, workload.precision != "fp32", workload.attention == "reference"
+    tokens, d, f = size.batch_size * size.context, size.d_model, size.d_ff
+    stream, inner, scores = tokens * d, tokens * f, size.batch_size * size.num_heads * size.context**2
+    weights = 4 * d * d + 3 * d * f
+    forward = Amounts()
+    backward = Amounts()
+    kind = "half_products" if half else "full_products"
+    forward[kind], backward[kind] = _products([(tokens, d, d, 4), (tokens, f, d, 2), (tokens, d, f, 1)])
+    if reference:
+        kind = "half_products" if half else "full_scores"
+        forward[kind] += 4 * scores * size.head_dim
+        backward[kind] += 8 * scores * size.head_dim
+    else:
+        # Half of the square, two products forward and five backward (FlashAttention-2, 4.1).
+        square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim)
+        forward[f"{workload.attention}_forward"] += 2 * square
+        backward[f"{workload.attention}_backward"] += 5 * square
+    entries = (0.0, 0.0)
+    casts = half and not (workload.kernels == "fused" and workload.optimizer == "adamw")
+    if workload.compile != "off" or workload.kernels == "fused":
+        # Two norms with the additions before them (6 + 12 T d in half precision), rotation of q and k (8), the gate's
+        # product; backward: two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12).
+        forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
+        backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
+        if reference:
+            others = (8, 15)
+        else:
+            others = (3, 3) if workload.compile == "off" else (7, 12)
+        forward["kernels"] += 7 + others[0]
+        backward["kernels"] += 14 + others[1]
+        if workload.compile == "off" and reference:
+            forward["score_bytes"] += _SCORE_BYTES[half][0] * scores
+            backward["score_bytes"] += _SCORE_BYTES[half][1] * scores
+        elif reference:
+            forward["score_bytes"] += _COMPILED_SCORE_BYTES[half][0] * scores
+            backward["score_bytes"] += _COMPILED_SCORE_BYTES[half][1] * scores
+        if casts:
+            for work in (forward, backward):
+                work.add({"fused_bytes": 6 * weights, "kernels": 7})
+        if workload.compile != "off":
+            entries = _COMPILED_ENTRIES if workload.compile == "block" else (0.0, 0.0)
+        else:
+            entries = _FUSED_ENTRIES
+    else:
+        eager = _EAGER_BYTES[half]
+        kernels = _EAGER_KERNELS[half][0 if reference else 1]
+        for work, (per_stream, per_inner), per_score, count in zip(
+            (forward, backward), eager, _SCORE_BYTES[half], kernels, strict=True
+        ):
+            work["eager_bytes"] += per_stream * stream + per_inner * inner + (6 * weights if half else 0)
+            work["kernels"] += count
+            if reference:
+                work["score_bytes"] += per_score * scores
+    return forward, backward, entries
+
+
+def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
+    """Return what checkpoints compute again in the backward pass."""
+    size, half = workload.size, workload.precision != "fp32"
+    tokens = size.batch_size * size.context
+    product = "half_products" if half else "full_products"
+    kept = kept_blocks(checkpointing)
+    if kept is not None:
+        gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)])
+        blocks = size.num_layers - kept
+        inner = tokens * size.d_ff
+        return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * inner, "kernels": blocks * 5})
+    if checkpointing in SUBLAYERS:
+        # A block's products are 4 d d of attention and 3 d f; the last of each layer is not computed again.
+        parts = SUBLAYERS[checkpointing]
+        attention, _ = _products([(tokens, size.d_model, size.d_model, 3)])
+        feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)])
+        share = 0.65 * ("attn" in parts) + 0.35 * ("ffn" in parts)
+        again = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
+        again[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
+        return again
+    blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
+    again = Amounts({name: blocks * amount for name, amount in block.items()})
+    last, _ = _products([(tokens, size.d_model, size.d_ff, 1)])
+    again[product] -= ends * last
+    return again
+
+
+def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
+    """Count an optimizer step over ``share`` of the parameters.
+
+    Bytes of a parameter: it, its gradient and both moments read, all but the gradient written (28 in fp32); ours also
+    writes copies in half precision, of gradients in half precision.
+    """
+    count = share * count_parameters(workload.size)
+    if workload.optimizer == "course":
+        tensors = 9 * workload.size.num_layers + 3
+        return Amounts({"course_parameters": count, "kernels": share * _COURSE_KERNELS * tensors})
+    if workload.optimizer == "adamw":
+        copies = workload.kernels == "fused" and workload.precision != "fp32"
+        moments = 4 if workload.state_dtype == "bf16" else 8
+        bytes_ = 8 + 2 * moments + (2 if copies else 4) + (2 if copies else 0)
+        return Amounts({"state_bytes": bytes_ * count, "kernels": 4})
+    # torch's fused AdamW updates lists of tensors, a few million elements at a launch.
+    return Amounts({"state_bytes": 28 * count, "kernels": count / 2e6})
+
+
+def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, float]) -> None:
+    layers = workload.size.num_layers
+    for (phase, counted), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
+        counted["gaps"] = counted["kernels"]
+        cost = 1.0 if phase != "optimizer" else _OPTIMIZER_LAUNCH
+        work.launches[phase] = cost * counted["kernels"] + layers * entry

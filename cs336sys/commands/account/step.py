@@ -1,0 +1,141 @@
+"""``account step`` and ``account rates``: how long a training step should take, from work and measured rates."""
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336sys.accounting.step_time.rates import GPUS
+from cs336sys.commands.account import choice
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.output import OutputOptions
+from cs336sys.errors import UsageError
+from cs336sys.sizes import PRECISIONS
+
+GpuOption = Annotated[str, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it.")]
+RatesOption = Annotated[
+    Path | None, typer.Option(help="Rates of your GPU: what account rates --write wrote.", show_default=False)
+]
+LaunchOption = Annotated[
+    float | None,
+    typer.Option(help="CPU time of a launch. Default: of the usual host.", show_default=False, min=0, max=1e4),
+]
+
+
+def step(
+    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
+    precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    checkpoint: Annotated[str, typer.Option(help="none, block, every=K, nested, keep=N (fused kernels).")] = "none",
+    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 1,
+    world_size: Annotated[int, typer.Option(help="Ranks, each with a batch of its own.", min=1)] = 1,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32",
+    gpu: GpuOption = "h200",
+    rates: RatesOption = None,
+    launch_us: LaunchOption = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Predict a training step term by term: work over measured rates, launches, exposed communication; and the error.
+
+    cs336sys account step --size 2.7b --gpu h100 --world-size 8
+
+    cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
+    """
+    from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES, StepConfiguration
+    from cs336sys.accounting.step_time.rates import rates_of, read_rates
+    from cs336sys.accounting.step_time.space import refusal
+    from cs336sys.commands.options.reading import check_choice
+    from cs336sys.report.account.step import step_tables
+    from cs336sys.workload import Workload
+
+    if strategy is not None:
+        check_choice(strategy, "--strategy", PREDICTED_STRATEGIES)
+        if world_size == 1:
+            raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
+    check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
+    known = rates_of(gpu, None if rates is None else read_rates(rates))
+    output.check()
+    choices = product(
+        model.sizes(),
+        precision.precisions(),
+        implementation.compile,
+        implementation.attention,
+        implementation.kernels,
+        implementation.optimizers(),
+        implementation.cuda_graph,
+    )
+    configurations = []
+    for size, dtype, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph in choices:
+        training = Workload(
+            size,
+            "train",
+            dtype or size.precision,
+            compile,
+            attention,
+            optimizer,
+            cuda_graph,
+            kernels,
+            state_dtype,
+            update,
+        )
+        shared = strategy or ("bucketed" if world_size > 1 else None)
+        configuration = StepConfiguration(training, checkpoint, accumulation, shared, world_size, gradient_dtype)
+        reason = refusal(configuration)
+        if reason is not None:
+            raise UsageError(reason)
+        configurations.append(configuration)
+    output.emit(step_tables(configurations, known, None if launch_us is None else launch_us / 1e6))
+
+
+def rates(
+    files: Annotated[
+        list[Path], typer.Argument(help="Saved results of one GPU, or folders of them: bench, nsys, flash, ddp, shard.")
+    ],
+    write: Annotated[
+        Path | None, typer.Option(help="Write the rates to this file, for --rates.", show_default=False)
+    ] = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Derive rates from saved measurements, and the error of what they predict, leave-one-out.
+
+    cs336sys account rates bench.jsonl.gz nsys.jsonl.gz --write rates.json
+
+    cs336sys account rates docs/results --table errors
+    """
+    from cs336sys.accounting.step_time.calibration import calibrate
+    from cs336sys.processes.atomic_write import written_whole
+    from cs336sys.report.account.step import rates_tables
+    from cs336sys.results.model import Results, read_results
+
+    output.check()
+    paths = [path for given in files for path in (_results_in(given) if given.is_dir() else [given])]
+    results = [read_results(path) for path in paths]
+    together = Results(
+        {run_id: run for result in results for run_id, run in result.runs.items()},
+        tuple(cell for result in results for cell in result.cells),
+    )
+    calibration = calibrate(together, [path.name for path in paths])
+    output.emit(rates_tables(calibration))
+    if write is not None:
+        with written_whole(write) as path:
+            path.write_text(calibration.rates.to_json())
+
+
+def _results_in(folder: Path) -> list[Path]:
+    """Return the results files of a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    if not found:
+        raise UsageError(f"{folder}: holds no results, whose names end in .jsonl or .jsonl.gz")
+    return found

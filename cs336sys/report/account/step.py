@@ -1,0 +1,210 @@
+"""The tables of ``account step`` and ``account rates``: a step's time by term, and how far predictions are off."""
+
+from collections.abc import Sequence
+
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.calibration import Calibration
+from cs336sys.accounting.step_time.memory import step_memory
+from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
+from cs336sys.accounting.step_time.rates import Rates, short_name
+from cs336sys.accounting.step_time.work import TERMS
+from cs336sys.report.numbers import Value
+from cs336sys.report.table import Column, Table
+
+# What each term counts, for a step of several phases: names as in the docstring of accounting/step_time/work.py.
+FORMULAS = {
+    "half_products": "2 T L (4 d^2 + 3 d f) + 2 T V d forward, twice that backward, and a part of idle tiles",
+    "full_products": "2 T L (4 d^2 + 3 d f) + 2 T V d forward, twice that backward, in fp32",
+    "full_scores": "Q K^T and P V in fp32: 4 L B H S^2 D forward, twice that backward",
+    "flash_forward": "2 L B H S (S + 1,100) D: half of the square, and the start of each tile",
+    "flash_backward": "5 L B H S (S + 1,100) D",
+    "sdpa_forward": "2 L B H S (S + 1,100) D",
+    "sdpa_backward": "5 L B H S (S + 1,100) D",
+    "eager_bytes": "operations that are no products, each on its own: in half precision 608 T d + 56 T f a block",
+    "fused_bytes": "fused operations: 26 T d + 6 T f a block forward, 58 T d + 10 T f backward, casts of weights",
+    "score_bytes": "softmax and mask of reference attention, by bytes a score",
+    "course_parameters": "parameters that the course's AdamW updates, an operation at a time",
+    "state_bytes": "AdamW: parameter, gradient and moments read, all but the gradient written",
+    "kernels": "kernels, each with a start and an end",
+    "gaps": "gaps between kernels",
+}
+
+_TERM_COLUMNS = (
+    Column("term", "term"),
+    Column("amount", "amount", "value"),
+    Column("rate", "rate", "value"),
+    Column("unit", "unit"),
+    Column("time_ms", "time", "ms"),
+    Column("step_percent", "of the step", "percent"),
+    Column("formula", "counted"),
+)
+
+_STEP_COLUMNS = (
+    Column("configuration", "configuration"),
+    Column("gpu_ms", "GPU", "ms"),
+    Column("launches_ms", "launches", "ms"),
+    Column("exposed_ms", "exposed communication", "ms"),
+    Column("step_ms", "step", "ms"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("mfu_percent", "MFU", "percent"),
+    Column("peak_gib", "memory of a rank", "gib"),
+    Column("limit", "set by"),
+)
+
+
+def configuration_words(configuration: StepConfiguration) -> str:
+    """Name what a configuration chooses: ``compile block, flash, adamw bf16, graph, checkpoint block``."""
+    training = configuration.training
+    words = [f"batch {training.size.batch_size}"]
+    words += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
+    words += [f"compile {training.compile}"] if training.compile != "off" else []
+    words += [training.attention, *([] if training.kernels == "reference" else [f"{training.kernels} kernels"])]
+    words += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
+    words += ["graph"] if training.cuda_graph == "on" else []
+    words += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []
+    words += [configuration.strategy] if configuration.strategy else []
+    words += ["gradients bf16"] if configuration.gradient_dtype == "bf16" else []
+    return ", ".join(words).replace(", x ", " x ")
+
+
+def limit_words(time: StepTime) -> str:
+    """Name what sets the pace: launches, or the largest term."""
+    if time.waits_for_launches:
+        return "launches (CPU)"
+    parts = {**time.terms_s, "communication": time.exposed_s}
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
+
+
+def step_row(configuration: StepConfiguration, time: StepTime, rates: Rates) -> dict[str, Value]:
+    """Return a configuration's row: without a time where it is unlike everything that was measured."""
+    size = configuration.training.size
+    row: dict[str, Value] = {"configuration": configuration_words(configuration)}
+    row["peak_gib"] = step_memory(configuration).total / GIB
+    if time.unknown:
+        if time.only_ranks_unknown:
+            row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
+        return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
+    peak = peak_tflops(rates.gpu, configuration.training.precision)
+    flops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
+    return row | {
+        "gpu_ms": 1e3 * time.gpu_s,
+        "launches_ms": 1e3 * sum(time.launches_s.values()) or None,
+        "exposed_ms": 1e3 * time.exposed_s or None,
+        "step_ms": 1e3 * time.step_s,
+        "tokens_per_s": configuration.tokens / time.step_s,
+        "mfu_percent": None if peak is None else 100 * flops / peak,
+        "limit": limit_words(time),
+    }
+
+
+def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Table]:
+    """Return a table of all configurations, and one with the terms of each that has a time."""
+    times = [predict_step(configuration, rates, launch_s=launch_s) for configuration in configurations]
+    rows = [step_row(*pair, rates) for pair in zip(configurations, times, strict=True)]
+    size, training = configurations[0].training.size, configurations[0].training
+    title = f"{size.name}, context {size.context}, {training.precision}, {short_name(rates.gpu)}"
+    cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
+    notes = (
+        rates.error_note,
+        f"Launches: without a CUDA graph the CPU needs {cost_us:.1f} us for each (hosts were measured from "
+        f"{1e6 * rates.launch_s:.1f} us on; --launch-us sets it), so the time of a step that waits for them is the "
+        "host's.",
+    )
+    tables = [Table("steps", f"Predicted steps: {title}", _STEP_COLUMNS, rows, notes)]
+    for configuration, time in zip(configurations, times, strict=True):
+        if not time.unknown:
+            tables.append(_terms_table(configuration, time, rates))
+    return tables
+
+
+def _terms_table(configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
+    rows: list[dict[str, Value]] = []
+    times = configuration.accumulation
+    for term, unit in TERMS.items():
+        seconds = time.terms_s.get(term, 0.0)
+        if not seconds:
+            continue
+        row: dict[str, Value] = {"term": term.replace("_", " "), "amount": seconds / rates.seconds[term]}
+        row |= {"rate": 1 / rates.seconds[term], "unit": unit, "formula": FORMULAS[term]}
+        rows.append(row | {"time_ms": 1e3 * seconds, "step_percent": 100 * seconds / time.step_s})
+    if time.exposed_s:
+        exposure = rates.exposures[configuration.exposure_name]
+        share = time.exposed_s / time.communication_s
+        formula = f"bytes that a rank sends: alone {1e3 * time.communication_s:.1f} ms, of which {share:.0%}"
+        row = {"term": "communication", "amount": configuration.sent_bytes, "rate": exposure.bytes_per_s}
+        row |= {"unit": "bytes/s", "formula": f"{formula} makes the step longer", "time_ms": 1e3 * time.exposed_s}
+        rows.append(row | {"step_percent": 100 * time.exposed_s / time.step_s})
+    waiting_s = time.step_s - time.gpu_s - time.exposed_s
+    if waiting_s > 1e-9:
+        count = times * sum(time.work.launches.values())
+        row = {"term": "waiting for launches", "amount": count, "unit": "launches", "time_ms": 1e3 * waiting_s}
+        row |= {"formula": "by which launches, a CPU time each, take longer than the GPU's work"}
+        rows.append(row | {"step_percent": 100 * waiting_s / time.step_s})
+    notes = (
+        "T tokens of a rank, L blocks, d d_model, f d_ff, V vocabulary, B batch, H heads, S context, D head dimension.",
+        rates.error_note,
+    )
+    return Table("terms", f"Terms of a step: {configuration_words(configuration)}", _TERM_COLUMNS, rows, notes)
+
+
+_ERROR_COLUMNS = (
+    Column("group", "steps"),
+    Column("cells", "cells", "count"),
+    Column("mean_percent", "mean error", "percent"),
+    Column("worst_percent", "worst", "percent"),
+    Column("worst", "which"),
+)
+
+_RATE_COLUMNS = (
+    Column("term", "term"),
+    Column("rate", "rate", "value"),
+    Column("unit", "unit"),
+    Column("formula", "counted"),
+)
+
+
+def rates_tables(calibration: Calibration) -> list[Table]:
+    """Return the rates that saved cells tell, the errors of predictions, and choices that were not the best."""
+    rates = calibration.rates
+    rate_rows: list[dict[str, Value]] = [
+        {"term": term.replace("_", " "), "unit": unit, "rate": 1 / rates.seconds[term], "formula": FORMULAS[term]}
+        for term, unit in TERMS.items()
+        if rates.seconds[term]
+    ]
+    rate_rows += [
+        {
+            "term": f"communication of {name}",
+            "rate": exposure.bytes_per_s,
+            "unit": "bytes/s",
+            "formula": f"{exposure.exposed:.0%} of its time makes the step longer"
+            + ("" if exposure.exposed_fp32 is None else f", {exposure.exposed_fp32:.0%} in fp32"),
+        }
+        for name, exposure in rates.exposures.items()
+    ]
+    if rates.usual_launch_s:
+        rate = 1 / rates.usual_launch_s
+        rate_rows.append({"term": "launches", "rate": rate, "unit": "launches/s", "formula": "the usual host's CPU"})
+    error_rows: list[dict[str, Value]] = [
+        {
+            "group": error.group,
+            "cells": error.cells,
+            "mean_percent": error.mean_percent,
+            "worst_percent": error.worst_percent,
+            "worst": error.worst,
+        }
+        for error in rates.errors
+    ]
+    good, compared = calibration.best_of
+    notes = [
+        "Errors: each step is predicted by rates that were fitted without the cells of its configuration.",
+        f"Of {compared} groups of steps of one run that differ in configuration alone, the one predicted to be the "
+        f"fastest takes at most 3 % more than the fastest measured in {good}.",
+        *(f"Missed: {sentence}." for sentence in calibration.missed),
+    ]
+    return [
+        Table("rates", f"Rates of {short_name(rates.gpu)}, from saved cells", _RATE_COLUMNS, rate_rows),
+        Table("errors", "Errors of predicted steps, leave-one-out", _ERROR_COLUMNS, error_rows, notes),
+    ]
