@@ -173,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._require_between_steps()
                 super().add_param_group(param_group)
                 check_parameters(self.param_groups, flat=self._slices is not None)
+                self._refuse_gradients()
                 self._local.check_options(self.param_groups[-1])
                 self._checked_options.require(options_of(self.param_groups[-1]))
                 lines += self._describe()
@@ -198,6 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._require_between_steps()
             check_parameters(self.param_groups, flat=self._slices is not None)
             self._refuse_removed()
+            self._refuse_gradients()
             lines += self._describe()
             self._take_state()
         self._take_module()
@@ -488,6 +490,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _require_between_steps(self) -> None:
         if self._slices is not None:
             self._slices.require_between_steps()
+
+    def _refuse_gradients(self) -> None:
+        """With ``flat=True``, refuse new parameters with a gradient, which nothing has averaged."""
+        if self._slices is None:
+            return
+        for parameter, name in zip(self._parameters, names_of(self.param_groups), strict=True):
+            if parameter not in self._addresses and parameter.grad is not None:
+                raise UsageError(
+                    f"{name} has a gradient of a backward pass before it was sharded, which nothing averages over "
+                    "ranks: drop it, or add the parameter before the backward pass"
+                )
 
     def _require_slices(self, method: str) -> SlicePartition:
         if self._slices is None:

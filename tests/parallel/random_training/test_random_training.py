@@ -114,6 +114,19 @@ REGRESSIONS: tuple[Program, ...] = (
             ("step",),
         ),
     ),
+    # The gradient of an assigned weight, which no optimizer knew in the backward pass, was not averaged.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(
+            ("keep_weights",),
+            ("restore_weights", True, "module"),
+            ("forward", 90, "penalty", 2),
+            ("backward", "all", True),
+            ("adapt", 1, 59),
+            ("step",),
+        ),
+        seed=100051,
+    ),
     # Gradients that the user keeps are in the buffer of those that are zeroed.
     Program(
         wrapper="flat",
