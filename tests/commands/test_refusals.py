@@ -217,7 +217,7 @@ REFUSED = [
     # account
     ("account memory --strategy zero", "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp"),
     ("account memory --mode backward", "--mode 'backward': choose from forward, forward-backward, train"),
-    ("account memory --world-size 0", "--world-size '0': must be at least 1"),
+    ("account memory --world-size 0", "--world-size '0': must be between 1 and 16384"),
     ("account memory --world-size 1e9", "--world-size '1e9': must be between 1 and "),
     ("account memory --world-size 3", "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
     ("account memory --parameter-dtype int8", "--parameter-dtype 'int8': choose from fp32, bf16, fp16"),
