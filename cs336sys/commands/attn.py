@@ -8,12 +8,10 @@ import typer
 
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DeviceOption, SeedOption
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
+from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import AttentionWorkload
-
-PLAIN_ATTENTION = ("eager", "compiled", "model")
+from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
 
 
 def attn(
@@ -28,6 +26,7 @@ def attn(
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    dry_run: DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -35,7 +34,7 @@ def attn(
 
     cs336sys attn --context 256,1024,4096,8192,16384 --head-dim 16,32,64,128
     """
-    from cs336sys.report.attention import attn_tables, plot_attn
+    from cs336sys.report.attention import attention_plan, attn_tables, plot_attn
 
     output.check(plot=plot)
     configurations = [
@@ -43,5 +42,10 @@ def attn(
         | {"warmup": warmup, "steps": steps}
         for tokens, dimension, chosen_dtype, name in product(context, head_dim, dtype, implementation)
     ]
+    if dry_run:
+        show_plan(
+            lambda capacity: attention_plan("attn", configurations, capacity), sweeping, output, device, plot=plot
+        )
+        return
     measure = "cs336sys.experiments.attention.measurement:measure_attn"
     run_sweep("attn", measure, configurations, sweeping).report(attn_tables, output, (plot, plot_attn))

@@ -19,7 +19,7 @@ _COMPARED = tuple(setting.replace("_", "-") for setting in COMPARED_SETTINGS)
 
 def bench(
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    mode: options.ModeOption = "train",
+    mode: options.ModesOption = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),

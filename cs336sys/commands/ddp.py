@@ -58,7 +58,7 @@ def ddp(
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[2], steps=5),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[
         int, typer.Option(help="Times through all of it, to and fro.", min=1, rich_help_panel=MEASURING)
     ] = 1,
@@ -86,7 +86,7 @@ def ddp(
     from cs336sys.report.scaling import plot_scaling as draw_scaling
     from cs336sys.report.scaling import scaling_tables
 
-    workloads = options.expand_workloads(model, "train", precision, implementation, steps, run)
+    workloads = options.expand_workloads(model, ["train"], precision, implementation, steps, run)
     chosen = [
         ParallelWorkload(
             training,

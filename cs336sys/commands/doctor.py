@@ -60,7 +60,7 @@ def doctor(
         given = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
         (workload,) = expand_workloads(
             given,
-            "train",
+            ["train"],
             PrecisionOptions(["fp32"]),
             ImplementationOptions(optimizer=[optimizer]),
             StepsOptions([0], 1),

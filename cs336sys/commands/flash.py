@@ -10,8 +10,8 @@ import typer
 from cs336sys.commands.options.board import goes_before
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import BaselineOption, check_baseline, choice
-from cs336sys.commands.options.training import DeviceOption, SeedOption
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
+from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import IMPLEMENTATIONS, AttentionWorkload
@@ -60,6 +60,7 @@ def flash(
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
+    dry_run: DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -73,7 +74,7 @@ def flash(
 
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
     """
-    from cs336sys.report.attention import flash_tables, plot_flash, pool_flash_rounds
+    from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
     shapes: Iterable[Sequence[Any]] = (batch_size, num_heads, context, head_dim, dtype)
     if grid is not None:
@@ -96,6 +97,11 @@ def flash(
         for number in numbers
         for name in implementation
     ]
+    if dry_run:
+        show_plan(
+            lambda capacity: attention_plan("flash", configurations, capacity), sweeping, output, device, plot=plot
+        )
+        return
     measure = "cs336sys.experiments.attention.measurement:measure_flash"
     run_sweep("flash", measure, configurations, sweeping).report(
         lambda cells, run: flash_tables(cells, run, over), output, (plot, plot_flash), pooled=pool_flash_rounds

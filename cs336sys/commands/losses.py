@@ -43,7 +43,7 @@ def losses(
         if "," in str(path):
             raise UsageError(f"--text {path}: a comma stands between files in what is saved; rename it")
     workloads = options.expand_workloads(
-        model, "train", precision, implementation, options.StepsOptions(warmup=[0], steps=steps), run
+        model, ["train"], precision, implementation, options.StepsOptions(warmup=[0], steps=steps), run
     )
     paths = ",".join(map(str, text))
     tell_what_does_not_fit(workloads, run.device)

@@ -55,7 +55,7 @@ def memprof(
         raise UsageError(
             f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"
         )
-    training = options.expand_workloads(model, mode[0], precision, implementation, steps, run)
+    training = options.expand_workloads(model, mode[:1], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [
         MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory)

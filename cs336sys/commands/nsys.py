@@ -38,7 +38,7 @@ def nsys(
         typer.Option("--range", help="Ranges that are the phases of that report.", show_default=False),
     ] = [],
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    mode: options.ModeOption = "train",
+    mode: options.ModesOption = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare phases.")

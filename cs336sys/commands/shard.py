@@ -34,11 +34,11 @@ def shard(
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[2], steps=5),
+    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a rank's memory at four moments.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a rank's memory at six moments.")] = None,
     plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.")] = False,
@@ -68,7 +68,7 @@ def shard(
         refuse_beside_board(model.model, sharding.mesh, plot)
     sharding, implementation, steps = completed(ctx, sharding, implementation, steps)
     chosen = sharding.cells(
-        options.expand_workloads(model, "train", precision, implementation, steps, run),
+        options.expand_workloads(model, ["train"], precision, implementation, steps, run),
         choose_world_sizes(world_size or sharding.ranks_of_mesh),
         run.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
+from cs336sys.measure.system import Capacity
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import legend_columns, write_figure
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
@@ -14,7 +15,7 @@ from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, steps_words, title
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,6 +91,32 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     for percent in (20, 80):
         row[f"end_to_end_p{percent}_ms"] = cell.samples["end_to_end"].percentile(percent)
     return row
+
+
+def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
+    """Build the table of ``--dry-run``: each cell with the memory that plain attention of its shape needs."""
+    cells = [Cell(command, dict(one), "ok") for one in configurations]
+    plain = [cell for cell in cells if cell.configuration["implementation"] in PLAIN_ATTENTION]
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        rows.append(dict(cell.configuration))
+        if cell in plain:
+            memory = predicted_memory(cell)
+            rows[-1] |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
+    notes = ["predicted for plain attention, eager with torch.softmax; fused kernels hold a row statistic a query"]
+    if capacity is not None:
+        too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows)
+        notes.append(
+            f"{too_large} of {len(rows)} need more than the {capacity.memory_gib:.1f} GiB of {capacity.device}"
+        )
+    columns = (
+        *shown_settings(cells, _SHAPE_COLUMNS).values(),
+        Column("implementation", "implementation"),
+        Column("predicted_held_gib", "predicted held", "gib"),
+        Column("predicted_peak_gib", "predicted peak", "gib"),
+    )
+    heading = title(f"{command}: cells and predicted memory (nothing was run)", cells, None, _SHAPE_COLUMNS, {})
+    return Table("plan", heading, columns, rows, notes)
 
 
 def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:

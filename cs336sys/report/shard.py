@@ -137,7 +137,7 @@ def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankM
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Steps and what they send, their phases, memory at four moments, and how late gathers were."""
+    """Steps and what they send, their phases, memory at six moments, and how late gathers were."""
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
     own = (*shown.values(), *_STRATEGY_COLUMNS)
     rows = _step_rows(cells)
@@ -242,7 +242,7 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     )
     notes = [
         "of the rank that holds most; predicted: tensors of eager execution, without the communication library's own",
-        "after the optimizer, gradients are dropped; all moments but the first are of the second step",
+        "after the first optimizer step, gradients are there; after the optimizer of the second, they are dropped",
     ]
     rows = []
     for cell in cells:
@@ -309,7 +309,7 @@ def _column_name(moment: str) -> str:
     return moment.replace(" ", "_")
 
 
-# The picture of ``shard``: what a rank's memory holds at four moments, with what was predicted beside.
+# The picture of ``shard``: what a rank's memory holds at six moments, with what was predicted beside.
 
 
 _COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}

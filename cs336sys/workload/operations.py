@@ -73,6 +73,9 @@ IMPLEMENTATIONS = (
     "fa4",
 )
 
+# Of ``attn``: the last is the model's own, whose softmax is made of single operations.
+PLAIN_ATTENTION = ("eager", "compiled", "model")
+
 
 @dataclass(frozen=True)
 class AttentionWorkload(Configured):

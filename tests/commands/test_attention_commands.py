@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.cli import app
 from cs336sys.measure.cells import Worker
+from cs336sys.measure.system import Capacity
 from cs336sys.report.attention import attn_tables, flash_tables, plot_flash, pool_flash_rounds
 from cs336sys.results.model import Cell, Samples, read_results
 
@@ -26,6 +27,23 @@ def invoke(*arguments):
 def tables(result):
     assert result.exit_code == 0, result.output
     return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("H100", 80.0))
+    shape = ("--context", "1024,65536", "--head-dim", "64", "--dry-run", "--format", "json")
+    plan = tables(invoke("attn", *shape))["plan"]
+    assert [(row["context"], row["implementation"]) for row in plan["rows"]] == [
+        (1024, "eager"),
+        (1024, "compiled"),
+        (65536, "eager"),
+        (65536, "compiled"),
+    ]
+    n, s = 4 * 8 * 1024 * 64, 4 * 8 * 1024**2
+    assert plan["rows"][0]["predicted_held_gib"] == (5 * n + s) / 2**30
+    assert "2 of 4 need more than the 80.0 GiB of H100" in plan["notes"]
+    plan = tables(invoke("flash", "--implementation", "auto,eager", *shape))["plan"]
+    assert [row["predicted_peak_gib"] is None for row in plan["rows"]] == [True, False] * 2
 
 
 def test_flash_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):

@@ -269,6 +269,13 @@ def test_dry_run_predicts_memory_and_measures_nothing():
         assert row["predicted_peak_gib"] == pytest.approx(sum(parts))
 
 
+def test_several_modes_are_cells_of_one_sweep():
+    arguments = ("--size", "small", "--mode", "forward,train", "--dry-run", "--format", "json")
+    forward, train = tables(invoke(*arguments, tiny=False))["plan"]["rows"]
+    assert (forward["mode"], train["mode"]) == ("forward", "train")
+    assert forward["gradients_gib"] == forward["optimizer_state_gib"] == 0 < train["optimizer_state_gib"]
+
+
 @pytest.mark.parametrize(
     ("memory_gib", "verdicts"), [(16.0, ["yes", "no"]), (2.2, ["tight", "no"]), (None, [None] * 2)]
 )

@@ -16,7 +16,7 @@ from cs336sys.cli import app
 from cs336sys.errors import UsageError
 from cs336sys.measure.system import Capacity
 
-PLANNED = ("bench", "nsys", "memprof", "allreduce", "ddp", "shard")
+PLANNED = ("bench", "nsys", "memprof", "allreduce", "ddp", "shard", "attn", "flash")
 
 
 def invoke(*arguments):
@@ -60,7 +60,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        *((command, "--plot x.png") for command in ("bench", "nsys", "allreduce", "ddp", "shard")),
+        *((command, "--plot x.png") for command in ("bench", "nsys", "allreduce", "ddp", "shard", "attn", "flash")),
         *((command, "--plot-scaling x.png") for command in ("ddp", "shard")),
         *((command, "--trace x") for command in ("ddp", "shard")),
         ("ddp", "--plot-buckets x.png"),
@@ -75,7 +75,7 @@ def test_a_dry_run_writes_nothing_that_is_measured(command, option, tmp_path, mo
     assert refused(command, *ranks, *option.split(), "--dry-run") == sentence
 
 
-@pytest.mark.parametrize("command", [*PLANNED, "attn", "flash", "kernels", "losses"])
+@pytest.mark.parametrize("command", [*PLANNED, "kernels", "losses"])
 def test_slurm_reads_the_values_of_options(command):
     for options, sentence in SWEEPING:
         assert sentence in refused("slurm", command, *options)

@@ -151,7 +151,7 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
     # Master weights, or their lower bits, are state of the optimizer.
     optimizer_state = state.optimizer_state + state.master_parameters
     held = TrainingState(state.parameters, state.gradients, optimizer_state)
-    at_peak = RankMemory(MOMENTS[4], state.parameters, peak.gradients, optimizer_state, peak.activations)
+    at_peak = RankMemory(MOMENTS[-1], state.parameters, peak.gradients, optimizer_state, peak.activations)
     return [*memory_of_state(held, _always_held(step)), at_peak]
 
 

@@ -105,7 +105,10 @@ def flat_optimizer_state(
     ]
 
 
-MOMENTS = ("initialized", "before the first optimizer step", "before the optimizer", "after the optimizer", "peak")
+MOMENTS = (
+    *("initialized", "before the first optimizer step", "after the first optimizer step"),
+    *("before the optimizer", "after the optimizer", "peak"),
+)
 
 # Strategies of torch, by ours that share out the same.
 _COUNTERPARTS = {"torch-zero": "optimizer"}
@@ -179,8 +182,9 @@ class RankMemory:
     """Bytes that one rank holds at a moment; the parts add up to the total.
 
     Attributes:
-        moment: one of :data:`MOMENTS`: the model is built; after a backward pass; after the optimizer step, when
-            gradients are dropped; the most of a step. All but the first are of a step after the first.
+        moment: one of :data:`MOMENTS`: the model is built; directly before and after the first optimizer step, when
+            gradients are there; of a later step before the optimizer, after it, when gradients are dropped, and the
+            most.
         gradients: what the optimizer updates parameters by, and torch's buckets, of which they are views.
         rest: activations and buffers: also gathered weights, gradients under way, temporaries, batch and rotary table.
     """
@@ -218,7 +222,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
         peak = rank_peak(step)
         rest = peak.activations + always - _always_held(step.share)
-        moments.append(RankMemory(MOMENTS[4], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 
@@ -238,7 +242,8 @@ def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list
         RankMemory(MOMENTS[0], state.parameters, 0, 0, always + kept),
         RankMemory(MOMENTS[1], state.parameters, state.gradients, 0, always),
         RankMemory(MOMENTS[2], state.parameters, state.gradients, state.optimizer_state, always),
-        RankMemory(MOMENTS[3], state.parameters, kept, state.optimizer_state, always),
+        RankMemory(MOMENTS[3], state.parameters, state.gradients, state.optimizer_state, always),
+        RankMemory(MOMENTS[4], state.parameters, kept, state.optimizer_state, always),
     ]
 
 

@@ -71,7 +71,7 @@ def refuse_beside_board(model: str | None, mesh: str | None, plot: Path | None) 
     reasons = {
         f"--model {model}": model is not None and "--board measures the leaderboard's model",
         f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",
-        f"--plot {plot}": plot is not None and "--board does not record a rank's memory at four moments",
+        f"--plot {plot}": plot is not None and "--board does not record a rank's memory at six moments",
     }
     for option, reason in reasons.items():
         if reason:

@@ -54,6 +54,7 @@ _SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size i
 
 NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
 ModeOption = Annotated[str, choice(MODES, rich_help_panel=WHAT_RUNS)]
+ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
 DeviceOption = Annotated[str, choice(DEVICES)]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
 ModelOption = Annotated[str | None, typer.Option(help="Yours: FILE.py:NAME (docs/your_model.md).", show_default=False)]
@@ -232,7 +233,7 @@ def _default_size(device: str) -> str:
 
 def expand_workloads(
     model: ModelOptions,
-    mode: str,
+    modes: Sequence[str],
     precision: PrecisionOptions,
     implementation: ImplementationOptions,
     steps: StepsOptions,
@@ -254,6 +255,7 @@ def expand_workloads(
     optimizers = implementation.optimizers()
     user = _user_code(model, optimizers)
     choices = product(
+        modes,
         precisions,
         implementation.compile,
         implementation.attention,
@@ -280,7 +282,7 @@ def expand_workloads(
             **asdict(run),
         )
         for size, choice in product(sizes, choices)
-        for chosen, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph, warmup in [choice]
+        for mode, chosen, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph, warmup in [choice]
         # Fused kernels alone compute with split weights; without any, the workload says so.
         if state_dtype != "split" or kernels == "fused" or "fused" not in implementation.kernels
     ]

@@ -41,7 +41,7 @@ from cs336sys.measure.timing import time_phases
 from cs336sys.results.model import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
-# What a rank's memory holds at five moments of training, by component, from the allocator's own events.
+# What a rank's memory holds at six moments of training, by component, from the allocator's own events.
 
 
 def build_recorded(
@@ -50,9 +50,9 @@ def build_recorded(
     """Build a step and run it twice; all ranks call it together.
 
     Returns:
-        the step; what its memory held: after it was built, before the first optimizer step, and in the second run
-        (optimizer state and buffers of communication exist then) before the optimizer, after it and at the peak. An
-        empty list where the allocator's history was too short; and the collectives of the second run.
+        the step; what its memory held: after it was built, before the first optimizer step and after it, gradients not
+        dropped yet, and in the second run (buffers of communication exist then) before the optimizer, after it and at
+        the peak. An empty list where the allocator's history was too short; and the collectives of the second run.
     """
     on_gpu = device.type == "cuda"
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
@@ -64,7 +64,7 @@ def build_recorded(
         built = history.mark()
         with step.aside():
             first = _run_marked(step, history)
-            first_gradients = optimizer_memory.gradients
+            first_gradients, stepped = optimizer_memory.gradients, optimizer_memory.stepped
             start = history.mark()
             with recorded_communication() as communications:
                 before = _run_marked(step, history)
@@ -74,16 +74,16 @@ def build_recorded(
         return step, [], communications
     timeline = build_timeline(history.events, regions=(), held_size=held_before)
     totals = timeline.totals()
-    at_built, at_first, at_start, at_optimizer, at_end = (
-        history.position(mark) for mark in (built, first, start, before, end)
+    at_built, at_first, at_stepped, at_start, at_optimizer, at_end = (
+        history.position(mark) for mark in (built, first, stepped, start, before, end)
     )
     at_peak = peak_position(totals, Region("step", at_start, at_end))
     kept = _blocks(timeline, parameters, at_optimizer), _blocks(timeline, optimizer_memory.state, at_end)
     gradients = _blocks(timeline, optimizer_memory.gradients, at_optimizer)
     of_first = _blocks(timeline, first_gradients, at_first)
-    positions = (at_built, at_first, at_optimizer, at_end, at_peak)
+    positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
     held = [
-        _held(moment, position, (kept[0], of_first if position == at_first else gradients, kept[1]), totals)
+        _held(moment, position, (kept[0], of_first if position <= at_stepped else gradients, kept[1]), totals)
         for moment, position in zip(MOMENTS, positions, strict=True)
     ]
     return step, held, communications
@@ -103,11 +103,13 @@ class _OptimizerMemory:
 
     Attributes:
         gradients, state: addresses at the last step.
+        stepped: the mark after it, when gradients are not dropped yet.
     """
 
     def __init__(self, history: AllocationHistory):
         self.gradients: set[int] = set()
         self.state: set[int] = set()
+        self.stepped = history.mark()
         self._history = history
         self._depth = 0
 
@@ -133,6 +135,7 @@ class _OptimizerMemory:
         self._depth -= 1
         values = (value for state in optimizer.state.values() for value in state.values())
         self.state |= _addresses(self._history, (value for value in values if isinstance(value, Tensor)))
+        self.stepped = self._history.mark()
 
 
 def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> set[int]:

@@ -24,7 +24,7 @@ def scalers(workloads):
 
 
 def observe_all(workloads):
-    """For each, the memory at four moments and the bytes that a step sends."""
+    """For each, the memory at six moments and the bytes that a step sends."""
     observed, device = [], torch.device("cpu")
     for workload in workloads:
         step, memory, _ = build_recorded(functools.partial(ParallelStep, workload, device), device)

@@ -96,6 +96,9 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
         first = measured["before the first optimizer step"]
         assert (first.parameters, first.optimizer_state) == (expected.parameters, 0)
         assert first.gradients == predicted["before the first optimizer step"].gradients, cell.strategy
+        stepped = measured["after the first optimizer step"]
+        for part in ("parameters", "gradients", "optimizer_state"):
+            assert getattr(stepped, part) == getattr(predicted[stepped.moment], part), (cell.strategy, part)
         assert measured["initialized"].parameters == expected.parameters
         assert measured["initialized"].optimizer_state == 0
         if cell.strategy != "torch-fsdp":
