@@ -15,7 +15,7 @@ from cs336sys.commands.options.settings_file import use_settings, with_config_fi
 # its name.
 PANELS = {
     "Measure": ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard"),
-    "Understand": ("account", "precision", "losses"),
+    "Understand": ("trace", "account", "precision", "losses"),
     "Decide": ("compare",),
     "Write up": ("report", "show", "slurm", "doctor"),
 }

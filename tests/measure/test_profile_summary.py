@@ -360,11 +360,23 @@ def test_another_programs_ranges_are_no_configuration(report):
     assert summary_of(report).configuration is None
 
 
-def test_a_trace_of_several_processes_is_refused(trace):
+def test_merged_trace_whose_launches_collide_is_refused(trace):
     train_step(trace)
-    trace.range("forward", 3000, 3100, process=200)
-    with pytest.raises(UsageError, match="holds 2 processes, and its kernels do not say whose they are"):
+    trace.event("cuda_runtime", "launch", 3000, 3100, 1, 200, correlation=1)
+    with pytest.raises(UsageError, match=r"merged of 2 processes, and launches of several of them have the number 1,"):
         summary_of(trace)
+
+
+def test_kernels_of_a_merged_trace_belong_to_the_process_that_launched_them(trace):
+    trace.range("forward", 0, 100)
+    trace.range("forward", 0, 100, process=200)
+    trace.kernel("nvjet_a", 10, 20, 30)
+    trace.event("cuda_runtime", "launch", 50, 55, 1, 200, correlation=2)
+    trace.event("kernel", "nvjet_b", 60, 80, "stream 7", 0, correlation=2, device=0)
+    capture = open_capture(trace.write())
+    rows = capture.tables.execute("SELECT text, process FROM work JOIN name ON id = name ORDER BY start").fetchall()
+    assert len({process for _, process in rows}) == 2
+    assert summarize(capture).phases[0].kernels == 2
 
 
 def test_cuda_calls_without_kernels_are_no_empty_profile(trace):

@@ -1,23 +1,51 @@
 """A profiler's capture, from whatever file, as tables of one SQLite schema. Standard library only."""
 
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.measure.range_names import run_configuration
 
-# Times are nanoseconds on one clock. ``work`` is what ran on a GPU: kernels, copies, fills, each on the GPU of that
-# number. Names are printable: strangers choose them. ``launch`` are the API
-# calls on a CPU that asked for it, found by the number that CUPTI counts anew in each process. ``ranges`` are NVTX
-# ranges, or those of torch.profiler; their threads are numbered as those of the launches.
+# Times are nanoseconds on one clock. Names are printable: strangers choose them.
+#
+# ``work`` is what ran on a GPU: kernels, copies, fills. ``launch`` are the API calls on a CPU that asked for it, found
+# by the number that CUPTI counts anew in each process. ``waits`` are calls that return when the GPU has done something.
+# ``ranges`` are NVTX ranges, or those of torch.profiler; their threads are numbered as those of the launches.
+# ``operation`` are torch's operators with the number under which their kernels name them, the shapes of their inputs,
+# and the number that a forward operator shares with its backward one. ``module`` are calls of ``nn.Module``.
+# ``collective`` says of work (or of the operator that launched it) which collective it is.
 _SCHEMA = """
-CREATE TABLE work (start INTEGER, stop INTEGER, process INTEGER, correlation INTEGER, name INTEGER,
-                   gpu INTEGER);
-CREATE TABLE launch (process INTEGER, correlation INTEGER, start INTEGER, thread,
+CREATE TABLE work (number INTEGER PRIMARY KEY, start INTEGER, stop INTEGER, process INTEGER, correlation INTEGER,
+                   name INTEGER, gpu INTEGER, stream, bytes INTEGER, operation INTEGER);
+CREATE TABLE launch (process INTEGER, correlation INTEGER, start INTEGER, stop INTEGER, thread,
                      PRIMARY KEY (process, correlation)) WITHOUT ROWID;
+CREATE TABLE waits (process INTEGER, start INTEGER, stop INTEGER, thread, name TEXT);
 CREATE TABLE ranges (name TEXT, start INTEGER, stop INTEGER, process INTEGER, thread);
+CREATE TABLE operation (number INTEGER, start INTEGER, stop INTEGER, thread, name INTEGER, shape INTEGER,
+                        sequence INTEGER);
+CREATE TABLE module (start INTEGER, stop INTEGER, thread, name INTEGER);
+CREATE TABLE collective (work INTEGER, operation INTEGER, kind TEXT, grp TEXT, sequence INTEGER, bytes INTEGER,
+                         ranks INTEGER);
 CREATE TABLE name (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
+CREATE TABLE shape (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 """
+
+# Calls that wait for the GPU, of CUDA and HIP; plain cudaMemcpy returns when the copy is done.
+WAITING_CALLS = (
+    "DeviceSynchronize",
+    "StreamSynchronize",
+    "EventSynchronize",
+    "CtxSynchronize",
+    "cudaMemcpy_",
+    "cuMemcpyDtoH_",
+    "hipMemcpyWithStream",
+)
+
+
+def is_waiting_call(name: str) -> bool:
+    """Return whether an API call of this name returns only when the GPU has done something."""
+    return name in ("cudaMemcpy", "hipMemcpy") or any(part in name for part in WAITING_CALLS)
 
 
 @dataclass(frozen=True)
@@ -29,11 +57,18 @@ class Capture:
         profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
         is_gpu: False where no GPU took part, and the CPU's operations stand in ``work``, each launched by itself and as
             long as it ran without those that it calls.
+        rank, ranks: of the process, and how many there are, where the file says so.
+        gpu_names: by number.
+        peak_bytes: the most memory that torch's allocator held allocated on each GPU.
     """
 
     tables: sqlite3.Connection
     profiler: str
     is_gpu: bool = True
+    rank: int | None = None
+    ranks: int | None = None
+    gpu_names: Mapping[int, str] = field(default_factory=dict)
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def close(self) -> None:
         self.tables.close()

@@ -1,21 +1,22 @@
 """Reads the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or gzipped."""
 
 import gzip
-import itertools
 import json
+import re
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.profile.capture import Capture, empty_tables
+from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_call
+from cs336sys.measure.profile.collectives import COLLECTIVE_ARGUMENT, collective_bytes, collective_kind
 from cs336sys.results.foreign import printable
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Triton launches through the driver.
-_CALLS = ("cuda_runtime", "cuda_driver")
+_CALLS = ("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime")
 _RANGES = ("user_annotation",)
 _OPERATIONS = ("cpu_op",)
 # What older versions of torch called them.
@@ -26,30 +27,44 @@ _TODAYS_CATEGORY = {
     "Runtime": "cuda_runtime",
     "Operator": "cpu_op",
 }
+# Accelerators whose work is recorded in other ways.
+_FOREIGN_WORK = ("mtia_ccp_events", "hpu_op", "npu")
+# Gloo's threads show a collective as an annotation.
+_GLOO = "gloo:"
+_MODULE = "nn.Module: "
 
 GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 1 << 20
 _ROWS_AT_ONCE = 10_000
 # An event of torch's has some hundred characters, one with a stack some thousand.
 _EVENT_CHARACTERS = 1 << 24
+# Templates have names of some thousand characters; strangers may write more.
+_NAME_CHARACTERS = 8000
+# What follows the events is a few lines.
+_TAIL_CHARACTERS = 1 << 22
+# Shapes beyond these are not told apart.
+_MOST_SHAPES = 200_000
 # What strangers write in the place of numbers and texts.
 _OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
 _STEP = "ProfilerStep#"
 
-# A trace is one process's, so it numbers its correlations once.
+# A trace is mostly one process's. Which one kernels belong to is known by their launches alone.
 _PROCESS = 0
 
 # What fills each table.
 _STATEMENTS = {
-    "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?, ?)",
-    "launch": "INSERT OR IGNORE INTO launch VALUES (?, ?, ?, ?)",
+    "work": "INSERT INTO work VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "launch": "INSERT OR IGNORE INTO launch VALUES (?, ?, ?, ?, ?)",
+    "waits": "INSERT INTO waits VALUES (?, ?, ?, ?, ?)",
     "ranges": "INSERT INTO ranges VALUES (?, ?, ?, ?, ?)",
-    "operation": "INSERT INTO operation VALUES (?, ?, ?, ?)",
+    "operation": "INSERT INTO operation VALUES (?, ?, ?, ?, ?, ?, ?)",
+    "module": "INSERT INTO module VALUES (?, ?, ?, ?)",
+    "collective": "INSERT INTO collective VALUES (?, ?, ?, ?, ?, ?, ?)",
 }
 
 
 def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
-    """Load kernels, copies, API calls and ranges of a trace, or the CPU's operations if no GPU took part.
+    """Load kernels, copies, API calls, operators and ranges of a trace.
 
     The file is read event by event, so it may be larger than memory.
 
@@ -57,97 +72,249 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
         called: what errors call the file instead of its path.
 
     Raises:
-        UsageError: it is no trace or is cut off, holds several processes, or holds API calls whose kernels were not
-            recorded.
+        UsageError: it is no trace or is cut off, was merged of several processes so that kernels cannot be told apart,
+            or holds API calls whose kernels were not recorded.
     """
     tables = empty_tables()
     try:
-        is_gpu = _load(tables, path)
+        return _load(tables, path)
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
     except (OSError, EOFError, zlib.error, ArithmeticError, RecursionError, sqlite3.Error, *_OF_VALUES) as error:
         tables.close()
         raise UsageError(f"{called or path} cannot be read as a trace of torch.profiler: {error}") from error
-    tables.commit()
-    return Capture(tables, "torch.profiler", is_gpu)
 
 
-def _load(tables: sqlite3.Connection, path: Path) -> bool:
-    tables.execute("CREATE TEMP TABLE operation (start INTEGER, stop INTEGER, thread, name INTEGER)")
-    name_ids: dict[str, int] = {}
-    processes: set[Any] = set()
+def _load(tables: sqlite3.Connection, path: Path) -> Capture:
     with path.open("rb") as binary:
         is_zipped = binary.read(2) == GZIP_MAGIC
+    loader = _Loader(tables)
     with gzip.open(path, "rt", encoding="utf-8") if is_zipped else path.open(encoding="utf-8") as stream:
-        events = (event for event in _events(stream) if event.get("ph") == "X")
-        while block := list(itertools.islice(events, _ROWS_AT_ONCE)):
-            rows = _rows_of(block, name_ids, processes)
-            for table, statement in _STATEMENTS.items():
-                tables.executemany(statement, rows[table])
-    if len(processes) > 1:
+        events = _Events(stream)
+        for event in events:
+            loader.add(event)
+    loader.finish()
+    is_gpu = _has_rows(tables, "work")
+    if loader.foreign and not is_gpu:
         raise UsageError(
-            f"holds {len(processes)} processes, and its kernels do not say whose they are: "
-            "read each process's own trace"
+            f"holds work of an accelerator ('{loader.foreign}') whose kernels are not recorded as those of CUDA and "
+            "ROCm are, and cannot be read"
         )
-    tables.executemany("INSERT INTO name VALUES (?, ?)", [(number, name) for name, number in name_ids.items()])
-    if _has_rows(tables, "work"):
-        return True
-    if _has_rows(tables, "launch"):
-        raise UsageError("holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine")
-    _let_operations_be_work(tables)
-    if not _has_rows(tables, "work"):
-        raise UsageError("holds neither GPU kernels nor operations of the CPU")
-    return False
+    if not is_gpu:
+        if _has_rows(tables, "launch"):
+            raise UsageError("holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine")
+        _let_operations_be_work(tables, loader.numbered)
+        if not _has_rows(tables, "work"):
+            raise UsageError("holds neither GPU kernels nor operations of the CPU")
+    else:
+        # What Gloo's threads do is no work of the GPU.
+        tables.execute("DELETE FROM work WHERE stream LIKE 'gloo %'")
+        loader.give_work_its_process()
+    tables.execute("CREATE INDEX collective_of_operation ON collective (operation)")
+    tables.commit()
+    about = events.value("distributedInfo", {})
+    devices = events.value("deviceProperties", [])
+    return Capture(
+        tables,
+        "torch.profiler",
+        is_gpu,
+        rank=_integer(about.get("rank")),
+        ranks=_integer(about.get("world_size")),
+        gpu_names={int(one["id"]): printable(str(one["name"])) for one in devices if {"id", "name"} <= one.keys()},
+        peak_bytes=loader.peak_bytes,
+    )
 
 
-def _rows_of(
-    events: Sequence[Mapping[str, Any]], name_ids: dict[str, int], processes: set[Any]
-) -> dict[str, list[tuple]]:
-    """The rows of some events by table; adds names that are new, with their numbers, and processes."""
-    rows: dict[str, list[tuple]] = {table: [] for table in _STATEMENTS}
-    for event in events:
-        category, name = str(event.get("cat")), printable(str(event.get("name", "")))
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < 1 << 40 else None
+
+
+class _Loader:
+    """Sorts events into tables."""
+
+    def __init__(self, tables: sqlite3.Connection):
+        self.tables = tables
+        self.rows: dict[str, list[tuple]] = {table: [] for table in _STATEMENTS}
+        self.waiting = 0
+        self.name_ids: dict[str, int] = {}
+        self.shape_ids: dict[str, int] = {}
+        self.processes: dict[Any, int] = {}
+        self.launching: set[int] = set()
+        self.numbered = 0
+        self.foreign = ""
+        self.peak_bytes: dict[int, int] = {}
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        category = str(event.get("cat"))
+        if event.get("ph") != "X":
+            if event.get("name") == "[memory]":
+                self._add_memory(event.get("args", {}))
+            return
         category = _TODAYS_CATEGORY.get(category, category)
-        if category in _OPERATIONS and name.startswith(_STEP):
-            # Older versions of torch called their profiler's steps operations.
-            category = _RANGES[0]
+        add = _ADD.get(category)
+        if add is None:
+            if category in _FOREIGN_WORK:
+                self.foreign = category
+            return
         start = round(float(event["ts"]) * 1e3)
-        stop = start + round(float(event.get("dur", 0)) * 1e3)
+        # Some threads are numbers that SQLite's integers do not hold.
+        add(self, event, start, start + round(float(event.get("dur", 0)) * 1e3), str(event.get("tid")))
+        self.waiting += 1
+        if self.waiting == _ROWS_AT_ONCE:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        for table, ids in (("name", self.name_ids), ("shape", self.shape_ids)):
+            rows = [(number, printable(text)) for text, number in ids.items()]
+            self.tables.executemany(f"INSERT INTO {table} VALUES (?, ?)", rows)
+
+    def give_work_its_process(self) -> None:
+        """Find the process of each kernel by its launch, in a trace that several have launched in.
+
+        Raises:
+            UsageError: two processes have launches of one number, so that nobody can say whose a kernel is.
+        """
+        if len(self.launching) <= 1:
+            process = next(iter(self.launching), None)
+            if process not in (None, _PROCESS):
+                self.tables.execute("UPDATE work SET process = ?", (process,))
+            return
+        self.tables.execute("CREATE INDEX launch_by_number ON launch (correlation)")
+        collision = self.tables.execute(
+            "SELECT correlation FROM launch WHERE correlation IN (SELECT correlation FROM work) "
+            "GROUP BY correlation HAVING count(*) > 1 LIMIT 1"
+        ).fetchone()
+        if collision:
+            raise UsageError(
+                f"was merged of {len(self.launching)} processes, and launches of several of them have the number "
+                f"{collision[0]}, so that its kernels do not say whose they are: read each process's own trace"
+            )
+        self.tables.execute(
+            """UPDATE work SET process = coalesce(
+                   (SELECT process FROM launch WHERE launch.correlation = work.correlation), process)"""
+        )
+
+    def _flush(self) -> None:
+        for table, statement in _STATEMENTS.items():
+            if self.rows[table]:
+                self.tables.executemany(statement, self.rows[table])
+                self.rows[table] = []
+        self.waiting = 0
+
+    def _name(self, event: Mapping[str, Any]) -> int:
+        name = str(event.get("name", ""))
+        if len(name) > _NAME_CHARACTERS:
+            name = f"{name[:_NAME_CHARACTERS]}..."
+        return self.name_ids.setdefault(name, len(self.name_ids))
+
+    def _process(self, event: Mapping[str, Any]) -> int:
+        return self.processes.setdefault(str(event.get("pid")), len(self.processes))
+
+    def _add_work(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         arguments = event.get("args", {})
-        correlation = arguments.get("correlation")
-        # Some are numbers that SQLite's integers do not hold.
-        thread = str(event.get("tid"))
-        if category in _WORK:
-            name_id = name_ids.setdefault(name, len(name_ids))
-            rows["work"].append((start, stop, _PROCESS, correlation, name_id, int(arguments.get("device", 0))))
-        elif category in _OPERATIONS:
-            name_id = name_ids.setdefault(name, len(name_ids))
-            rows["operation"].append((start, stop, thread, name_id))
-        elif category in _CALLS and correlation is not None:
-            processes.add(event.get("pid"))
-            rows["launch"].append((_PROCESS, correlation, start, thread))
-        elif category in _RANGES:
-            processes.add(event.get("pid"))
-            rows["ranges"].append((name, start, stop, _PROCESS, thread))
-    return rows
+        number = self.numbered = self.numbered + 1
+        operation = arguments.get("External id", arguments.get("external id"))
+        of_launch = (_PROCESS, arguments.get("correlation"), self._name(event), int(arguments.get("device", 0)))
+        stream = str(arguments.get("stream", thread))
+        self.rows["work"].append((number, start, stop, *of_launch, stream, arguments.get("bytes"), operation))
+        if COLLECTIVE_ARGUMENT in arguments:
+            self._add_collective(arguments, number, None)
+
+    def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        arguments = event.get("args", {})
+        name = str(event.get("name", ""))
+        if name.startswith(_STEP):
+            # Older versions of torch called their profiler's steps operations.
+            self._add_range(event, start, stop, thread)
+            return
+        shape = None
+        if (sizes := arguments.get("Input Dims", arguments.get("Input dims"))) is not None:
+            types = arguments.get("Input type", arguments.get("Input Type", []))
+            text = json.dumps([sizes, types])
+            shape = self.shape_ids.get(text)
+            if shape is None and len(self.shape_ids) < _MOST_SHAPES:
+                shape = self.shape_ids[text] = len(self.shape_ids)
+        number = arguments.get("External id", arguments.get("external id"))
+        row = (number, start, stop, thread, self._name(event), shape, arguments.get("Sequence number"))
+        self.rows["operation"].append(row)
+        if COLLECTIVE_ARGUMENT in arguments:
+            self._add_collective(arguments, None, number)
+
+    def _add_collective(self, arguments: Mapping[str, Any], work: int | None, operation: int | None) -> None:
+        kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
+        group = printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}")
+        size = collective_bytes(kind, arguments)
+        sequence = _integer(arguments.get("Seq", arguments.get("seq")))
+        row = (work, operation, kind, group, sequence, size, _integer(arguments.get("Group size")))
+        self.rows["collective"].append(row)
+
+    def _add_call(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        process, name = self._process(event), str(event.get("name", ""))
+        if is_waiting_call(name):
+            self.rows["waits"].append((process, start, stop, thread, printable(name)))
+        correlation = event.get("args", {}).get("correlation")
+        if correlation is not None:
+            self.launching.add(process)
+            self.rows["launch"].append((process, correlation, start, stop, thread))
+
+    def _add_range(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        name = str(event.get("name", ""))
+        if name.startswith(_GLOO):
+            self._add_gloo(event, name, start, stop, thread)
+            return
+        self.rows["ranges"].append((printable(name), start, stop, self._process(event), thread))
+
+    def _add_gloo(self, event: Mapping[str, Any], name: str, start: int, stop: int, thread: str) -> None:
+        """A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream."""
+        number = self.numbered = self.numbered + 1
+        kind = collective_kind(name.removeprefix(_GLOO))
+        row = (number, start, stop, self._process(event), -number, self._name(event), 0, f"gloo {thread}", None, None)
+        self.rows["work"].append(row)
+        arguments = event.get("args", {})
+        size = collective_bytes(kind, arguments)
+        self.rows["collective"].append((number, None, kind, "", None, size, None))
+
+    def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        if str(event.get("name", "")).startswith(_MODULE):
+            self.rows["module"].append((start, stop, thread, self._name(event)))
+
+    def _add_memory(self, arguments: Mapping[str, Any]) -> None:
+        # Device types of torch: 0 is the CPU.
+        allocated = arguments.get("Total Allocated")
+        if arguments.get("Device Type") and isinstance(allocated, int):
+            gpu = int(arguments.get("Device Id", 0))
+            self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
+
+
+_ADD: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
+    **dict.fromkeys(_WORK, _Loader._add_work),
+    **dict.fromkeys(_CALLS, _Loader._add_call),
+    **dict.fromkeys(_RANGES, _Loader._add_range),
+    **dict.fromkeys(_OPERATIONS, _Loader._add_operation),
+    "python_function": _Loader._add_module,
+}
 
 
 def _has_rows(tables: sqlite3.Connection, table: str) -> bool:
-    return tables.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None
+    beside_gloo = "WHERE stream NOT LIKE 'gloo %'" if table == "work" else ""
+    return tables.execute(f"SELECT 1 FROM {table} {beside_gloo} LIMIT 1").fetchone() is not None
 
 
-def _let_operations_be_work(tables: sqlite3.Connection) -> None:
+def _let_operations_be_work(tables: sqlite3.Connection, numbered: int) -> None:
     """Put the CPU's operations into ``work``, each as long as it ran without those that it calls.
 
     What an operation and those within it ran by themselves is laid end to end from the outermost one's start, so that
     all of it together covers just the time of the outermost.
     """
-    operations = tables.execute("SELECT rowid, * FROM operation ORDER BY thread, start, stop DESC").fetchall()
-    own = [stop - start for _, start, stop, _, _ in operations]
+    operations = tables.execute(
+        "SELECT rowid, start, stop, thread, name, number FROM operation ORDER BY thread, start, stop DESC"
+    ).fetchall()
+    own = [stop - start for _, start, stop, *_ in operations]
     outermost = []
     callers: list[int] = []
-    for index, (_, start, stop, thread, _) in enumerate(operations):
+    for index, (_, start, stop, thread, *_) in enumerate(operations):
         while callers and (operations[callers[-1]][3] != thread or operations[callers[-1]][2] <= start):
             callers.pop()
         outermost.append(not callers)
@@ -156,48 +323,72 @@ def _let_operations_be_work(tables: sqlite3.Connection) -> None:
         callers.append(index)
     rows = []
     reached = 0
-    for index, (number, start, _, _, name) in enumerate(operations):
+    for index, (number, start, _, thread, name, operation) in enumerate(operations):
         if outermost[index]:
             reached = start
-        rows.append((reached, reached + max(0, own[index]), _PROCESS, number, name, 0))
-        reached += max(0, own[index])
+        ends = reached + max(0, own[index])
+        rows.append((numbered + index + 1, reached, ends, _PROCESS, number, name, 0, thread, None, operation))
+        reached = ends
     tables.executemany(_STATEMENTS["work"], rows)
-    tables.execute(f"INSERT INTO launch SELECT {_PROCESS}, rowid, start, thread FROM operation")
+    tables.execute(f"INSERT INTO launch SELECT {_PROCESS}, rowid, start, start, thread FROM operation")
+    tables.execute(f"UPDATE work SET process = {_PROCESS}")
+    tables.execute(f"UPDATE ranges SET process = {_PROCESS}")
 
 
-def _events(stream: TextIO) -> Iterator[dict[str, Any]]:
+_SEPARATORS = re.compile(r"[ \t\r\n,]*")
+
+
+class _Events:
     """The objects of the list ``traceEvents``, or of a file that is a list, decoded one at a time."""
-    decoder = json.JSONDecoder()
-    text, position = _find_list(stream)
-    while True:
-        while position < len(text) and text[position] in " \t\r\n,":
-            position += 1
-        if text[position : position + 1] == "]":
-            return
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._around = ""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        decode = json.JSONDecoder().raw_decode
+        skip = _SEPARATORS.match
+        text, position = self._find_list()
+        self._around = text[:position]
+        while True:
+            position = skip(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+            try:
+                event, position = decode(text, position)
+            except json.JSONDecodeError:
+                if text[position : position + 1] == "]":
+                    break
+                more = self._stream.read(_CHUNK_CHARACTERS)
+                if not more:
+                    raise UsageError("is cut off: its list of events has no end") from None
+                if len(text) - position > _EVENT_CHARACTERS:
+                    raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
+                text, position = text[position:] + more, 0
+                continue
+            if isinstance(event, dict):
+                yield event
+        self._around += text[position:] + self._stream.read(_TAIL_CHARACTERS)
+
+    def value(self, key: str, default: Any) -> Any:
+        """The value of a key that stands before or after the events; the default if it is missing or of another type.
+
+        Read when all events are.
+        """
+        found = re.search(rf'"{key}"\s*:\s*', self._around)
         try:
-            event, position = decoder.raw_decode(text, position)
+            value = json.JSONDecoder().raw_decode(self._around, found.end())[0] if found else default
         except json.JSONDecodeError:
-            more = stream.read(_CHUNK_CHARACTERS)
-            if not more:
-                raise UsageError("is cut off: its list of events has no end") from None
-            if len(text) - position > _EVENT_CHARACTERS:
-                raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
-            text, position = text[position:] + more, 0
-            continue
-        if isinstance(event, dict):
-            yield event
+            return default
+        return value if isinstance(value, type(default)) else default
 
-
-def _find_list(stream: TextIO) -> tuple[str, int]:
-    """Text read so far, and where in it the list of events begins."""
-    key = '"traceEvents"'
-    text = stream.read(_CHUNK_CHARACTERS)
-    if text.lstrip().startswith("["):
-        return text, text.index("[") + 1
-    while (found := text.find(key)) < 0 or (start := text.find("[", found)) < 0:
-        more = stream.read(_CHUNK_CHARACTERS)
-        if not more:
-            raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
-        # The key may lie across the border.
-        text = text[-len(key) if found < 0 else found :] + more
-    return text, start + 1
+    def _find_list(self) -> tuple[str, int]:
+        """Text read so far, and where in it the list of events begins."""
+        key = re.compile(r'"traceEvents"\s*:\s*\[')
+        text = self._stream.read(_CHUNK_CHARACTERS)
+        if text.lstrip().startswith("["):
+            return text, text.index("[") + 1
+        while not (found := key.search(text)):
+            more = self._stream.read(_CHUNK_CHARACTERS)
+            if not more or len(text) > _EVENT_CHARACTERS:
+                raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
+            text += more
+        return text, found.end()

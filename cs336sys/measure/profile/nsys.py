@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
-from cs336sys.measure.profile.capture import Capture, empty_tables
+from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_call
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 
@@ -104,6 +104,7 @@ _CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _WHOLE_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RANGES = "NVTX_EVENTS"
 _STRINGS = "StringIds"
+_GPUS = "TARGET_INFO_GPU"
 
 # CUpti_ActivityMemcpyKind; StringIds has no negative ids, so these can stand beside it.
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH"}
@@ -128,9 +129,10 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
     """
     tables = empty_tables()
     tables.create_function("printable", 1, lambda text: printable(str(text)), deterministic=True)
+    tables.create_function("is_waiting_call", 1, lambda name: is_waiting_call(str(name)), deterministic=True)
     try:
         tables.execute("ATTACH ? AS report", (f"{path.absolute().as_uri()}?mode=ro",))
-        _load(tables)
+        gpu_names = _load(tables)
         tables.commit()
         tables.execute("DETACH report")
     except sqlite3.DatabaseError as error:
@@ -139,18 +141,25 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
-    return Capture(tables, NAME)
+    return Capture(tables, NAME, gpu_names=gpu_names)
 
 
-def _load(tables: sqlite3.Connection) -> None:
+def _load(tables: sqlite3.Connection) -> dict[int, str]:
     columns = _columns(tables)
     _require_recorded(tables, columns)
     need = functools.partial(_require_columns, columns)
-    need(_CALLS, "start", "globalTid", "correlationId")
+    need(_CALLS, "start", "end", "globalTid", "correlationId")
+    process = _PROCESS.format(column="globalTid")
     tables.execute(
         f"""INSERT OR IGNORE INTO launch
-            SELECT {_PROCESS.format(column="globalTid")}, correlationId, start, globalTid FROM report.{_CALLS}"""
+            SELECT {process}, correlationId, start, "end", globalTid FROM report.{_CALLS}"""
     )
+    if "nameId" in columns[_CALLS]:
+        tables.execute(
+            f"""INSERT INTO waits SELECT {process}, start, "end", globalTid, printable(value)
+                FROM report.{_CALLS} JOIN (SELECT * FROM report.{_STRINGS} WHERE is_waiting_call(value))
+                ON nameId = id"""
+        )
     names = {"demangledName", "shortName"} & columns[_KERNELS]
     need(_KERNELS, "start", "end", "globalPid", "correlationId", *(() if names else ("demangledName",)))
     _load_work(tables, columns, _KERNELS, "demangledName" if "demangledName" in names else "shortName")
@@ -168,6 +177,10 @@ def _load(tables: sqlite3.Connection) -> None:
     # A program without ranges has none of this table.
     if _RANGES in columns:
         _load_ranges(tables, columns)
+    if _GPUS in columns and {"id", "name"} <= columns[_GPUS]:
+        rows = tables.execute(f"SELECT id, printable(name) FROM report.{_GPUS} WHERE typeof(id) = 'integer'")
+        return dict(rows.fetchall())
+    return {}
 
 
 def _require_recorded(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) -> None:
@@ -211,10 +224,13 @@ def _load_ranges(tables: sqlite3.Connection, columns: Mapping[str, set[str]]) ->
 
 
 def _load_work(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str, name: str) -> None:
-    gpu = "deviceId" if "deviceId" in columns[table] else "0"
+    gpu, stream, size = (
+        column if column in columns[table] else other
+        for column, other in (("deviceId", "0"), ("streamId", "0"), ("bytes", "NULL"))
+    )
     tables.execute(
-        f"""INSERT INTO work
-            SELECT start, "end", {_PROCESS.format(column="globalPid")}, correlationId, {name}, {gpu}
+        f"""INSERT INTO work (start, stop, process, correlation, name, gpu, stream, bytes)
+            SELECT start, "end", {_PROCESS.format(column="globalPid")}, correlationId, {name}, {gpu}, {stream}, {size}
             FROM report.{table}"""
     )
 

@@ -1,12 +1,19 @@
-"""Opens a profiler's file, of whatever kind it is. Standard library only."""
+"""Opens a profiler's file, of whatever kind it is, and the files of several ranks."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
+from cs336sys.measure.profile.analysis import Analysis, analyze, with_waiting
+from cs336sys.measure.profile.breakdown import break_down
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
 from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
+from cs336sys.measure.profile.ranks import Ranks, exposed_waiting, match_ranks, waited_collectives
+from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -55,3 +62,115 @@ def _export_and_read(report: Path) -> Capture:
         export(nsys, report, database)
         # Everything is loaded by then, so the database may go.
         return read_nsys_database(database, str(report))
+
+
+# Several ranks.
+
+
+_ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
+_RANK = re.compile(r"rank[-_ .]?(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What some captures say.
+
+    Attributes:
+        analyses: of each GPU; of several ranks in their order.
+        timelines: of the same.
+        ranks: what they say together; None for a single GPU, or where no collectives match.
+        notes: how ranks were told apart.
+    """
+
+    analyses: tuple[Analysis, ...]
+    timelines: tuple[Timeline, ...]
+    ranks: Ranks | None
+    notes: tuple[str, ...]
+
+
+def capture_files(paths: Sequence[Path]) -> list[Path]:
+    """The files, and those of the folders among them.
+
+    Raises:
+        UsageError: a folder holds no capture.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(one for one in path.iterdir() if one.name.endswith(_ENDINGS))
+            if not inside:
+                raise UsageError(f"{path} is a folder without captures: files that end in {', '.join(_ENDINGS)}")
+        found += [one for one in inside if one not in found]
+    return found
+
+
+def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
+    """Read one capture, or those of several ranks.
+
+    Ranks are those that files name; where they name none or one twice, those of file names (``rank3``), else their
+    order. GPUs of one capture are told apart like ranks.
+
+    Args:
+        step: name of the ranges that are the steps.
+
+    Raises:
+        UsageError: a file cannot be read, or two are of one rank.
+    """
+    found = []
+    for path in capture_files(paths):
+        capture = open_capture(path)
+        try:
+            of_file = timelines(capture, step)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+        finally:
+            capture.close()
+        found += [(path, capture, timeline, len(of_file)) for timeline in of_file]
+    labels, notes, order = _labels([(path, capture, timeline, count) for path, capture, timeline, count in found])
+    found = [found[number] for number in order]
+    labels = [labels[number] for number in order]
+    ranks = match_ranks([timeline for _, _, timeline, _ in found]) if len(found) > 1 else None
+    analyses = []
+    for number, (path, capture, timeline, _) in enumerate(found):
+        breakdown = break_down(timeline)
+        analysis = analyze(capture, timeline, path, labels[number], breakdown)
+        if ranks is not None:
+            waiting = ranks.waiting_ns[number]
+            collectives = waited_collectives(timeline, waiting, len(found))
+            analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting), collectives)
+        analyses.append(analysis)
+    if len(found) > 1 and ranks is None:
+        notes = (*notes, "no collective was found on more than one rank, so that nobody can say who waited")
+    return Read(tuple(analyses), tuple(timeline for _, _, timeline, _ in found), ranks, notes)
+
+
+def _labels(
+    found: Sequence[tuple[Path, Capture, Timeline, int]],
+) -> tuple[list[str], tuple[str, ...], list[int]]:
+    """What tells GPUs and ranks apart, notes about it, and their order."""
+    files = list(dict.fromkeys(path for path, *_ in found))
+    if len(files) == 1:
+        count = len(found)
+        labels = [f"GPU {timeline.gpu}" if count > 1 else "" for _, _, timeline, _ in found]
+        if len(set(labels)) < count:
+            labels = [f"GPU {timeline.gpu} of process {timeline.process}" for _, _, timeline, _ in found]
+        return labels, (), list(range(count))
+    told = [next(capture.rank for one, capture, *_ in found if one == path) for path in files]
+    notes: tuple[str, ...] = ()
+    if None in told or len(set(told)) < len(told):
+        names = [_RANK.search(path.name) for path in files]
+        if all(names) and len({one[1] for one in names if one}) == len(files):
+            told, notes = [int(one[1]) for one in names if one], ("ranks by the names of the files",)
+        elif None in told:
+            told, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
+        else:
+            twice = next(rank for rank in told if told.count(rank) > 1)
+            both = " and ".join(str(path) for path, rank in zip(files, told, strict=True) if rank == twice)
+            raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
+    rank_of = dict(zip(files, told, strict=True))
+    labels = [
+        f"rank {rank_of[path]}" + (f", GPU {timeline.gpu}" if count > 1 else "") for path, _, timeline, count in found
+    ]
+    order = sorted(range(len(found)), key=lambda number: (rank_of[found[number][0]] or 0, found[number][2].gpu))
+    return labels, notes, order

@@ -95,7 +95,7 @@ def _add_whole(tables: sqlite3.Connection) -> None:
         """UPDATE work SET correlation = -rowid WHERE NOT EXISTS
                (SELECT 1 FROM launch WHERE launch.process = work.process AND launch.correlation = work.correlation)"""
     )
-    tables.execute("INSERT INTO launch SELECT process, correlation, start, '' FROM work WHERE correlation < 0")
+    tables.execute("INSERT INTO launch SELECT process, correlation, start, start, '' FROM work WHERE correlation < 0")
     tables.execute(
         """INSERT INTO ranges SELECT ?, min(start), max(stop), process, '' FROM
                (SELECT process, start, start AS stop FROM launch UNION ALL SELECT process, start, stop FROM work)

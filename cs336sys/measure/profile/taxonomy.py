@@ -45,12 +45,14 @@ KERNEL_CATEGORIES = (
 # The first pattern found anywhere in the full name decides, whatever its case; so what is more special stands first:
 # flash attention is made of cutlass, and a fused normalization is a reduction too.
 _PATTERNS = (
-    (COMMUNICATION, r"nccl|rccl|mscclKernel|nvshmem|multimem|_shot_all_reduce|c10d::|record_param_comms"),
+    (COMMUNICATION, r"nccl|rccl|mscclKernel|nvshmem|multimem|_shot_all_reduce|c10d::|record_param_comms|^gloo:"),
     # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
     (
         ATTENTION_SOFTMAX,
         r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
     ),
+    # AOTriton's on AMD GPUs, SageAttention; those of inference engines over pages of keys and values.
+    (ATTENTION_SOFTMAX, r"^_?(attn|sage)_(fwd|bwd)|^bwd_(kernel|preprocess)|(paged|unified|decode)_attention"),
     # FlashAttention 3, all of it in the namespace flash; 4, which CuTe DSL calls by module and class run together.
     (ATTENTION_SOFTMAX, r"\bflash::|flash_?att(n|ention)"),
     # This project's kernels, by the names of their functions.
@@ -68,10 +70,14 @@ _PATTERNS = (
     # cuDNN's and MIOpen's; a product of matrices may be what they compute by.
     (
         CONVOLUTION,
-        r"fprop|wgrad|dgrad|winograd|scudnn|convol|im2col|col2im|im2d2col|fft2d|gcnAsmConv|naive_conv|implicit_gemm"
+        r"fprop|wgrad|dgrad|winograd|scudnn|convol|im2col|col2im|im2d2col|fft[12]d|cask_cudnn|gcnAsmConv|naive_conv|implicit_gemm"
         r"|igemm_(fwd|bwd|wrw)|conv_depthwise|\bconv\d?d_|_conv\d?d(?=[_<(]|$)",
     ),
-    (QUANTIZATION, r"quantiz|FP8_?quant|to_fp8|FloatToH?FP8|fused_?8bit|int8_quant"),
+    (QUANTIZATION, r"quantiz|_quant_|FP8_?quant|to_fp8|FloatToH?FP8|fused_?8bit|int8_quant"),
+    # Products of experts: Triton's and TensorRT's, named after the formats of inputs and output.
+    (MATMUL, r"matmul_ogs|^bmm_\w*(E\dm\d|fp\d|float16)"),
+    # Which expert gets which token.
+    (SORTING, r"::routing|_routing_(compute|memset)|_sum_bitmatrix"),
     # AMD's are named after Tensile's indices.
     (MATMUL, r"^Cijk_|rocblas|hipblas"),
     # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
@@ -83,7 +89,8 @@ _PATTERNS = (
     # A reduction that takes a reciprocal root is RMSNorm or layer norm.
     (
         NORMALIZATION,
-        r"(layer|rms|group|batch|instance)_?norm|\bbn_(fw|bw)|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt",
+        r"(layer|rms|group|batch|instance)_?norm|\bbn_(fw|bw)|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt"
+        r"|Compute(Internal|Backward)?(Fused|Gradients)",
     ),
     (POOLING, r"pool"),
     (SORTING, r"radix|sort|top_?k|bitonic|::unique|UniqueByKey|DeviceCompactInit"),
@@ -92,11 +99,14 @@ _PATTERNS = (
     (LAYOUT, r"nchwToNhwc|nhwcToNchw|nchwAddPadding|(?<!aten::)(transpose|permute)|tensorTransformGeneric"),
     (
         COPY,
-        r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|FillFunctor|fill_kernel|^aten::(copy_|fill_|zero_|cat|clone)$",
+        r"^Mem(cpy|set)|copy_(async_)?kernel|store_kvcache|CatArrayBatchedCopy|FillFunctor|fill_kernel|^aten::(copy_|fill_|zero_|cat|clone)$",
     ),
     (REDUCTION, r"reduce|triton_(red|per)_|DeviceScan|scan_|cumsum|argmax"),
     (REDUCTION, r"^aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_log_softmax\w*|logsumexp|all|any)$"),
-    (ELEMENTWISE, r"elementwise|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout"),
+    (
+        ELEMENTWISE,
+        r"elementwise|act_and_mul|SubTensorOp|scalePackedTensor|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout",
+    ),
     (ELEMENTWISE, r"^aten::(add|sub|rsub|mul|div|neg|exp|log|pow|square|sqrt|rsqrt|reciprocal|sigmoid|silu|tanh)_?$"),
     (
         ELEMENTWISE,

@@ -114,7 +114,7 @@ def kernel_table(
             total_ns = sum(kernel.total_ns for kernel in kernels)
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != MATMUL][:top]
             names = [kernel.kernel if full_names else short_name(kernel.kernel) for kernel in chosen]
-            for kernel, name in zip(chosen, _numbered(names), strict=True):
+            for kernel, name in zip(chosen, numbered(names), strict=True):
                 rows.append(
                     {**m.labels, **_kernel_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
                 )
@@ -138,7 +138,7 @@ def kernel_table(
     return Table("kernels", f"nsys: the {top} kernels of each phase that take most time", columns, rows, notes=note)
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
+def numbered(names: Sequence[str]) -> list[str]:
     """Different kernels of the same short name are told apart by a number."""
     seen: Counter[str] = Counter()
     numbered = []

@@ -1,0 +1,279 @@
+"""What a capture says of one GPU, as plain data: the time of its steps by part, kernel, operator and module."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336sys.measure.profile.breakdown import COMMUNICATION_PART, PARTS, WAITING_PART, Breakdown, break_down
+from cs336sys.measure.profile.capture import Capture
+from cs336sys.measure.profile.intervals import Cover
+from cs336sys.measure.profile.taxonomy import category_of
+from cs336sys.measure.profile.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
+
+# Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
+_MOST_GROUPS = 4000
+OTHERS = "(others)"
+
+
+@dataclass(frozen=True)
+class KernelGroup:
+    """All work of one name, module, operator and shape.
+
+    Attributes:
+        count, ms, own_ms: in each step: how many, their durations added up, and how much of the step's time is theirs.
+    """
+
+    name: str
+    kind: str
+    module: str
+    operator: str
+    shape: str
+    count: tuple[int, ...]
+    ms: tuple[float, ...]
+    own_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CopyTime:
+    """All copies or fills of one kind within the steps; bytes of -1 are not recorded."""
+
+    name: str
+    count: int
+    bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """All collectives of one kind, group and size within the steps.
+
+    Attributes:
+        ms: time of all of them on this rank, of which it waited ``waiting_ms`` for the last rank to come; None where
+            the other ranks are not known.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    bytes: int
+    count: int
+    ms: float
+    waiting_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a capture says of one GPU.
+
+    Attributes:
+        label: what tells it from other GPUs and ranks; empty for the only one.
+        steps_are: how steps were found.
+        has_steps: False where the capture as a whole stands in the place of steps.
+        step_ms: length of each step; ``parts`` make it up.
+        totals: of the whole capture, in and outside of steps: ``events``, ``kernel_ms`` (durations added up),
+            ``busy_ms`` (at least one ran), ``communication_ms`` (at least one collective ran), ``span_ms``.
+        waits: calls that wait for the GPU, by name: how many, and how long.
+        peak_bytes: allocated by torch, where recorded.
+    """
+
+    file: str
+    label: str
+    profiler: str
+    is_gpu: bool
+    gpu_name: str
+    rank: int | None
+    steps_are: str
+    has_steps: bool
+    step_ms: tuple[float, ...]
+    parts: Mapping[str, tuple[float, ...]]
+    kernels: tuple[KernelGroup, ...]
+    copies: tuple[CopyTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    waits: Mapping[str, tuple[int, float]]
+    totals: Mapping[str, float]
+    peak_bytes: int | None = None
+
+    def mean(self, part: str) -> float:
+        """The mean ms of a part of a step."""
+        values = self.parts.get(part, ())
+        return sum(values) / len(values) if values else 0.0
+
+    @property
+    def mean_step_ms(self) -> float:
+        return sum(self.step_ms) / len(self.step_ms)
+
+    def share(self, *parts: str) -> float:
+        """The share of some parts in all steps, 0 to 1."""
+        return sum(map(self.mean, parts)) / self.mean_step_ms if self.mean_step_ms else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, for a results file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Analysis":
+        """The inverse of :meth:`to_json`."""
+        kernels = tuple(
+            KernelGroup(**(row | {name: tuple(row[name]) for name in ("count", "ms", "own_ms")}))
+            for row in record["kernels"]
+        )
+        return cls(
+            **{
+                **record,
+                "kernels": kernels,
+                "copies": tuple(CopyTime(**row) for row in record["copies"]),
+                "collectives": tuple(CollectiveTime(**row) for row in record["collectives"]),
+                "step_ms": tuple(record["step_ms"]),
+                "parts": {name: tuple(values) for name, values in record["parts"].items()},
+                "waits": {name: tuple(value) for name, value in record["waits"].items()},
+            }
+        )
+
+
+def analyze(
+    capture: Capture, timeline: Timeline, path: Path, label: str, breakdown: Breakdown | None = None
+) -> Analysis:
+    """Sum up one GPU of a capture."""
+    found = breakdown or break_down(timeline)
+    bounds = timeline.steps.bounds
+    return Analysis(
+        file=path.name,
+        label=label,
+        profiler=capture.profiler,
+        is_gpu=capture.is_gpu,
+        gpu_name=capture.gpu_names.get(timeline.gpu, ""),
+        rank=capture.rank,
+        steps_are=timeline.steps.words,
+        has_steps=timeline.steps.are_found,
+        step_ms=_ms(bounds[:, 1] - bounds[:, 0]),
+        parts={part: _ms(found.parts[part]) for part in PARTS if found.parts[part].any()},
+        kernels=_kernels(timeline, found),
+        copies=_copies(timeline),
+        collectives=_collectives(timeline),
+        waits=_waits(timeline),
+        totals=_totals(timeline),
+        peak_bytes=capture.peak_bytes.get(timeline.gpu),
+    )
+
+
+def with_waiting(analysis: Analysis, waiting_ms: Sequence[float], collectives: Sequence[CollectiveTime]) -> Analysis:
+    """The analysis with what its exposed communication waited for other ranks as a part of its own."""
+    parts = dict(analysis.parts)
+    alone = parts.get(COMMUNICATION_PART, (0.0,) * len(waiting_ms))
+    parts[WAITING_PART] = tuple(waiting_ms)
+    parts[COMMUNICATION_PART] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
+    return replace(
+        analysis, parts={part: parts[part] for part in PARTS if part in parts}, collectives=tuple(collectives)
+    )
+
+
+def _ms(values: NDArray[np.int64]) -> tuple[float, ...]:
+    return tuple((values / 1e6).tolist())
+
+
+def step_of(timeline: Timeline, times: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The step in which each instant lies; -1 for none."""
+    bounds = timeline.steps.bounds
+    step = np.searchsorted(bounds[:, 0], times, side="right") - 1
+    return np.where((step >= 0) & (times < bounds[np.maximum(step, 0), 1]), step, -1)
+
+
+def _kernels(timeline: Timeline, found: Breakdown) -> tuple[KernelGroup, ...]:
+    steps = len(timeline.steps.bounds)
+    table = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
+    groups, group_of = np.unique(table, axis=0, return_inverse=True)
+    group_of = group_of.reshape(-1)
+    step = step_of(timeline, timeline.start)
+    inside = step >= 0
+    place = group_of[inside] * steps + step[inside]
+    length = timeline.stop - timeline.start
+    size = len(groups) * steps
+    counts = np.bincount(place, minlength=size).reshape(-1, steps)
+    sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
+    place = group_of[found.work] * steps + found.step
+    own = np.bincount(place, weights=found.credit, minlength=size).reshape(-1, steps) / 1e6
+    order = [
+        number
+        for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist()
+        if counts[number].any() or own[number].any()
+    ]
+
+    def text(texts: Sequence[str], number: int) -> str:
+        return texts[number] if number >= 0 else ""
+
+    rows = []
+    for number in order[:_MOST_GROUPS]:
+        name, module, operator, shape = groups[number].tolist()
+        kernel = timeline.names[name]
+        rows.append(
+            KernelGroup(
+                kernel,
+                category_of(kernel),
+                text(timeline.modules, module),
+                text(timeline.names, operator),
+                text(timeline.shapes, shape),
+                tuple(counts[number].tolist()),
+                tuple(sums[number].tolist()),
+                tuple(own[number].tolist()),
+            )
+        )
+    if rest := order[_MOST_GROUPS:]:
+        sums_of_rest = (tuple(array[rest].sum(axis=0).tolist()) for array in (counts, sums, own))
+        rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))
+    return tuple(rows)
+
+
+def _copies(timeline: Timeline) -> tuple[CopyTime, ...]:
+    chosen = np.flatnonzero((timeline.work_class == COPYING) & (step_of(timeline, timeline.start) >= 0))
+    rows = []
+    for name in np.unique(timeline.name[chosen]).tolist():
+        of_name = chosen[timeline.name[chosen] == name]
+        sizes = timeline.bytes[of_name]
+        total = int(sizes.sum()) if len(sizes) and sizes.min() >= 0 else -1
+        ms = float((timeline.stop[of_name] - timeline.start[of_name]).sum() / 1e6)
+        rows.append(CopyTime(timeline.names[name], len(of_name), total, ms))
+    return tuple(sorted(rows, key=lambda row: -row.ms))
+
+
+def _collectives(timeline: Timeline) -> tuple[CollectiveTime, ...]:
+    found = timeline.collectives
+    groups: dict[tuple[str, str, int, int], list[float]] = {}
+    step = step_of(timeline, timeline.start[found.index]) if len(found.index) else found.index
+    lengths = (timeline.stop - timeline.start)[found.index]
+    for number in np.flatnonzero(step >= 0).tolist():
+        key = (found.kinds[number], found.groups[number], int(found.ranks[number]), int(found.sizes[number]))
+        groups.setdefault(key, []).append(lengths[number] / 1e6)
+    rows = [CollectiveTime(*key, len(ms), float(sum(ms))) for key, ms in groups.items()]
+    return tuple(sorted(rows, key=lambda row: -row.ms))
+
+
+def _waits(timeline: Timeline) -> dict[str, tuple[int, float]]:
+    found: dict[str, tuple[int, float]] = {}
+    if len(timeline.waits):
+        inside = step_of(timeline, timeline.waits[:, 0]) >= 0
+        for place in np.flatnonzero(inside).tolist():
+            count, ms = found.get(timeline.wait_names[place], (0, 0.0))
+            begin, end = timeline.waits[place].tolist()
+            found[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
+    return found
+
+
+def _totals(timeline: Timeline) -> dict[str, float]:
+    classes = timeline.work_class
+    length = timeline.stop - timeline.start
+
+    def union(chosen: NDArray[np.bool_]) -> float:
+        return Cover(timeline.start[chosen], timeline.stop[chosen]).total / 1e6
+
+    return {
+        "events": len(classes),
+        "kernel_ms": float(length[classes != COPYING].sum() / 1e6),
+        "busy_ms": union(classes >= COMPUTING),
+        "computing_ms": union(classes == COMPUTING),
+        "communication_ms": union(classes == COMMUNICATING),
+        "span_ms": float((timeline.stop.max() - timeline.start.min()) / 1e6),
+    }

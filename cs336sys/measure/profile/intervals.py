@@ -1,0 +1,100 @@
+"""Arithmetic of intervals of time: unions, how much of one lies in another, the innermost around an instant."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.int64]
+
+
+def own_shares(start: Times, stop: Times) -> tuple[Times, Times]:
+    """The part of each interval that none before it has covered; ordered by start. Those parts make up the union."""
+    reached = np.maximum.accumulate(stop) if len(stop) else stop
+    begin = start.copy()
+    begin[1:] = np.maximum(start[1:], reached[:-1])
+    return begin, np.maximum(stop, begin)
+
+
+class Cover:
+    """How much of any interval some others cover together.
+
+    Args:
+        start, stop: of these, ordered by start.
+    """
+
+    def __init__(self, start: Times, stop: Times):
+        begin, end = own_shares(start, stop)
+        is_some = end > begin
+        self.start, self.stop = begin[is_some], end[is_some]
+        self._before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
+
+    @property
+    def total(self) -> int:
+        return int(self._before[-1])
+
+    def until(self, time: Times) -> Times:
+        """The covered time before each instant."""
+        place = np.searchsorted(self.start, time, side="right")
+        if not len(self.start):
+            return np.zeros_like(time)
+        within = np.minimum(time, self.stop[np.maximum(place - 1, 0)]) - self.start[np.maximum(place - 1, 0)]
+        return np.where(place > 0, self._before[np.maximum(place - 1, 0)] + within, 0)
+
+    def within(self, start: Times, stop: Times) -> Times:
+        """The covered time in each interval."""
+        return self.until(stop) - self.until(start)
+
+
+class Nested:
+    """Intervals of threads that lie in each other or apart, as calls do.
+
+    Args:
+        rows: begin, end and thread of each.
+
+    Attributes:
+        parent: of each in the order of thread and begin, the number of the one around it; -1 for none.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int, int]]):
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        self._order = np.lexsort((-table[:, 1], table[:, 0], table[:, 2]))
+        table = table[self._order]
+        self._start, self._stop, thread = table.T
+        parents = np.full(len(table), -1)
+        around: list[int] = []
+        of, begins, ends = thread.tolist(), self._start.tolist(), self._stop.tolist()
+        for number in range(len(ends)):
+            while around and (of[around[-1]] != of[number] or ends[around[-1]] <= begins[number]):
+                around.pop()
+            parents[number] = around[-1] if around else -1
+            around.append(number)
+        self.parent = parents
+        self._first = {
+            int(one): (int(low), int(high))
+            for one, low, high in zip(
+                *np.unique(thread, return_index=True),
+                np.append(np.unique(thread, return_index=True)[1][1:], len(thread)),
+                strict=True,
+            )
+        }
+
+    def pick(self, rows: Sequence[Any], number: int) -> Any:
+        """The one of the rows, in their given order, that has this number here."""
+        return rows[self._order[number]]
+
+    def innermost(self, time: Times, thread: Times) -> Times:
+        """The number of the innermost interval of the thread around each instant; -1 for none."""
+        found = np.full(len(time), -1)
+        for one in np.unique(thread).tolist():
+            if one not in self._first:
+                continue
+            low, high = self._first[one]
+            chosen = np.flatnonzero(thread == one)
+            at = np.searchsorted(self._start[low:high], time[chosen], side="right") + low - 1
+            at[at < low] = -1
+            while np.any(ended := (at >= 0) & (self._stop[at] < time[chosen])):
+                at[ended] = self.parent[at[ended]]
+            found[chosen] = at
+        return found

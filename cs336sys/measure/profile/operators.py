@@ -1,0 +1,122 @@
+"""What an operator has to compute and to move, by the shapes of its inputs, and how fast a GPU could do it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cs336sys.accounting.hardware import peak_tflops
+
+_BYTES = {
+    **dict.fromkeys(("double", "long", "long int", "int64"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short"), 2),
+    **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
+}
+_PRECISION = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
+
+# Of the datasheets, GB/s.
+_MEMORY_GBPS = (
+    ("H200", 4800.0),
+    ("H100 80GB HBM3", 3350.0),
+    ("H100 PCIe", 2000.0),
+    ("H100 NVL", 3900.0),
+    ("A100-SXM4-80GB", 2039.0),
+    ("A100-SXM4-40GB", 1555.0),
+    ("B200", 8000.0),
+    ("RTX 4090", 1008.0),
+    ("RTX 5090", 1792.0),
+)
+
+
+@dataclass(frozen=True)
+class OperatorWork:
+    """FLOPs of one call, the bytes of its inputs and its output, each moved once, and the dtype it computes in."""
+
+    flops: float
+    bytes: float
+    precision: str | None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """How near an operator comes to what the GPU could do.
+
+    Attributes:
+        percent: of the shortest possible time over the measured one; None where the GPU's peaks are not known.
+        bound: ``FLOPs`` or ``bytes``, whichever takes longer at the peaks.
+        source: where the peaks come from.
+    """
+
+    percent: float | None
+    bound: str | None
+    source: str
+
+
+def operator_work(operator: str, shape: str) -> OperatorWork | None:
+    """The work of an operator; None where its name or its shapes do not say what it is.
+
+    Args:
+        shape: JSON of two lists, sizes and types of its inputs, as torch.profiler records them.
+    """
+    try:
+        sizes, types = json.loads(shape)
+        flops, output = _flops_and_output(operator.removeprefix("aten::"), sizes)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError):
+        return None
+    widths = [_BYTES.get(str(dtype)) for dtype in types]
+    tensors = [(size, width) for size, width in zip(sizes, widths, strict=False) if width and _is_size(size)]
+    if not tensors:
+        return None
+    dtype = next((str(dtype) for dtype, width in zip(types, widths, strict=False) if width), "")
+    moved = sum(math.prod(size) * width for size, width in tensors) + output * tensors[0][1]
+    return OperatorWork(float(flops), float(moved), _PRECISION.get(dtype))
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, list) and bool(size) and all(isinstance(one, int) and one >= 0 for one in size)
+
+
+def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
+    """FLOPs, and elements of the output.
+
+    Raises:
+        KeyError: the operator's FLOPs are not known.
+    """
+    if name in ("mm", "addmm", "_addmm_activation"):
+        a, b = sizes[:2] if name == "mm" else sizes[1:3]
+        (m, k), (_, n) = a, b
+        return 2 * m * n * k, m * n
+    if name in ("bmm", "baddbmm"):
+        a, b = sizes[:2] if name == "bmm" else sizes[1:3]
+        (batch, m, k), (_, _, n) = a, b
+        return 2 * batch * m * n * k, batch * m * n
+    if name == "linear":
+        *lead, k = sizes[0]
+        n = sizes[1][0]
+        return 2 * math.prod(lead) * n * k, math.prod(lead) * n
+    if "scaled_dot_product" in name or name.startswith(("_flash_attention_", "_efficient_attention_")):
+        is_backward = "backward" in name
+        query, key, value = sizes[1:4] if is_backward else sizes[:3]
+        batch, heads, queries, width = query
+        keys = key[2]
+        if not name.startswith("_scaled") and not name.startswith("scaled"):
+            # (batch, sequence, heads, width)
+            queries, heads, keys = heads, queries, key[1]
+        forward = 2 * batch * heads * queries * keys * (width + value[3])
+        # Five products in the place of two; half of it where a mask is causal, which shapes do not say.
+        return (forward * 5 // 2 if is_backward else forward), batch * heads * queries * value[3]
+    raise KeyError(name)
+
+
+def roofline(work: OperatorWork, seconds: float, gpu_name: str) -> Roofline:
+    """Compare a call with the longer of the times that its FLOPs and its bytes take at the peaks of the datasheet."""
+    source = f"peaks of the datasheet of {gpu_name}, which no program reaches"
+    tflops = peak_tflops(gpu_name, work.precision) if work.precision else None
+    gbps = next((rate for name, rate in _MEMORY_GBPS if name in gpu_name), None)
+    if tflops is None or gbps is None:
+        return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
+    computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / gbps / 1e9
+    bound = "FLOPs" if computing_s >= moving_s else "bytes"
+    return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)

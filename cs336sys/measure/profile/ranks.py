@@ -1,0 +1,203 @@
+"""Several ranks together: collectives matched, clocks aligned by their ends, and who waits for whom in each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336sys.measure.profile.analysis import CollectiveTime, step_of
+from cs336sys.measure.profile.breakdown import Breakdown
+from cs336sys.measure.profile.collectives import SYNCHRONIZING
+from cs336sys.measure.profile.intervals import Cover, Times
+from cs336sys.measure.profile.timeline import Timeline
+
+# A line through fewer points is no drift but noise.
+_LEAST_FOR_DRIFT = 12
+# More than enough for offsets and drifts.
+_MOST_FITTED = 4000
+_REWEIGHTED = 8
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The clocks of ranks against that of the first.
+
+    Attributes:
+        offset_ns, drift: of each rank, to be added to its times: ``offset + drift * (time - origin)``.
+        error_ns: how far ends of collectives are apart afterwards, in 95 of 100.
+    """
+
+    origin: Times
+    offset_ns: NDArray[np.float64]
+    drift: NDArray[np.float64]
+    error_ns: float
+
+    def aligned(self, rank: int, time: Times) -> NDArray[np.float64]:
+        """Times of a rank by the clock of the first, in ns from its origin."""
+        local = (time - self.origin[rank]).astype(float)
+        return local + self.offset_ns[rank] + self.drift[rank] * local
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What several ranks say together.
+
+    Attributes:
+        matched: how many collectives were found on more than one rank.
+        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank; -1 if unmatched.
+        notes: how they were matched, and what was not.
+    """
+
+    clocks: Clocks
+    matched: int
+    waiting_ns: tuple[Times, ...]
+    notes: tuple[str, ...]
+
+
+def match_ranks(timelines: Sequence[Timeline]) -> Ranks | None:
+    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match.
+
+    Collectives are the same on several ranks that have the same group, kind and recorded sequence number, or where none
+    was recorded the same place among those of their group and kind in the same step.
+    """
+    places, notes = _matched(timelines)
+    if len(places) < 2:
+        return None
+    index = [timeline.collectives.index for timeline in timelines]
+    starts = [timeline.start[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
+    stops = [timeline.stop[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
+    joining = [one for one in places if timelines[one[0][0]].collectives.kinds[one[0][1]] in SYNCHRONIZING]
+    clocks = _align(len(timelines), joining or places, stops)
+    waiting = tuple(np.full(len(chosen), -1) for chosen in index)
+    aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
+    for one in places:
+        last = max(aligned[rank][place] for rank, place in one)
+        for rank, place in one:
+            length = int(stops[rank][place] - starts[rank][place])
+            waiting[rank][place] = min(max(int(last - aligned[rank][place]), 0), length)
+    return Ranks(clocks, len(places), waiting, notes)
+
+
+Place = tuple[int, int]
+
+
+def _matched(timelines: Sequence[Timeline]) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
+    """Places (rank, number of its collective) of each collective that more than one rank has."""
+    found: dict[tuple, list[Place]] = {}
+    numbered = ordered = False
+    for rank, timeline in enumerate(timelines):
+        own = timeline.collectives
+        steps = step_of(timeline, timeline.start[own.index])
+        counts: dict[tuple, int] = {}
+        for place in range(len(own.index)):
+            group, kind, sequence = own.groups[place], own.kinds[place], int(own.sequences[place])
+            if sequence >= 0:
+                numbered = True
+                found.setdefault((group, kind, "number", sequence), []).append((rank, place))
+            elif steps[place] >= 0:
+                ordered = True
+                series = (group, kind, int(steps[place]))
+                counts[series] = counts.get(series, 0) + 1
+                found.setdefault((*series, counts[series]), []).append((rank, place))
+    lengths: dict[tuple, set[int]] = {}
+    for key in found:
+        if key[2] != "number":
+            lengths.setdefault(key[:3], set()).add(len(found[key]))
+    # Of a series that some ranks have less of, nobody knows which is whose.
+    uneven = {series for series, counts in lengths.items() if len(counts) > 1}
+    matched = [
+        tuple(places)
+        for key, places in found.items()
+        if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
+    ]
+    notes = []
+    if ordered:
+        some = "some collectives have" if numbered else "collectives have"
+        notes.append(f"{some} no recorded sequence number, and were matched by their order in each step")
+    if uneven:
+        notes.append(
+            f"{len(uneven)} series of collectives of a step were left out: ranks have different numbers of them"
+        )
+    return matched, tuple(notes)
+
+
+def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
+    """Fit offset and drift of each rank's clock so that collectives end together on all.
+
+    Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
+    less (Huber). The first rank's clock is right by definition.
+    """
+    origin = np.array([stops[rank][0] if len(stops[rank]) else 0 for rank in range(ranks)], np.int64)
+    chosen = places[:: max(1, len(places) // _MOST_FITTED)]
+    rows = [
+        (number, rank, float(stops[rank][place] - origin[rank]))
+        for number, one in enumerate(chosen)
+        for rank, place in one
+    ]
+    group = np.array([row[0] for row in rows])
+    rank_of = np.array([row[1] for row in rows])
+    end = np.array([row[2] for row in rows])
+    scale = max(float(end.max()), 1.0)
+    has_drift = len(chosen) >= _LEAST_FOR_DRIFT
+    design = np.zeros((len(rows), 2 * ranks))
+    design[np.arange(len(rows)), rank_of] = 1.0
+    if has_drift:
+        design[np.arange(len(rows)), ranks + rank_of] = end / scale
+    design[:, [0, ranks]] = 0.0
+    members = np.bincount(group)
+
+    def centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        means = np.zeros((len(members), *values.shape[1:]))
+        np.add.at(means, group, values)
+        return values - (means.T / members).T[group]
+
+    centred_design, centred_end = centred(design), centred(end)
+    weight = np.ones(len(rows))
+    solution = np.zeros(2 * ranks)
+    residual = centred_end
+    for _ in range(_REWEIGHTED):
+        root = np.sqrt(weight)
+        solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
+        residual = centred_end + centred_design @ solution
+        typical = 1.5 * float(np.median(np.abs(residual))) or 1.0
+        weight = np.minimum(1.0, typical / np.maximum(np.abs(residual), 1e-9))
+    error = float(np.percentile(np.abs(residual), 95))
+    return Clocks(origin, solution[:ranks], solution[ranks:] / scale, error)
+
+
+def exposed_waiting(timeline: Timeline, breakdown: Breakdown, waiting_ns: Times) -> list[float]:
+    """The ms of each step in which a rank did nothing but wait for another in a collective."""
+    start = timeline.start[timeline.collectives.index]
+    waits = Cover(start, start + np.maximum(waiting_ns, 0))
+    begin, end, _ = breakdown.exposed.T
+    step = step_of(timeline, begin)
+    inside = step >= 0
+    waited = waits.within(begin, end)[inside]
+    totals = np.bincount(step[inside], weights=waited, minlength=len(timeline.steps.bounds))
+    return (totals / 1e6).tolist()
+
+
+def waited_collectives(timeline: Timeline, waiting_ns: Times, ranks: int) -> list[CollectiveTime]:
+    """The collectives of a rank by kind, group and size, with what they waited.
+
+    Args:
+        ranks: how many there are, for collectives whose group was not recorded.
+    """
+    found = timeline.collectives
+    step = step_of(timeline, timeline.start[found.index])
+    lengths = (timeline.stop - timeline.start)[found.index]
+    groups: dict[tuple[str, str, int, int], list[float]] = {}
+    for number in np.flatnonzero(step >= 0).tolist():
+        members = int(found.ranks[number]) if found.ranks[number] > 0 else ranks
+        key = (found.kinds[number], found.groups[number], members, int(found.sizes[number]))
+        row = groups.setdefault(key, [0, 0.0, 0.0, 0])
+        row[0] += 1
+        row[1] += lengths[number] / 1e6
+        row[2] += max(int(waiting_ns[number]), 0) / 1e6
+        row[3] += waiting_ns[number] >= 0
+    rows = [
+        CollectiveTime(*key, int(count), float(ms), float(waited) if matched else None)
+        for key, (count, ms, waited, matched) in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row.ms)

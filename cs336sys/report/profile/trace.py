@@ -1,0 +1,416 @@
+"""The tables of ``trace``: what a capture says of each GPU; columns are described in ``docs/columns.md``."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cs336sys.measure.profile.analysis import Analysis, KernelGroup
+from cs336sys.measure.profile.breakdown import (
+    COMMUNICATION_PART,
+    COMPUTING_PART,
+    COPIES_PART,
+    IDLE_PARTS,
+    WAITING_PART,
+)
+from cs336sys.measure.profile.collectives import bus_factor
+from cs336sys.measure.profile.operators import operator_work, roofline
+from cs336sys.measure.profile.ranks import Ranks
+from cs336sys.measure.profile.stragglers import find_straggler, own_ms
+from cs336sys.measure.profile.taxonomy import UNCLASSIFIED, short_name
+from cs336sys.report.profile.kernels import numbered
+from cs336sys.report.profile.verdict import several, verdict
+from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.results.model import Samples
+
+_MOST_STEPS = 30
+_SHAPE_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How the tables of a capture are shown.
+
+    Attributes:
+        top: rows of kernels, operators and modules.
+        full_names: kernels by their whole names.
+        roofline: compare FLOPs and bytes of operators with the GPU's peaks.
+    """
+
+    top: int = 10
+    full_names: bool = False
+    roofline: bool = False
+
+
+_GPU = Column("gpu", "GPU")
+
+
+def verdict_table(sentences: Sequence[str], title: str) -> Table:
+    return Table("verdict", title, (Column("verdict", "verdict"),), [{"verdict": sentence} for sentence in sentences])
+
+
+def step_samples(values: Sequence[float]) -> Samples | float:
+    """The values of steps, as samples where there are several."""
+    return Samples("ms", "capture", tuple(values)) if len(values) > 1 else values[0]
+
+
+def part_table(analyses: Sequence[Analysis]) -> Table:
+    """Where the step goes: its parts, which add up to it."""
+    rows = [
+        {"gpu": one.label or None, "part": part, "ms": step_samples(values), "share_percent": 100 * one.share(part)}
+        for one in analyses
+        for part, values in [*one.parts.items(), ("step", one.step_ms)]
+        if part != "step" or one.parts
+    ]
+    for row in rows:
+        if row["part"] == "step":
+            row["share_percent"] = 100.0
+    columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
+    notes = [f"steps: {words}" for words in dict.fromkeys(one.steps_are for one in analyses)]
+    if not all(one.is_gpu for one in analyses):
+        notes.append(
+            "no GPU: operators of the CPU stand in the place of kernels; launching is Python's time between them"
+        )
+    return Table("parts", "trace: where the step goes", columns, rows, notes=notes)
+
+
+def step_table(analyses: Sequence[Analysis]) -> Table:
+    """Each step by itself."""
+    parts = dict.fromkeys(part for one in analyses for part in one.parts)
+    columns = (
+        _GPU,
+        Column("step", "step", "count"),
+        Column("step_ms", "step", "ms"),
+        *(_part_column(part) for part in parts),
+    )
+    rows = [
+        {
+            "gpu": one.label or None,
+            "step": number,
+            "step_ms": one.step_ms[number],
+            **{_part_column(part).key: values[number] for part, values in one.parts.items()},
+        }
+        for one in analyses
+        if one.has_steps
+        for number in range(min(len(one.step_ms), _MOST_STEPS))
+    ]
+    longest = max((len(one.step_ms) for one in analyses), default=0)
+    notes = [f"the first {_MOST_STEPS} of {longest} steps"] if longest > _MOST_STEPS else []
+    return Table("steps", "trace: each step", columns, rows, notes=notes)
+
+
+def _part_column(part: str) -> Column:
+    return Column(f"{part.replace(' ', '_')}_ms", part, "ms")
+
+
+def _grouped(
+    analysis: Analysis, key: Callable[[KernelGroup], str]
+) -> list[tuple[str, list[KernelGroup], float, float, float]]:
+    """Kernels by a key: the key, its groups, and count, duration and own time of a step; the longest first."""
+    groups: dict[str, list[KernelGroup]] = {}
+    for kernel in analysis.kernels:
+        groups.setdefault(key(kernel), []).append(kernel)
+    steps = len(analysis.step_ms)
+    rows = [
+        (
+            name,
+            kernels,
+            sum(sum(kernel.count) for kernel in kernels) / steps,
+            sum(sum(kernel.ms) for kernel in kernels) / steps,
+            sum(sum(kernel.own_ms) for kernel in kernels) / steps,
+        )
+        for name, kernels in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+_TIMES = (
+    Column("count", "times a step"),
+    Column("ms", "a step", "ms"),
+    Column("share_percent", "share of kernel time", "percent"),
+    Column("own_ms", "of the step", "ms"),
+)
+
+
+def _times(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, float]) -> dict[str, Any]:
+    total = sum(sum(kernel.ms) for kernel in analysis.kernels) / len(analysis.step_ms)
+    _, _, count, ms, own = row
+    return {
+        "gpu": analysis.label or None,
+        "count": count,
+        "ms": ms,
+        "own_ms": own,
+        "share_percent": 100 * ms / total if total else None,
+    }
+
+
+def kind_table(analyses: Sequence[Analysis]) -> Table:
+    """Kernels by kind."""
+    rows = [
+        {**_times(one, row), "category": row[0]}
+        for one in analyses
+        for row in _grouped(one, lambda kernel: kernel.kind)
+    ]
+    unknown = {
+        short_name(kernel.name): sum(kernel.ms)
+        for one in analyses
+        for kernel in one.kernels
+        if kernel.kind == UNCLASSIFIED
+    }
+    names = sorted(unknown, key=lambda name: -unknown[name])[:10]
+    notes = ["kernel time counts kernels that run side by side twice; of the step, each instant once"]
+    notes += [f"unclassified: {', '.join(names)}"] if names else []
+    return Table("kinds", "trace: kernels by kind", (_GPU, Column("category", "kind"), *_TIMES), rows, notes=notes)
+
+
+def module_table(analyses: Sequence[Analysis], top: int) -> Table:
+    """Kernels by the module, or the range, that launched them."""
+    rows = [
+        {**_times(one, row), "module": row[0] or "(none)"}
+        for one in analyses
+        if any(kernel.module for kernel in one.kernels)
+        for row in _grouped(one, lambda kernel: kernel.module)[:top]
+    ]
+    notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
+    return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
+
+
+def kernel_rows(analyses: Sequence[Analysis], shown: Shown) -> Table:
+    """The kernels that take most time, by name."""
+    rows = []
+    for one in analyses:
+        found = _grouped(one, lambda kernel: kernel.name)[: shown.top]
+        names = numbered([row[0] if shown.full_names else short_name(row[0]) for row in found])
+        for row, name in zip(found, names, strict=True):
+            mean_us = 1e3 * row[3] / row[2] if row[2] else None
+            rows.append({**_times(one, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
+    columns = (_GPU, *_TIMES, Column("mean_us", "mean", "us"), Column("category", "kind"), Column("kernel", "kernel"))
+    return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
+
+
+def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
+    """The operators that take most time by the shapes of their inputs, with their FLOPs and what the GPU could do."""
+    rows: list[dict[str, Any]] = []
+    sources: dict[str, None] = {}
+    for one in analyses:
+        found = _grouped(one, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
+        for row in [row for row in found if row[0]][: shown.top]:
+            operator, _, shape = row[0].partition("\0")
+            values = {**_times(one, row), "operator": operator, "shapes": _shape_words(shape)}
+            launches = _calls(row[1])
+            work = operator_work(operator, shape)
+            if work is not None and row[3]:
+                seconds = row[3] / 1e3 / launches
+                values |= {"tflops": work.flops / seconds / 1e12, "gbps": work.bytes / seconds / 1e9}
+                if shown.roofline:
+                    line = roofline(work, seconds, one.gpu_name)
+                    values |= {"peak_percent": line.percent, "bound": line.bound}
+                    sources[line.source] = None
+            rows.append(values)
+    columns = (
+        _GPU,
+        *_TIMES,
+        Column("tflops", "FLOPs", "tflops"),
+        Column("gbps", "bytes", "gbps"),
+        Column("peak_percent", "of the roofline", "percent"),
+        Column("bound", "bound by"),
+        Column("operator", "operator"),
+        Column("shapes", "shapes of inputs"),
+    )
+    notes = (
+        ["bytes: each input and output once; FLOPs: of products, convolutions and attention, by their shapes"]
+        if rows
+        else []
+    )
+    notes += [f"roofline: {source}" for source in sources]
+    return Table("operators", "trace: operators by shape", columns, rows, notes=notes)
+
+
+def _calls(kernels: Sequence[KernelGroup]) -> float:
+    """How often an operator was called in a step, which may launch several kernels: the most frequent of these."""
+    counts: dict[str, int] = {}
+    for kernel in kernels:
+        counts[kernel.name] = counts.get(kernel.name, 0) + sum(kernel.count)
+    return max(counts.values()) / len(kernels[0].count) if counts else 1.0
+
+
+def _shape_words(shape: str) -> str:
+    """``[[4, 8], []]`` as ``4x8``; what is no tensor is left out."""
+    try:
+        sizes, _ = json.loads(shape)
+    except ValueError:
+        return ""
+
+    def word(size: Any) -> str:
+        if isinstance(size, list) and size and all(isinstance(one, list) for one in size):
+            return "[" + ", ".join(map(word, size)) + "]"
+        return "x".join(map(str, size)) if isinstance(size, list) else ""
+
+    words = ", ".join(filter(None, map(word, sizes)))
+    return words if len(words) <= _SHAPE_CHARACTERS else words[: _SHAPE_CHARACTERS - 3] + "..."
+
+
+def copy_table(analyses: Sequence[Analysis]) -> Table:
+    """Copies and fills by kind, with their bandwidth."""
+    rows = [
+        {
+            "gpu": one.label or None,
+            "copy": row.name,
+            "count": row.count / len(one.step_ms),
+            "bytes": row.bytes / len(one.step_ms) if row.bytes >= 0 else None,
+            "ms": row.ms / len(one.step_ms),
+            "gbps": row.bytes / row.ms / 1e6 if row.bytes > 0 and row.ms else None,
+        }
+        for one in analyses
+        for row in one.copies
+    ]
+    columns = (
+        _GPU,
+        Column("copy", "copy"),
+        Column("count", "times a step"),
+        Column("bytes", "bytes a step", "decimal_bytes"),
+        Column("ms", "a step", "ms"),
+        Column("gbps", "bandwidth", "gbps"),
+    )
+    return Table("copies", "trace: copies", columns, rows)
+
+
+def wait_table(analyses: Sequence[Analysis]) -> Table:
+    """Calls of the CPU that wait for the GPU."""
+    rows = [
+        {"gpu": one.label or None, "call": name, "count": count / len(one.step_ms), "ms": ms / len(one.step_ms)}
+        for one in analyses
+        for name, (count, ms) in sorted(one.waits.items(), key=lambda item: -item[1][1])
+    ]
+    columns = (_GPU, Column("call", "call"), Column("count", "times a step"), Column("ms", "a step", "ms"))
+    notes = ["time in these calls is no loss by itself: the GPU may be computing meanwhile"] if rows else []
+    return Table("waits", "trace: calls that wait for the GPU", columns, rows, notes=notes)
+
+
+def collective_table(analyses: Sequence[Analysis]) -> Table:
+    """Collectives by kind and size: their time, of it waiting for the last rank, and bus bandwidth of the rest."""
+    rows = []
+    for one in analyses:
+        for row in one.collectives:
+            transfer_ms = row.ms - (row.waiting_ms or 0.0)
+            factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 else None
+            is_known = factor is not None and row.bytes > 0 and transfer_ms > 0
+            rows.append(
+                {
+                    "gpu": one.label or None,
+                    "collective": row.kind,
+                    "ranks": row.ranks if row.ranks > 0 else None,
+                    "bytes": row.bytes or None,
+                    "count": row.count / len(one.step_ms),
+                    "ms": row.ms / len(one.step_ms),
+                    "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / len(one.step_ms),
+                    "busbw_gbps": (factor or 0) * row.bytes * row.count / transfer_ms / 1e6 if is_known else None,
+                }
+            )
+    columns = (
+        _GPU,
+        Column("collective", "collective"),
+        Column("ranks", "ranks", "count"),
+        Column("bytes", "size", "decimal_bytes"),
+        Column("count", "times a step"),
+        Column("ms", "a step", "ms"),
+        Column("waiting_ms", "of it waiting for the last rank", "ms"),
+        Column("busbw_gbps", "bus bandwidth", "gbps"),
+    )
+    notes = []
+    if any(row["busbw_gbps"] for row in rows):
+        waited = (
+            "without waiting" if any(row["waiting_ms"] is not None for row in rows) else "waiting for others included"
+        )
+        notes.append(f"bus bandwidth as `cs336sys allreduce` has it, {waited}")
+    return Table("collectives", "trace: collectives", columns, rows, notes=notes)
+
+
+def capture_table(analyses: Sequence[Analysis]) -> Table:
+    """The whole capture, in and outside of steps."""
+    rows = [
+        {
+            "gpu": one.label or None,
+            "gpu_name": one.gpu_name or None,
+            "profiler": one.profiler,
+            "steps": len(one.step_ms) if one.has_steps else None,
+            **one.totals,
+            "peak_gib": one.peak_bytes / 2**30 if one.peak_bytes else None,
+        }
+        for one in analyses
+    ]
+    columns = (
+        _GPU,
+        Column("gpu_name", "name"),
+        Column("profiler", "profiler"),
+        Column("steps", "steps", "count"),
+        Column("events", "kernels and copies", "count"),
+        Column("kernel_ms", "sum of kernels", "ms"),
+        Column("busy_ms", "busy", "ms"),
+        Column("computing_ms", "computing", "ms"),
+        Column("communication_ms", "communication", "ms"),
+        Column("span_ms", "span", "ms"),
+        Column("peak_gib", "peak memory of tensors", "gib"),
+    )
+    return Table("capture", "trace: the whole capture", columns, rows)
+
+
+def rank_table(analyses: Sequence[Analysis], ranks: Ranks | None) -> Table:
+    """The steps of each rank: its parts, and how much of the step is its own."""
+    rows = []
+    for one in analyses:
+        own = own_ms(one)
+        rows.append(
+            {
+                "gpu": one.label or None,
+                "step_ms": step_samples(one.step_ms),
+                "own_ms": step_samples(own),
+                "computing_ms": one.mean(COMPUTING_PART),
+                "exposed_ms": one.mean(COMMUNICATION_PART),
+                "waiting_ms": one.mean(WAITING_PART) if WAITING_PART in one.parts else None,
+                "copies_ms": one.mean(COPIES_PART),
+                "idle_ms": sum(map(one.mean, IDLE_PARTS)),
+            }
+        )
+    columns = (
+        Column("gpu", "rank"),
+        Column("step_ms", "step", "ms"),
+        Column("own_ms", "without waiting for ranks", "ms"),
+        Column("computing_ms", "computing", "ms"),
+        Column("exposed_ms", "communication alone", "ms"),
+        Column("waiting_ms", "waiting for ranks", "ms"),
+        Column("copies_ms", "copies alone", "ms"),
+        Column("idle_ms", "idle", "ms"),
+    )
+    notes = []
+    if ranks is not None:
+        notes.append(
+            f"{ranks.matched:,} collectives were found on several ranks; clocks are aligned by their ends, which are "
+            f"then at most {ranks.clocks.error_ns / 1e3:.3g} us from their mean in 95 of 100"
+        )
+        notes += ranks.notes
+    return Table("ranks", "trace: each rank", columns, rows, notes=notes)
+
+
+def trace_tables(analyses: Sequence[Analysis], ranks: Ranks | None, shown: Shown) -> list[Table]:
+    """All tables; with several ranks, those of kernels are of the first alone."""
+    first = analyses[:1]
+    straggler = find_straggler(analyses) if ranks is not None else None
+    sentences = verdict(analyses[0]) if len(analyses) == 1 else several(analyses, straggler)
+    files = ", ".join(dict.fromkeys(one.file for one in analyses))
+    return [
+        verdict_table(sentences, f"trace: {files}, by {' and '.join(dict.fromkeys(one.profiler for one in analyses))}"),
+        *with_rows(
+            rank_table(analyses, ranks) if len(analyses) > 1 else None,
+            part_table(first),
+            step_table(first),
+            kind_table(first),
+            kernel_rows(first, shown),
+            module_table(first, shown.top),
+            operator_table(first, shown),
+            copy_table(first),
+            wait_table(first),
+            collective_table(analyses),
+            capture_table(analyses),
+        ),
+    ]
