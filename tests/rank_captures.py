@@ -59,7 +59,17 @@ def write_ranks(
                 launched = now[rank] + 3000
                 add(rank, "cuda_runtime", "cudaLaunchKernel", launched, launched + 5000, 1, correlation=correlation)
                 start = launched + 6000
-                add(rank, "kernel", f"gemm_{layer}", start, start + length, 7, correlation=correlation, stream=7, device=0)
+                add(
+                    rank,
+                    "kernel",
+                    f"gemm_{layer}",
+                    start,
+                    start + length,
+                    7,
+                    correlation=correlation,
+                    stream=7,
+                    device=0,
+                )
                 arrived.append(start + length + 1000)
             number += 1
             ends = max(arrived) + TRANSFER_NS * (1 + random_.gauss(0, 0.01))
@@ -80,7 +90,16 @@ def write_ranks(
                 if sequence:
                     about["Seq"] = number
                 where = {"correlation": correlation, "stream": 20, "device": 0}
-                add(rank, "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", arrived[rank], end, 20, **where, **about)
+                add(
+                    rank,
+                    "kernel",
+                    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
+                    arrived[rank],
+                    end,
+                    20,
+                    **where,
+                    **about,
+                )
                 now[rank] = end
         for rank in range(ranks):
             add(rank, "user_annotation", f"ProfilerStep#{step}", begins[rank], now[rank], 1)

@@ -25,6 +25,7 @@ SECTIONS = {
     "report/titles.py": ("bench",),
     "report/account/": ("account",),
     "report/memory/": ("memprof", "bench"),
+    "report/profile/trace": ("trace",),
     "report/profile/": ("nsys",),
     "commands/doctor.py": ("doctor and report --dry-run",),
     "report/course/plan.py": ("doctor and report --dry-run",),
