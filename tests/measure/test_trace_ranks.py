@@ -7,7 +7,7 @@ from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.reading import read_captures
-from cs336sys.measure.profile.stragglers import find_straggler
+from cs336sys.measure.profile.stragglers import _upper_tail, find_straggler
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +79,10 @@ def test_a_folder_is_its_captures(with_straggler, tmp_path):
     assert len(read_captures([with_straggler[1]]).analyses) == 8
     with pytest.raises(UsageError, match="is a folder without captures"):
         read_captures([tmp_path])
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30])
+@pytest.mark.parametrize("t", [0.0, 0.5, 2.0, 6.0])
+def test_the_tail_is_that_of_students_t(degrees, t):
+    stats = pytest.importorskip("scipy.stats")
+    assert _upper_tail(degrees, t) == pytest.approx(stats.t.sf(t, degrees), rel=1e-9, abs=1e-13)

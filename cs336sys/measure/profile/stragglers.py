@@ -1,12 +1,12 @@
 """Which rank holds the others up, by how much, and what it does longer than they. Plain data."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.breakdown import COMPUTING_PART, COPIES_PART, IDLE_PARTS, WAITING_PART
-from cs336sys.results.statistics import upper_tail
 
 # One-sided, over all ranks: of so many trainings without a straggler one is said to have one.
 _FALSE_ALARMS = 1e-3
@@ -44,7 +44,8 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
     """Return the rank whose own part of the steps is longer than the others', if that is no noise.
 
     In a step that a collective joins, all ranks take as long as the slowest, and what differs is how long each waits.
-    The excess of the rank over the median of the others in each step is compared with Student's t, for one of many.
+    The excess of the rank over the median of the others in each step is compared with Student's t, for one of many;
+    ranks of a handful of steps could not say anything with so few false alarms.
     """
     if len(analyses) < 2 or not all(one.has_steps for one in analyses):
         return None
@@ -60,9 +61,23 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
     error = statistics.stdev(excess) / count**0.5
     if mean < _LEAST_SHARE * step_ms:
         return None
-    if error > 0 and upper_tail(count - 1, mean / error) * len(analyses) > _FALSE_ALARMS:
+    if error > 0 and _upper_tail(count - 1, mean / error) * len(analyses) > _FALSE_ALARMS:
         return None
     return Straggler(analyses[slowest].label, mean, 100 * mean / step_ms, _why(analyses, slowest, mean))
+
+
+def _upper_tail(degrees: int, t: float) -> float:
+    """The probability of more than ``t`` by Student's t with whole degrees of freedom (Abramowitz, Stegun 26.7.3)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    cosine = math.cos(angle)
+    term = cosine if degrees % 2 else 1.0
+    total = 0.0
+    for power in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= cosine**2 * power / (power + 1)
+    if degrees % 2:
+        return 0.5 - (angle + math.sin(angle) * total) / math.pi
+    return 0.5 - math.sin(angle) * total / 2
 
 
 def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
