@@ -1,0 +1,13 @@
+"""Is somebody's parallel training the same training as one process? Every case is run both ways and compared.
+
+- ``cases.py``: what happens in a case, and which model and batch does it train?
+- ``reference.py``: what does one process train, and how far does rounding alone take it?
+- ``wraps.py``: how is a user's wrap called, and what does it give back?
+- ``rank.py``: what does a rank do in a case, and what does it hold at each moment?
+- ``collectives.py``: which collectives did a rank launch, from which line, and how is a rank made late?
+- ``held.py``: which tensor of the model are the slices that ranks hold?
+- ``comparison.py``: what is off, first and by how much?
+- ``diagnosis.py``: what does that mean?
+- ``measurement.py``: one cell of ``verify``, from its settings to its outcome.
+- ``library.py``: the same for a test in somebody's repository.
+"""

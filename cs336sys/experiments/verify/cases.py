@@ -1,0 +1,296 @@
+"""The cases: what a program does to a model and in its steps, the same in one process and on ranks."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments import user_models
+from cs336sys.experiments.models import blocks_of, build_model, make_batch
+from cs336sys.workload.verification import VerifiedWorkload
+
+# Batches of evaluations are none that is trained on.
+_EVALUATED = 900
+
+# A power of two, so that scaling rounds nothing.
+LOSS_SCALE = 1024.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What happens in a case.
+
+    Attributes:
+        steps: each on a batch of its own.
+        micro: micro-batches of a step.
+        no_sync: all but the last micro-batch of a step are run under ``no_sync``.
+        clip: gradients are clipped to half of the first step's norm.
+        scale: the loss is scaled, and infinite on one rank in the second step, which every rank has to skip.
+        uneven: the last rank has one sequence fewer.
+        unused: a layer's parameters are unused on the last rank.
+        frozen, tied, checkpoint, compile: done to the model before it is wrapped.
+        evaluate: an evaluation after every step but the last.
+        late: the rank that is late before each of its collectives; None: none is.
+        start: ranks other than the first begin with other weights.
+        resume: after two steps everything is saved and loaded into new objects: ``own`` state dicts, ``dcp``, or by
+            another number of ``ranks``.
+    """
+
+    steps: int = 3
+    micro: int = 1
+    no_sync: bool = False
+    clip: bool = False
+    scale: bool = False
+    uneven: bool = False
+    unused: bool = False
+    frozen: bool = False
+    tied: bool = False
+    evaluate: bool = False
+    checkpoint: bool = False
+    compile: bool = False
+    late: int | None = None
+    start: bool = False
+    resume: str | None = None
+
+    @property
+    def trained_alone(self) -> "Program":
+        """What one process does: the same training without what must not change it."""
+        return replace(self, micro=1, no_sync=False, checkpoint=False, compile=False, late=None, start=False, resume=None)
+
+
+PROGRAMS = {
+    "step": Program(),
+    "accumulation": Program(micro=2),
+    "no-sync": Program(micro=2, no_sync=True),
+    "clipping": Program(clip=True),
+    "scaling": Program(scale=True),
+    "uneven": Program(uneven=True),
+    "unused": Program(unused=True),
+    "frozen": Program(frozen=True),
+    "tied": Program(tied=True),
+    "evaluation": Program(evaluate=True),
+    "checkpoint": Program(checkpoint=True),
+    "compile": Program(compile=True, steps=2),
+    "late": Program(late=0, steps=2),
+    "start": Program(start=True),
+    "dropout": Program(steps=1),
+    "save": Program(resume="own"),
+    "save-dcp": Program(resume="dcp"),
+    "save-ranks": Program(resume="ranks"),
+    "run": Program(steps=20),
+}
+
+# Steps before everything is saved.
+SAVED_AFTER = 2
+
+
+class Switch:
+    """Turns layers' parameters off and on: of a layer whose input needs no gradient, computed without any.
+
+    Attributes:
+        is_off: whether the layer's parameters are unused now.
+    """
+
+    is_off = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as a case trains it.
+
+    Attributes:
+        switch: of the layer that is unused in turn.
+        frozen: the name of the parameter that is frozen; None without one.
+        tied: the name of the parameter that two layers share; None without one.
+    """
+
+    model: nn.Module
+    switch: Switch
+    frozen: str | None
+    tied: str | None
+
+
+def build_subject(
+    workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype, seed_shift: int = 0
+) -> Subject:
+    """Build the model of a case, in ``dtype`` with dropout off unless the case is about it.
+
+    Args:
+        seed_shift: added to the workload's seed.
+
+    Raises:
+        CapabilityError: the case does not apply to this model.
+    """
+    training = replace(workload.training, seed=workload.training.seed + seed_shift)
+    with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext():
+        model = build_model(training, device)
+    model.to(dtype).train()
+    if workload.case != "dropout":
+        _drop_nothing(model)
+    tied = _shared_name(model)
+    if program.tied and tied is None:
+        tied = _tie(workload, model)
+    frozen = _freeze(model) if program.frozen else None
+    switch = Switch()
+    if program.unused:
+        _make_switchable(workload, model, switch, dtype)
+    if program.checkpoint or program.compile:
+        blocks = blocks_of(training, model)
+        if not blocks:
+            raise CapabilityError("the model has no list of blocks; name them by --blocks")
+        for block in blocks.values():
+            if program.checkpoint:
+                block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+            else:
+                # The wrap is what is asked about, not the code that a compiler writes.
+                block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
+    return Subject(model, switch, frozen, tied)
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    for module in model.modules():
+        for name in ("p", "dropout", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _shared_name(model: nn.Module) -> str | None:
+    """The name of a parameter that several modules hold."""
+    once = {name for name, _ in model.named_parameters()}
+    every = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    again = {identity for name, identity in every if name not in once}
+    return next((name for name, identity in every if identity in again), None)
+
+
+def _tie(workload: VerifiedWorkload, model: nn.Module) -> str:
+    holders = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module._parameters.get("weight"), nn.Parameter) and module._parameters["weight"].dim() == 2  # type: ignore[union-attr]
+    ]
+    embeddings = [(name, module) for name, module in holders if "embed" in type(module).__name__.lower()]
+    for name, embedding in embeddings:
+        for other, module in reversed(holders):
+            if other != name and module.weight.shape == embedding.weight.shape and "embed" not in other.lower():
+                module.weight = embedding.weight
+                return f"{name}.weight"
+    raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
+
+
+def _freeze(model: nn.Module) -> str:
+    matrices = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+    if len(matrices) < 3:
+        raise CapabilityError("the model has fewer than three matrices, so none is frozen")
+    name = matrices[len(matrices) // 2]
+    model.get_parameter(name).requires_grad_(False)
+    return name
+
+
+def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
+    if workload.data_ranks == 1:
+        raise CapabilityError("the ranks share each sequence, so a parameter that one of them uses all do")
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and not any(tensor.requires_grad for tensor in tensors):
+            found.append(module)
+
+    own = [module for module in model.modules() if any(one.requires_grad for one in module.parameters(recurse=False))]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in own]
+    inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
+    user_models.call_model(model, inputs)
+    for handle in handles:
+        handle.remove()
+    if not found:
+        raise CapabilityError("every layer with parameters depends on others, so none can be unused by itself")
+    layer = found[0]
+    forward = layer.forward
+
+    def switchable(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad() if switch.is_off else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    layer.forward = switchable  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype, step: int) -> tuple[Any, Any]:
+    """The batch of all ranks in a step, its floating point tensors in ``dtype``."""
+    batch = make_batch(workload.training, device, step)
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, batch)
+
+
+def evaluation_batch(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A batch that no step trains on."""
+    return batch_of(workload, device, dtype, _EVALUATED)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a batch.
+
+    Attributes:
+        data: which of the ranks that share the batch it is for, and ``micro`` which micro-batch of its.
+        weight: its sequences over all of the batch.
+        sequences: which of the batch.
+    """
+
+    data: int
+    micro: int
+    weight: float
+    sequences: slice
+
+    def of(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        return tree_map_only(Tensor, lambda one: one[self.sequences], batch)
+
+
+def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[Share]:
+    """Cut a batch into micro-batches of data ranks, in the order of the ranks."""
+    size, ranks = workload.training.size.batch_size, workload.data_ranks
+    total = size - 1 if program.uneven else size
+    each = size // ranks // micro
+    found = []
+    for rank in range(ranks):
+        for number in range(micro):
+            first = (rank * micro + number) * each
+            last = min(first + each, total)
+            found.append(Share(rank, number, (last - first) / total, slice(first, last)))
+    return found
+
+
+def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:
+    """The mean loss of what the model returned.
+
+    Raises:
+        UserCodeError: it is no scalar, or the output holds no logits.
+    """
+    user, size = workload.training.user, workload.training.size
+    if user.loss is not None:
+        loss = user_models.load(user.loss)(output, targets)
+        return user_models.scalar_loss(loss, user.loss, with_gradients=torch.is_grad_enabled())
+    logits = getattr(output, "logits", output)
+    if hasattr(logits, "full_tensor"):
+        logits = logits.full_tensor()
+    logits = user_models.token_logits(logits, targets, user.model or workload.wrap, size.vocab_size)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@contextlib.contextmanager
+def turned_off(switch: Switch, is_off: bool) -> Iterator[None]:
+    """Within this, the switch is off if ``is_off``."""
+    switch.is_off = is_off
+    try:
+        yield
+    finally:
+        switch.is_off = False

@@ -1,0 +1,125 @@
+"""The collectives that a rank launches, seen at torch's dispatcher: which, when, and from which line of the wrap."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cs336sys.measure.allocations.recorder import DispatchMode
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+
+# How long the late rank sleeps, and before how many collectives of a phase.
+LATE_S = 0.1
+_MOST_DELAYS = 8
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective that this rank launched.
+
+    Attributes:
+        name: of torch's operator: ``allreduce_``, ``_allgather_base_``, ``send``.
+        elements: of its tensors.
+        step, phase: when: ``wrap``, ``forward``, ``backward``, ``finish``, ``clip``, ``optimizer``.
+        line: of the user's code that led to it, ``mine.py, line 12``; empty where none did.
+        incomplete: parameters that shared memory with its tensors, and whose gradients were not complete.
+    """
+
+    name: str
+    elements: int
+    dtype: str
+    step: int
+    phase: str
+    line: str = ""
+    incomplete: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        return f"{self.name.strip('_').removesuffix('_base')} of {self.elements:,} {self.dtype}{where}"
+
+
+class CollectiveWatcher(DispatchMode):
+    """Records collectives, makes this rank late before them, and notes the lowest precision of matrix products.
+
+    Args:
+        folder: of the user's file, whose lines are named; None names none.
+        is_late: whether this rank sleeps before its collectives.
+
+    Attributes:
+        launches: in order.
+        step, phase: what the program is at; set by it.
+        waiting: gradients that the present backward pass has yet to complete, by the address of their memory.
+    """
+
+    def __init__(self, folder: Path | None, is_late: bool) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.step, self.phase = 0, "wrap"
+        self.waiting: dict[str, Tensor] = {}
+        self._folder = None if folder is None else str(folder)
+        self._is_late = is_late
+        self._delays: dict[tuple[int, str], int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
+            # DTensors launch theirs below.
+            return NotImplemented
+        if operator.namespace in _NAMESPACES and "wait_tensor" not in str(operator):
+            self._see(operator, args)
+        return operator(*args, **(kwargs or {}))
+
+    def _see(self, operator: Any, args: tuple) -> None:
+        moment = self.step, self.phase
+        if self._is_late and self._delays.get(moment, 0) < _MOST_DELAYS:
+            self._delays[moment] = self._delays.get(moment, 0) + 1
+            time.sleep(LATE_S)
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        name = operator.name().partition("::")[2].partition(".")[0]
+        if name == "barrier" or not tensors:
+            return
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        elements = max(sum(one.numel() for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args)
+        self.launches.append(Launch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))
+
+    def _line(self) -> str:
+        if self._folder is None:
+            return ""
+        frame: Any = sys._getframe(3)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(self._folder):
+                return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _incomplete(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        if self.phase != "backward" or not self.waiting:
+            return ()
+        sent = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        return tuple(
+            name
+            for name, parameter in self.waiting.items()
+            if parameter.grad is not None
+            and not hasattr(parameter.grad, "to_local")
+            and parameter.grad.untyped_storage().data_ptr() in sent
+        )
+
+    def expect(self, named: dict[str, torch.nn.Parameter]) -> list[Any]:
+        """Watch the gradients of the next backward pass; handles to remove."""
+        self.waiting = dict(named)
+
+        def complete(name: str) -> Any:
+            return lambda _: self.waiting.pop(name, None)
+
+        # Before hooks of the wrap, which were registered earlier, run after this one: they are run in their order.
+        return [one.register_hook(complete(name)) for name, one in named.items() if one.requires_grad]

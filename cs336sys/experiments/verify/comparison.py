@@ -1,0 +1,301 @@
+"""What ranks hold beside what one process holds, moment by moment: the first thing that is off, and by how much."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cs336sys.experiments.verify.cases import Program
+from cs336sys.experiments.verify.held import assemble
+from cs336sys.experiments.verify.rank import Found
+from cs336sys.experiments.verify.reference import Record, Reference
+from cs336sys.workload.verification import VerifiedWorkload
+
+# Ranks may be so many times as far from one process as that is from itself in other orders of summation: of a few
+# orders the farthest is taken, and others may be some times farther.
+_REPEATED = 16.0
+
+# Below this many units in the last place no order is told from another.
+_UNITS = 32.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is off.
+
+    Attributes:
+        what: ``start``, ``loss``, ``gradient``, ``norm``, ``weight``, ``state``, ``buffer``, ``evaluation``.
+        step: counted from 1; of weights and states, after which.
+        name: of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
+        rank: the first rank on which it is off.
+        relative: the norm of the difference over that of what is expected.
+        allowed: how large rounding explains.
+        found, expected: the tensors; None where there is none.
+    """
+
+    what: str
+    step: int
+    name: str
+    rank: int
+    relative: float
+    allowed: float
+    found: Tensor | None = None
+    expected: Tensor | None = None
+
+    @property
+    def told(self) -> str:
+        names = {"weight": "weight of", "gradient": "gradient of", "state": "optimizer state of", "buffer": "buffer"}
+        subject = f"{names[self.what]} {self.name}" if self.what in names else _SUBJECTS[self.what].format(self.name)
+        by = "missing" if self.found is None and self.what == "gradient" else f"off by {percent(self.relative)}"
+        when = "before the first step" if self.step == 0 else f"step {self.step}"
+        return f"{when}, rank {self.rank}: {subject} is {by}"
+
+
+_SUBJECTS = {
+    "start": "{}, as it is wrapped,",
+    "loss": "the loss",
+    "norm": "the norm of all gradients",
+    "evaluation": "the loss of the evaluation",
+}
+
+
+def percent(relative: float) -> str:
+    """Write a relative difference in percent."""
+    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.2g} %"
+
+
+@dataclass
+class Compared:
+    """All that is off in a case, in the order of time.
+
+    Attributes:
+        records: of each rank, with whole tensors.
+        largest: of all that was compared, the largest relative difference, and of what.
+        unknown: parameters of which the ranks' slices do not make a whole.
+    """
+
+    findings: list[Finding]
+    records: list[Record]
+    largest: float
+    largest_of: str
+    unknown: tuple[str, ...]
+
+
+def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
+    """Ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
+    sizes = list(workload.dimensions.values())
+    ranks = torch.arange(workload.world_size).view(sizes)
+    groups = []
+    for dimension in reversed(range(len(sizes))):
+        if sizes[dimension] > 1:
+            groups += ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
+    return [*groups, list(range(workload.world_size))]
+
+
+class Comparison:
+    """Compares a case's ranks with one process."""
+
+    def __init__(self, workload: VerifiedWorkload, program: Program, reference: Reference, found: Sequence[Found]):
+        self.workload, self.program, self.reference, self.found = workload, program, reference, found
+        self.groups = rank_groups(workload)
+        self.shapes = {name: value.shape for name, value in reference.record.weights[0].items()}
+        self.findings: list[Finding] = []
+        self.largest, self.largest_of = 0.0, ""
+        self.unknown: set[str] = set()
+        self.records = [Record(one.record.losses, one.record.evaluations, norms=one.record.norms) for one in found]
+
+    def compare(self, first: int = 0) -> Compared:
+        """Compare everything that ranks have.
+
+        Args:
+            first: steps that others have trained before.
+        """
+        for index, one in enumerate(self.found):
+            self.records[index].buffers = one.record.buffers
+            self.records[index].outputs = one.record.outputs
+        self._weights(0, "start")
+        for step in range(first, self.program.steps):
+            self._number("loss", step + 1, step - first)
+            self._gradients(step, step - first)
+            self._number("norm", step + 1, step - first)
+            if self.program.evaluate and step < self.program.steps - 1:
+                self._number("evaluation", step + 1, step)
+            if step + 1 in self.reference.record.weights:
+                self._weights(step + 1, "weight")
+                self._states(step + 1)
+        self._buffers()
+        return Compared(self.findings, self.records, self.largest, self.largest_of, tuple(sorted(self.unknown)))
+
+    def _weights(self, step: int, what: str) -> None:
+        held = [one.record.weights.get(step, {}) for one in self.found]
+        if not any(held):
+            return
+        # Shapes of slices are known from the first moment on.
+        whole, unknown = assemble(held, self.shapes, self.groups)
+        self.unknown |= unknown
+        expected = self.reference.record.weights[step]
+        if what == "start" and self.workload.case == "start":
+            others = [expected]
+        else:
+            others = [record.weights[step] for record in self.reference.others]
+        # Every parameter that no rank has: pipeline stages have some each.
+        for name, value in expected.items():
+            if name in unknown:
+                continue
+            for rank, tensors in enumerate(whole):
+                self.records[rank].weights[step] = tensors
+                if name in tensors:
+                    rounding = self._rounding(value, [one[name] for one in others])
+                    self._compare(what, step, name, rank, tensors[name], value, rounding)
+
+    def _gradients(self, step: int, index: int) -> None:
+        held = [one.record.gradients[index] if index < len(one.record.gradients) else {} for one in self.found]
+        whole, unknown = assemble(held, self.shapes, self.groups)
+        for record, tensors in zip(self.records, whole, strict=True):
+            record.gradients.append(tensors)
+        if self.program.scale and step == 1:
+            return
+        expected = self.reference.record.gradients[step]
+        others = [record.gradients[step] for record in self.reference.others]
+        total = _norm_of_all(expected)
+        leaves_none = not any(whole)
+        for name, shape in self.shapes.items():
+            if name in unknown or leaves_none:
+                continue
+            value = expected.get(name)
+            for rank, tensors in enumerate(whole):
+                own = tensors.get(name)
+                if name not in self.found[rank].owned or (own is None and value is None):
+                    continue
+                wanted = torch.zeros(shape, dtype=self.reference.dtype) if value is None else value
+                rounding = self._rounding(wanted, [one.get(name, wanted) for one in others], total)
+                given = torch.zeros_like(wanted) if own is None else own
+                self._compare("gradient", step + 1, name, rank, given, wanted, rounding, is_missing=own is None)
+
+    def _states(self, step: int) -> None:
+        expected = self.reference.record.states.get(step, {})
+        held = [one.record.states.get(step, {}) for one in self.found]
+        keys = {key for state in expected.values() for key in state}
+        for key in sorted(keys):
+            shapes = {name: state[key].shape for name, state in expected.items() if key in state}
+            own = [{name: state[key] for name, state in states.items() if key in state} for states in held]
+            whole, _ = assemble(own, shapes, self.groups)
+            for name in shapes:
+                value = expected[name][key]
+                others = [record.states[step][name][key] for record in self.reference.others]
+                for rank, tensors in enumerate(whole):
+                    if name in tensors and name in self.found[rank].owned:
+                        rounding = self._rounding(value, others)
+                        self._compare("state", step, f"{name} {key}", rank, tensors[name], value, rounding)
+
+    def _buffers(self) -> None:
+        expected = self.reference.record.buffers
+        if not self.reference.is_whole:
+            # Statistics are those of the sequences that a rank has seen.
+            return
+        for name, value in expected.items():
+            for rank, record in enumerate(self.records):
+                own = record.buffers.get(name)
+                if own is None or own.shape != value.shape:
+                    continue
+                others = [one.buffers[name] for one in self.reference.others]
+                if value.is_floating_point():
+                    if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) and self.program.steps:
+                        # What depends on how a batch is cut is each rank's own.
+                        continue
+                    self._compare("buffer", self.program.steps, name, rank, own, value, self._rounding(value, others))
+                elif not torch.equal(own, value) and torch.equal(value, others[0]):
+                    self._find(Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, own, value))
+
+    def _number(self, what: str, step: int, index: int) -> None:
+        """A loss or norm of all ranks: losses are of shares and add up, norms are the same on every rank."""
+        attribute = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}[what]
+        at = index if what == "evaluation" else step - 1
+        expected_of = [getattr(record, attribute) for record in (self.reference.record, *self.reference.others)]
+        if at >= len(expected_of[0]):
+            return
+        value, *others = (torch.tensor(numbers[at], dtype=torch.float64) for numbers in expected_of)
+        own = [getattr(one.record, attribute) for one in self.found]
+        if any(index >= len(numbers) for numbers in own):
+            return
+        numbers = [one[index] for one in own]
+        if what == "norm":
+            values = numbers
+        else:
+            values = [self._added(numbers)]
+        for rank, number in enumerate(values):
+            given = torch.tensor(number, dtype=torch.float64)
+            self._compare(what, step, "", rank, given, value, self._rounding(value, others))
+
+    def _added(self, numbers: Sequence[float]) -> float:
+        """The loss of the batch from those of ranks, each weighted by its sequences."""
+        sizes = self.workload.dimensions
+        ranks = torch.arange(self.workload.world_size).view(*sizes.values())
+        total = 0.0
+        for data in range(sizes.get("data", 1)):
+            own = ranks.select(list(sizes).index("data"), data).flatten().tolist() if "data" in sizes else ranks.flatten().tolist()
+            # Ranks that share sequences have parts of their loss, or all of it, each.
+            total += sum(numbers[rank] for rank in own) / len(own)
+        return total
+
+    def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0) -> float:
+        """The norm of a difference that rounding explains: measured, and some units in the last place."""
+        epsilon = torch.finfo(self.reference.dtype).eps
+        measured = max((norm_of(other - value) for other in others), default=0.0)
+        return _REPEATED * measured + _UNITS * epsilon * max(norm_of(value), scale / math.sqrt(max(len(self.shapes), 1)))
+
+    def _compare(
+        self,
+        what: str,
+        step: int,
+        name: str,
+        rank: int,
+        found: Tensor,
+        expected: Tensor,
+        rounding: float,
+        *,
+        is_missing: bool = False,
+    ) -> None:
+        size = norm_of(expected)
+        off = norm_of(found.to(expected.dtype) - expected)
+        relative = off / size if size else (math.inf if off else 0.0)
+        allowed = rounding / size if size else math.inf if off <= rounding else 0.0
+        if math.isnan(relative):
+            relative = math.inf
+        is_off = not off <= rounding
+        if relative > self.largest and (is_off or size):
+            self.largest, self.largest_of = relative, f"{what} {name}".strip()
+        if is_off:
+            self._find(
+                Finding(what, step, name, rank, relative, allowed, None if is_missing else found, expected)
+            )
+
+    def _find(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+
+def norm_of(values: Tensor) -> float:
+    """The Euclidean norm, in float64."""
+    return torch.linalg.vector_norm(values.double()).item() if values.numel() else 0.0
+
+
+def _norm_of_all(tensors: Mapping[str, Tensor]) -> float:
+    return math.hypot(*map(norm_of, tensors.values())) if tensors else 0.0
+
+
+def different_runs(first: Sequence[Found], second: Sequence[Found], allowed: float) -> str:
+    """The first parameter whose gradient or weight differs between two runs of a case, or nothing."""
+    for one, other in zip(first, second, strict=True):
+        for own, again in zip(one.record.gradients, other.record.gradients, strict=False):
+            for name, value in own.items():
+                if name in again and norm_of(again[name] - value) > allowed * max(norm_of(value), 1e-30):
+                    return name
+        for step, weights in one.record.weights.items():
+            for name, value in weights.items():
+                again_of = other.record.weights.get(step, {}).get(name)
+                if again_of is not None and norm_of(again_of - value) > allowed * max(norm_of(value), 1e-30):
+                    return name
+    return ""
+

@@ -1,0 +1,283 @@
+"""One cell of ``verify``: a case run on ranks and in one process, compared, and diagnosed where it is wrong."""
+
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
+from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
+from cs336sys.experiments.verify.comparison import Compared, Comparison
+from cs336sys.experiments.verify.diagnosis import Diagnosis, diagnose, diagnose_loss
+from cs336sys.experiments.verify.rank import Found, Settings, is_sound, train_on_rank
+from cs336sys.experiments.verify.reference import (
+    Reference,
+    clipped_norm,
+    learning_rate_of,
+    reference_dtype,
+    reference_of,
+)
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.parallel.ranks import launch
+from cs336sys.parallel.ranks.spawned import RankError
+from cs336sys.processes import started_outside
+from cs336sys.workload.user_code import is_user_code
+from cs336sys.workload.verification import VerifiedWorkload
+
+# Plain steps after which no other case of the same wrap can say more, with why.
+_hopeless: dict[VerifiedWorkload, str] = {}
+
+# What was wrong with the plain step: other cases that are wrong alike are not run again.
+_of_plain_step: dict[VerifiedWorkload, Diagnosis] = {}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Ranks that died or hang: what was said of them, and what each had done as far as that is known."""
+
+    reason: str
+    found: tuple[Found, ...] = ()
+    is_hang: bool = True
+
+
+def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure one cell of ``verify``: runs in the worker process.
+
+    Derived: see ``docs/columns.md``.
+
+    Raises:
+        CapabilityError: there is no such device, or too few GPUs.
+        UserCodeError: the model or its loss fails in one process.
+    """
+    workload = VerifiedWorkload.from_configuration(configuration)
+    plain = replace(workload, case="step")
+    if workload.case != "step" and plain in _hopeless:
+        return _refused(f"not run: {_hopeless[plain]}")
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336sys-verify-"))
+            outcome = _Case(workload, folder, progress).outcome()
+    except CapabilityError as error:
+        return _refused(str(error), "does not apply")
+    if workload.case == "step" and outcome.derived.get("cause") in ("hang", "died", "raises"):
+        _hopeless[plain] = f"the plain step {_HOPELESS[outcome.derived['cause']]}"
+    return outcome
+
+
+_HOPELESS = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
+
+
+def _refused(reason: str, verdict: str = "refused") -> Outcome:
+    return Outcome("unsupported", derived={"verdict": verdict}, reason=reason)
+
+
+class _Case:
+    def __init__(self, workload: VerifiedWorkload, folder: str, progress: Progress):
+        self.workload, self.folder, self.progress = workload, folder, progress
+        self.program = PROGRAMS[workload.case]
+        self.device = choose_device("cuda" if workload.backend == "nccl" else workload.training.device)
+        if workload.backend == "gloo":
+            self.device = torch.device("cpu")
+        self.dtype = reference_dtype(workload, self.device)
+        self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
+        clips = self.program.clip
+        self.max_norm = clipped_norm(workload, self.program, self.device, self.dtype) if clips else None
+
+    def outcome(self) -> Outcome:
+        if self.workload.case == "late":
+            # Who is late may be right while those who wait are not.
+            outcome = self._outcome_of(replace(self.program, late=0))
+            if outcome.status != "ok":
+                return outcome
+            return self._outcome_of(replace(self.program, late=self.workload.world_size - 1))
+        return self._outcome_of(self.program)
+
+    def _outcome_of(self, program: Program) -> Outcome:
+        self.progress(f"{self.workload.case}: ranks")
+        found = self.run(program)
+        if isinstance(found, Lost):
+            return self._lost(program, found)
+        if (refusal := self._refusal(found)) is not None:
+            return refusal
+        if self.workload.case == "dropout":
+            return self._masks(found)
+        self.progress(f"{self.workload.case}: one process")
+        reference = self.reference(program, found)
+        first = SAVED_AFTER if program.resume == "ranks" else 0
+        compared = Comparison(self.workload, program, reference, found).compare(first)
+        if program.start and compared.findings and any(one.is_sliced for one in found):
+            return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
+        unmatched = sorted({name for one in found for name in one.unmatched})
+        missing = sorted(set(reference.record.weights[0]) - {name for one in compared.records for name in one.weights.get(first, one.weights.get(0, {}))})
+        if not compared.findings and missing and first == 0 and not set(missing) <= set(compared.unknown):
+            return _refused(
+                f"the wrapped module has no parameter that is the model's {missing[0]}"
+                + (f"; {unmatched[0]} is none of the model's" if unmatched else "")
+            )
+        if not compared.findings:
+            return self._right(reference, compared)
+        return self._wrong(program, reference, found, compared)
+
+    def run(self, program: Program, *, watch: bool = False) -> list[Found] | Lost:
+        """Run the program on ranks, which are started where there are none."""
+        settings = Settings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
+        backend = None if self.workload.backend == "auto" else self.workload.backend
+        if backend is None and self.device.type == "cpu":
+            backend = "gloo"
+        ranks = launch.kept(self.workload.world_size, backend=backend, timeout_s=self.workload.timeout_s)
+        try:
+            found = ranks.run(train_on_rank, self.workload, program, settings)
+            if any(one.failure for one in found) and not self._is_sound(ranks, found):
+                launch.end_kept()
+                if any(one.is_timeout for one in found):
+                    told = next((one.failure for one in found if one.failure and not one.is_timeout), "")
+                    if not told:
+                        return Lost("the ranks wait for each other", tuple(found))
+            if program.resume == "ranks" and not any(one.failure for one in found):
+                found = self._loaded_by_others(program, replace(settings, loads=True), backend, found)
+        except (RankError, LostProcessError) as error:
+            launch.end_kept()
+            first_line = str(error).splitlines()[0]
+            return Lost(first_line, is_hang="hang" in first_line or "imed out" in first_line)
+        return found
+
+    def _is_sound(self, ranks: launch.Ranks, found: Sequence[Found]) -> bool:
+        if any(one.is_timeout for one in found):
+            return False
+        try:
+            return all(ranks.run(is_sound, self.workload.world_size))
+        except (RankError, LostProcessError):
+            return False
+
+    def _loaded_by_others(
+        self, program: Program, settings: Settings, backend: str | None, found: list[Found]
+    ) -> list[Found]:
+        workload = self.workload
+        if started_outside() is not None:
+            raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
+        if len(workload.dimensions) > 1:
+            raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
+        others = max(1, workload.world_size // 2)
+        smaller = replace(workload, world_size=others, mesh=next(iter(workload.dimensions)))
+        with launch.start(others, backend=backend, timeout_s=workload.timeout_s) as ranks:
+            loaded = ranks.run(train_on_rank, smaller, program, replace(settings, saved_ranks=workload.world_size))
+        self.workload = smaller
+        return loaded
+
+    def reference(self, program: Program, found: Sequence[Found]) -> Reference:
+        return reference_of(
+            replace(self.workload, world_size=self.workload.world_size),
+            program,
+            self.device,
+            self.dtype,
+            self.learning_rate,
+            found[0].optimizer,
+            self.max_norm,
+        )
+
+    def _refusal(self, found: Sequence[Found]) -> Outcome | None:
+        failed = [(rank, one) for rank, one in enumerate(found) if one.failure]
+        if not failed:
+            return None
+        rank, first = next(((rank, one) for rank, one in failed if not one.is_timeout), failed[0])
+        if not first.applies:
+            return _refused(first.failure, "does not apply")
+        where = "" if len(failed) == len(found) else f" (on rank {rank})"
+        reason = f"{first.failure}{where}"
+        if self.workload.case == "step":
+            return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
+        return _refused(reason)
+
+    def _right(self, reference: Reference, compared: Compared) -> Outcome:
+        notes = []
+        if compared.unknown:
+            notes.append(
+                f"{self.workload.wrap}: slices of {', '.join(compared.unknown[:3])} do not make a whole, so they are "
+                "not compared"
+            )
+        derived = {
+            "verdict": "ok",
+            "relative_difference": compared.largest,
+            "farthest": compared.largest_of,
+            "reference_dtype": str(reference.dtype).removeprefix("torch."),
+            "learning_rate": reference.learning_rate,
+            "notes": notes,
+        }
+        return Outcome("ok", derived=derived)
+
+    def _masks(self, found: Sequence[Found]) -> Outcome:
+        by_data: dict[int, list[torch.Tensor]] = {}
+        sizes = list(self.workload.dimensions.values())
+        names = list(self.workload.dimensions)
+        places = torch.arange(self.workload.world_size).view(sizes)
+        for rank, one in enumerate(found):
+            assert one.masks is not None
+            place = (places == rank).nonzero()[0].tolist()
+            data = place[names.index("data")] if "data" in names else 0
+            by_data.setdefault(data, []).append(one.masks)
+        for masks in by_data.values():
+            if any(one.shape == masks[0].shape and not torch.equal(one, masks[0]) for one in masks):
+                reason = "ranks that share sequences drop different elements of them: seed them alike"
+                return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
+        firsts = [masks[0] for masks in by_data.values()]
+        if any(one.shape == firsts[0].shape and torch.equal(one, firsts[0]) for one in firsts[1:]):
+            reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
+            return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
+        return Outcome("ok", derived={"verdict": "ok", "notes": []})
+
+    def _wrong(
+        self, program: Program, reference: Reference, found: Sequence[Found], compared: Compared
+    ) -> Outcome:
+        self.progress(f"{self.workload.case}: diagnosis")
+        known = _of_plain_step.get(replace(self.workload, case="step"))
+        again: list[Found] | Lost = []
+        if known is None or self.workload.case == "late":
+            again = self.run(program, watch=True) if program.resume != "ranks" else []
+        watched = [] if isinstance(again, Lost) else again
+        diagnosis = diagnose(self.workload, program, reference, compared, found, watched, self._line(), known)
+        if self.workload.case == "step":
+            _of_plain_step[self.workload] = diagnosis
+        return self._diagnosed(diagnosis, compared, reference)
+
+    def _lost(self, program: Program, lost: Lost) -> Outcome:
+        self.progress(f"{self.workload.case}: diagnosis")
+        found = lost.found
+        if lost.is_hang and not any(one.launches for one in found):
+            again = self.run(program, watch=True)
+            found = again.found if isinstance(again, Lost) else tuple(again)
+        return self._diagnosed(diagnose_loss(lost.reason, lost.is_hang, found, self._line()))
+
+    def _diagnosed(
+        self, diagnosis: Diagnosis, compared: Compared | None = None, reference: Reference | None = None
+    ) -> Outcome:
+        derived: dict[str, Any] = {"verdict": "wrong", **diagnosis.columns(), "notes": []}
+        first = ""
+        if compared is not None and compared.findings:
+            finding = compared.findings[0]
+            first = f"{finding.told}; "
+            derived |= {
+                "relative_difference": min(finding.relative, 1e300),
+                "allowed_difference": min(finding.allowed, 1e300),
+                "farthest": f"{finding.what} {finding.name}".strip(),
+                "at_step": finding.step,
+                "off": len({(one.what, one.name) for one in compared.findings}),
+            }
+        if reference is not None:
+            derived |= {
+                "reference_dtype": str(reference.dtype).removeprefix("torch."),
+                "learning_rate": reference.learning_rate,
+            }
+        return Outcome("wrong", derived=derived, reason=f"{first}{diagnosis.meaning}")
+
+    def _line(self) -> str:
+        if not is_user_code(self.workload.wrap):
+            return ""
+        from cs336sys.experiments.verify.wraps import line_of_wrap
+
+        with contextlib.suppress(UserCodeError):
+            return line_of_wrap(self.workload)
+        return ""

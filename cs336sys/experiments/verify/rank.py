@@ -1,0 +1,499 @@
+"""What a rank does in a case, and what it holds at each moment of it."""
+
+import contextlib
+import random
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
+
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.experiments import user_models
+from cs336sys.experiments.verify.cases import (
+    LOSS_SCALE,
+    SAVED_AFTER,
+    Program,
+    Share,
+    Subject,
+    batch_of,
+    build_subject,
+    evaluation_batch,
+    loss_of,
+    shares_of,
+    turned_off,
+)
+from cs336sys.experiments.verify.collectives import CollectiveWatcher, Launch
+from cs336sys.experiments.verify.held import model_name
+from cs336sys.experiments.verify.reference import (
+    OptimizerSpec,
+    Record,
+    captured_outputs,
+    clone,
+    default_optimizer,
+    moments,
+    states_of,
+)
+from cs336sys.experiments.verify.wraps import Wrapped, wrap
+from cs336sys.workload.user_code import is_user_code, source_file
+from cs336sys.workload.verification import VerifiedWorkload
+
+# Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
+_OTHER_SEED = 1000
+
+
+@dataclass
+class Found:
+    """What a rank found in a case.
+
+    Attributes:
+        record: what it held; as far as it came, where it failed.
+        optimizer: how to build the wrap's optimizer in one process; None where the wrap has none.
+        owned: parameters that the optimizer updates on this rank.
+        unmatched: parameters of the wrapped module that have no name in the plain one.
+        launches: its collectives, where they were watched.
+        is_sliced: whether it holds slices of weights.
+        masks: of the first dropout layer, whether each element was dropped; None without one.
+        failure: what was raised, in one sentence; empty where nothing was.
+        is_refusal: whether that was said by a wrap or a model that can go on; ``is_timeout``: other ranks did not come.
+        applies: False where the case does not apply, and ``failure`` says why.
+        at: step and phase of a failure.
+    """
+
+    record: Record = field(default_factory=Record)
+    optimizer: OptimizerSpec | None = None
+    owned: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    launches: list[Launch] = field(default_factory=list)
+    is_sliced: bool = False
+    masks: Tensor | None = None
+    failure: str = ""
+    is_timeout: bool = False
+    applies: bool = True
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ranks are told beside the workload.
+
+    Attributes:
+        max_norm: of gradients, where the program clips.
+        watch: record collectives and the outputs of modules.
+        folder: where to save, and ``loads`` whether to load from it instead.
+        saved_ranks: how many ranks have saved there.
+    """
+
+    dtype: torch.dtype
+    learning_rate: float
+    max_norm: float | None = None
+    watch: bool = False
+    folder: str | None = None
+    loads: bool = False
+    saved_ranks: int = 0
+
+
+_meshes: dict[Any, DeviceMesh] = {}
+
+
+def mesh_of(workload: VerifiedWorkload, device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks; groups are made once."""
+    sizes = workload.dimensions
+    key = (dist.group.WORLD, device.type, tuple(sizes.items()))
+    if key not in _meshes:
+        _meshes.clear()
+        _meshes[key] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[key]
+
+
+def verified_device(workload: VerifiedWorkload) -> torch.device:
+    """The device of this rank: with Gloo the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def is_sound(expected: int) -> bool:
+    """Return whether this rank's collectives still meet those of the others."""
+    numbers = torch.full((3,), float(dist.get_rank()))
+    if dist.get_backend() == "nccl":
+        numbers = numbers.cuda()
+    dist.all_reduce(numbers)
+    return bool((numbers == expected * (expected - 1) / 2).all())
+
+
+def train_on_rank(workload: VerifiedWorkload, program: Program, settings: Settings) -> Found:
+    """Run the program on this rank. Whatever is raised comes back as a failure."""
+    found = Found()
+    run = _Run(workload, program, settings, found)
+    try:
+        with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext(), run.watched():
+            run.all_steps()
+    except CapabilityError as error:
+        found.failure, found.applies = str(error), False
+    except (UsageError, UserCodeError) as error:
+        found.failure = str(error)
+        found.is_timeout = _is_timeout(error)
+    except Exception as error:
+        found.is_timeout = _is_timeout(error)
+        found.failure = _sentence(workload, error)
+    found.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
+    found.launches = run.watcher.launches
+    return found
+
+
+def _is_timeout(error: BaseException | None) -> bool:
+    lost = ("timed out", "timeout", "connection reset", "connection closed", "broken pipe", "socket")
+    while error is not None:
+        if any(word in str(error).lower() for word in lost):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    where = ""
+    if is_user_code(workload.wrap):
+        folder = str(source_file(workload.wrap).resolve().parent)
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename.startswith(folder):
+                where = f"{Path(frame.filename).name}, line {frame.lineno}: "
+                break
+    return f"{where}{type(error).__name__}: {lines[0]}"
+
+
+class _Run:
+    """A program on this rank, its present model and optimizer."""
+
+    def __init__(self, workload: VerifiedWorkload, program: Program, settings: Settings, found: Found):
+        self.workload, self.program, self.settings, self.found = workload, program, settings, found
+        self.device = verified_device(workload)
+        self.mesh = mesh_of(workload, self.device)
+        self.rank = dist.get_rank()
+        names: Any = self.mesh.mesh_dim_names
+        place = dict(zip(names, self.mesh.get_coordinate() or (), strict=True))
+        self.data, self.context = place.get("data", 0), place.get("context", 0)
+        folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
+        self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
+
+    def watched(self) -> contextlib.AbstractContextManager[Any]:
+        if self.settings.watch or self.program.late is not None:
+            return self.watcher
+        return contextlib.nullcontext()
+
+    def prepare(self, seed_shift: int) -> None:
+        workload, settings = self.workload, self.settings
+        self.watcher.phase = "wrap"
+        self.subject: Subject = build_subject(workload, self.program, self.device, settings.dtype, seed_shift)
+        model = self.subject.model
+        known = {name: parameter for name, parameter in model.named_parameters()}
+        self.shapes = {name: parameter.shape for name, parameter in known.items()}
+        buffers = [name for name, _ in model.named_buffers()]
+        identities = {id(parameter): name for name, parameter in known.items()}
+        # As programs do that want other masks on ranks that have other sequences.
+        torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data)
+        random.seed(workload.training.seed)
+        self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
+        self.wrapped: Wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
+        module = self.wrapped.module
+        with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
+            self.optimizer: Any = self.wrapped.optimizer or default_optimizer(
+                [one for one in module.parameters()], settings.learning_rate
+            )
+        self.named: dict[str, nn.Parameter] = {}
+        unmatched = []
+        for name, parameter in module.named_parameters():
+            own = identities.get(id(parameter)) or model_name(name, list(known))
+            if own is None:
+                unmatched.append(name)
+            else:
+                self.named[own] = parameter
+        self.buffers = {
+            own: buffer for name, buffer in module.named_buffers() if (own := model_name(name, buffers)) is not None
+        }
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
+        self.found.unmatched = tuple(unmatched)
+        self.found.is_sliced = any(
+            hasattr(one, "to_local") or one.shape != self.shapes[name] for name, one in self.named.items()
+        )
+        self.inner: Any = self.optimizer
+        while not isinstance(self.inner, torch.optim.Optimizer) or hasattr(self.inner, "optim"):
+            inner = getattr(self.inner, "optim", None) or getattr(self.inner, "optimizer", None)
+            if inner is None:
+                break
+            self.inner = inner
+        while type(self.inner).__module__.startswith("accelerate"):
+            self.inner = self.inner.optimizer
+        groups = self.inner.param_groups
+        self.found.owned = tuple(
+            self.names[id(one)] for group in groups for one in group["params"] if id(one) in self.names
+        )
+        if self.wrapped.optimizer is not None:
+            self.found.optimizer = self._spec()
+
+    def _spec(self) -> OptimizerSpec | None:
+        kind = type(self.inner)
+        if kind.__module__.startswith("cs336sys.parallel"):
+            kind = torch.optim.AdamW
+        elif not issubclass(kind, torch.optim.Optimizer):
+            return None
+        settings = {}
+        for group in self.optimizer.param_groups:
+            own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
+            for dropped in ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat"):
+                own.pop(dropped, None)
+            for parameter in group["params"]:
+                if id(parameter) in self.names:
+                    settings[self.names[id(parameter)]] = own
+        return OptimizerSpec(kind, settings)
+
+    def all_steps(self) -> None:
+        program, record = self.program, self.found.record
+        if self.settings.loads:
+            # What was trained before is another program's.
+            self.prepare(_OTHER_SEED)
+            self._load_from_folder()
+            first = SAVED_AFTER
+        else:
+            self.prepare(_OTHER_SEED * self.rank if program.start else 0)
+            record.weights[0] = self.weights()
+            record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+            first = 0
+        if self.workload.case == "dropout":
+            self._look_at_masks()
+            return
+        self.scaler = self.wrapped.scaler_class(
+            self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6, enabled=program.scale
+        )
+        for step in range(first, program.steps):
+            self.watcher.step = step
+            self.one_step(step)
+            if program.evaluate and step < program.steps - 1:
+                self.watcher.phase = "evaluation"
+                record.evaluations.append(self.evaluate())
+            if step + 1 in moments(program):
+                record.weights[step + 1] = self.weights()
+                record.states[step + 1] = self.states()
+            if program.resume is not None and not self.settings.loads and step + 1 == SAVED_AFTER:
+                self.watcher.phase = "save"
+                if program.resume == "ranks":
+                    self._save_to_folder()
+                    return
+                self._save_and_load()
+        if not program.start:
+            record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+
+    def shares(self, micro: int) -> list[Share]:
+        return [share for share in shares_of(self.workload, self.program, micro) if share.data == self.data]
+
+    def own(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """This rank's part of a share: of its sequences, or of each of them."""
+        part = share.of(batch)
+        ranks = self.workload.dimensions.get("context", 1)
+        if ranks == 1:
+            return part
+        return tree_map_only(Tensor, lambda one: one.chunk(ranks, 1)[self.context] if one.dim() > 1 else one, part)
+
+    def loss(self, inputs: Any, targets: Any) -> Tensor:
+        output = user_models.call_model(self.wrapped.module, inputs)
+        if self.wrapped.loss is not None:
+            return self.wrapped.loss(output, targets)
+        return loss_of(self.workload, output, targets)
+
+    def one_step(self, step: int) -> None:
+        program, watcher, record, wrapped = self.program, self.watcher, self.found.record, self.wrapped
+        batch = batch_of(self.workload, self.device, self.settings.dtype, step)
+        shares = self.shares(program.micro)
+        if wrapped.step is not None:
+            self._own_step(batch, shares)
+            return
+        self.optimizer.zero_grad()
+        total = 0.0
+        sums = self.workload.gradients == "sum"
+        ranks = self.workload.dimensions
+        # Of a mean over the ranks, a rank's loss counts as much as its sequences.
+        counts = 1 / ranks.get("context", 1) if sums else ranks.get("data", 1)
+        for number, share in enumerate(shares):
+            unsynchronized = program.no_sync and number < len(shares) - 1
+            with wrapped.without_synchronization(self.optimizer) if unsynchronized else contextlib.nullcontext():
+                watcher.phase = "forward"
+                inputs, targets = self.own(share, batch)
+                outputs = self.outputs if step == 0 and number == 0 and self.outputs is not None else None
+                off = program.unused and self.data == self.workload.data_ranks - 1
+                with turned_off(self.subject.switch, off):
+                    with outputs or contextlib.nullcontext():
+                        loss = self.loss(inputs, targets)
+                    total += loss.item() * share.weight
+                    watcher.phase = "backward"
+                    handles = watcher.expect(self.named) if self.settings.watch else []
+                    loss = loss * (share.weight * counts)
+                    if program.scale and step == 1 and self.rank == 0:
+                        loss = loss * float("inf")
+                    loss = self.scaler.scale(loss)
+                    wrapped.backward(loss) if wrapped.backward is not None else loss.backward()
+                    for handle in handles:
+                        handle.remove()
+        watcher.phase = "finish"
+        if wrapped.finish is not None:
+            wrapped.finish()
+        record.losses.append(total)
+        if program.scale:
+            self._unscaled()
+        record.gradients.append(self.gradients())
+        watcher.phase = "clip"
+        if program.clip:
+            assert self.settings.max_norm is not None
+            record.norms.append(wrapped.clip(self.optimizer, self.settings.max_norm))
+        watcher.phase = "optimizer"
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _unscaled(self) -> None:
+        # Optimizers that hold gradients themselves are unscaled by the step.
+        if any(one.grad is not None for one in self.named.values()):
+            self.scaler.unscale_(self.optimizer)
+
+    def _own_step(self, batch: tuple[Any, Any], shares: list[Share]) -> None:
+        program = self.program
+        if program.micro > 1 or program.clip or program.scale:
+            raise CapabilityError("its step(batch) runs whole steps, so accumulation, clipping and scaling are its own")
+        (share,) = shares
+        off = program.unused and self.data == self.workload.data_ranks - 1
+        assert self.wrapped.step is not None
+        with turned_off(self.subject.switch, off):
+            loss = self.wrapped.step(self.own(share, batch))
+        self.found.record.losses.append(float(loss) * share.weight)
+        self.found.record.gradients.append(self.gradients())
+
+    def evaluate(self) -> float:
+        module = self.wrapped.module
+        module.eval()
+        batch = evaluation_batch(self.workload, self.device, self.settings.dtype)
+        (share,) = self.shares(1)
+        with torch.no_grad():
+            loss = self.loss(*self.own(share, batch)).item() * share.weight
+        module.train()
+        return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        wait = getattr(self.optimizer, "wait_for_parameters", None)
+        if wait is not None:
+            wait()
+        return self._held(self.named)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._held({name: one.grad for name, one in self.named.items() if one.grad is not None})
+
+    def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = {
+            name: one.detach().full_tensor() if hasattr(one, "full_tensor") else one for name, one in tensors.items()
+        }
+        return {name: clone(one.to_dense() if one.is_sparse else one) for name, one in whole.items()}
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        if type(self.inner).__module__.startswith("cs336sys.parallel"):
+            # Its states are of slices that it alone knows.
+            return {}
+        return {name: self._held(state) for name, state in states_of(self.inner, self.names).items()}
+
+    def _look_at_masks(self) -> None:
+        masks: list[Tensor] = []
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and module.p > 0:
+                masks.append(output.detach() == 0)
+
+        layers = [one for one in self.subject.model.modules() if isinstance(one, nn.Dropout)]
+        handles = [layer.register_forward_hook(look) for layer in layers]
+        batch = batch_of(self.workload, self.device, self.settings.dtype, 0)
+        self.loss(*self.own(self.shares(1)[0], batch))
+        for handle in handles:
+            handle.remove()
+        if not masks:
+            raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
+        self.found.masks = clone(masks[0])
+
+    # Saving and loading.
+
+    def _own_state(self) -> Any:
+        for rank in range(dist.get_world_size()):
+            if hasattr(self.optimizer, "consolidate_state_dict"):
+                self.optimizer.consolidate_state_dict(to=rank)
+        owner = self.wrapped.owner
+        if not isinstance(owner, nn.Module) and hasattr(owner, "state_dict"):
+            state = owner.state_dict()
+        else:
+            state = {"model": self.wrapped.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
+
+    def _load_own_state(self, state: Any) -> None:
+        owner = self.wrapped.owner
+        if not isinstance(owner, nn.Module) and hasattr(owner, "load_state_dict"):
+            owner.load_state_dict(state)
+            return
+        self.wrapped.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _is_distributed(self) -> bool:
+        return any(hasattr(one, "to_local") for one in self.named.values())
+
+    def _checkpoint_state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        if not isinstance(self.inner, torch.optim.Optimizer) or (self.found.is_sliced and not self._is_distributed()):
+            raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
+        model, optimizer = get_state_dict(self.wrapped.module, self.inner)
+        return {"model": model, "optimizer": optimizer}
+
+    def _save_checkpoint(self, folder: str) -> None:
+        import torch.distributed.checkpoint as checkpoint
+
+        checkpoint.save(self._checkpoint_state(), checkpoint_id=folder)
+
+    def _load_checkpoint(self, folder: str) -> None:
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._checkpoint_state()
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.wrapped.module,
+            self.inner,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _save_and_load(self) -> None:
+        if self.program.resume == "dcp":
+            assert self.settings.folder is not None
+            self._save_checkpoint(self.settings.folder)
+            self.prepare(_OTHER_SEED)
+            self._load_checkpoint(self.settings.folder)
+        else:
+            state = self._own_state()
+            self.prepare(_OTHER_SEED)
+            self._load_own_state(state)
+
+    def _save_to_folder(self) -> None:
+        assert self.settings.folder is not None
+        folder = Path(self.settings.folder)
+        if self._is_distributed():
+            self._save_checkpoint(str(folder / "dcp"))
+        else:
+            torch.save(self._own_state(), folder / f"rank{self.rank}.pt")
+
+    def _load_from_folder(self) -> None:
+        assert self.settings.folder is not None
+        folder = Path(self.settings.folder)
+        if (folder / "dcp").exists():
+            self._load_checkpoint(str(folder / "dcp"))
+        else:
+            state = torch.load(folder / f"rank{self.rank % self.settings.saved_ranks}.pt", weights_only=False)
+            self._load_own_state(state)
+
+

@@ -1,0 +1,333 @@
+"""Calls a wrap, a user's or a ready one, and finds in what it returns the parts of a training step."""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
+from cs336sys.experiments import user_models
+from cs336sys.experiments.models import blocks_of
+from cs336sys.experiments.verify.reference import default_optimizer
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
+from cs336sys.workload.user_code import is_user_code
+from cs336sys.workload.verification import VerifiedWorkload
+
+FINISH = "finish_gradient_synchronization"
+
+# How parameters of functions are called that take the ranks.
+_GROUP_NAMES = ("group", "process_group", "pg")
+_MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The parts of a training step that a wrap has returned.
+
+    Attributes:
+        owner: what the wrap returned, or the first of it.
+        module: to call with a rank's inputs.
+        optimizer: of the wrap; None where it returned none.
+        finish: called after the backward pass; None where nothing is.
+        step: runs a whole step on (inputs, targets) and returns the loss; None: the program runs it.
+        backward: takes the loss; None is its own ``backward()``.
+        loss: of what the module returned and the targets, where that is not all logits.
+        scaler_class: scales the loss.
+    """
+
+    owner: Any
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    finish: Callable[[], Any] | None = None
+    step: Callable[[Any], Any] | None = None
+    backward: Callable[[Tensor], None] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
+
+    def without_synchronization(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Within this, backward passes accumulate gradients on this rank.
+
+        Raises:
+            CapabilityError: it has no way to.
+        """
+        for one in (self.owner, self.module, optimizer):
+            if hasattr(one, "no_sync"):
+                takes_module = len(inspect.signature(one.no_sync).parameters) > 0
+                return one.no_sync(self.module) if takes_module else one.no_sync()
+        if hasattr(self.module, "set_requires_gradient_sync"):
+            return _switched(self.module.set_requires_gradient_sync)
+        raise CapabilityError("it has no no_sync()")
+
+    def clip(self, optimizer: Any, max_norm: float) -> float:
+        """Clip gradients by what the wrap has for it, else by torch's function; their norm before."""
+        for one in (self.owner, self.module, optimizer):
+            method = getattr(one, "clip_grad_norm_", None)
+            if method is not None:
+                norm = method(max_norm)
+                break
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        return float(norm)
+
+
+@contextlib.contextmanager
+def _switched(switch: Any) -> Iterator[None]:
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    """Wrap the model on this rank. All ranks call it together.
+
+    Raises:
+        UserCodeError: a user's function fails, or returns nothing that can be trained.
+        CapabilityError: a ready wrap is not installed, or does not fit the model.
+    """
+    if not is_user_code(workload.wrap):
+        return READY[workload.wrap](workload, model, mesh, learning_rate)
+    function = user_models.load(workload.wrap)
+    with user_models.telling_errors_of(workload.wrap):
+        returned = _call(function, model, mesh)
+    return _parts(workload, returned, model)
+
+
+def _call(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return function(model)
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    for parameter in parameters[1:]:
+        value = group if parameter.name in _GROUP_NAMES else mesh if parameter.name in _MESH_NAMES else None
+        if value is not None:
+            return function(model, **{parameter.name: value})
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(positional) > 1 and positional[1].default is inspect.Parameter.empty:
+        return function(model, mesh)
+    return function(model)
+
+
+def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
+    name = workload.wrap
+    optimizer = step = None
+    if returned is None:
+        # Wrapped in place.
+        returned = model
+    if isinstance(returned, tuple) and len(returned) == 2:
+        owner, optimizer = returned
+        module = owner
+    elif isinstance(returned, nn.Module):
+        owner = module = returned
+    else:
+        owner = returned
+        module = getattr(returned, "module", None)
+        optimizer, step = getattr(returned, "optimizer", None), getattr(returned, "step", None)
+    if not isinstance(module, nn.Module):
+        raise UserCodeError(
+            f"{name} returned {a_value(returned)}: it should return the module to call, (module, optimizer), or an "
+            "object with module, optimizer and step(batch)"
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no param_groups")
+    finish = None
+    for one in (owner, module, optimizer):
+        finish = finish or getattr(one, workload.finish or FINISH, None)
+    if workload.finish is not None and finish is None:
+        methods = [
+            one for one in dir(type(owner)) if not one.startswith("_") and not hasattr(nn.Module, one)
+        ]
+        raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
+    loss = getattr(owner, "loss", None) if owner is not model else None
+    scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
+    return Wrapped(
+        owner, module, optimizer, finish, step, loss=loss if callable(loss) else None, scaler_class=scaler_class
+    )
+
+
+Ready = Callable[[VerifiedWorkload, nn.Module, DeviceMesh, float], Wrapped]
+
+
+def _ddp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    return Wrapped(module, module)
+
+
+def _fsdp2(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks_of(workload.training, model).values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Wrapped(model, model)
+
+
+def _zero(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_settings(learning_rate)
+    )
+    return Wrapped(module, module, optimizer)
+
+
+def _settings(learning_rate: float) -> dict[str, Any]:
+    names = ("lr", "eps", "weight_decay")
+    defaults = default_optimizer([nn.Parameter(torch.zeros(1))], learning_rate).defaults
+    return {name: defaults[name] for name in names}
+
+
+def _tensor_parallel(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    """torch's ``parallelize_module``: every pair of matrices in a block that fits is cut by columns, then by rows."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = _tensor_plan(workload, model, mesh.size())
+    _use_torch_layers(model, list(plan))
+    styles = {name: ColwiseParallel() if kind == "columns" else RowwiseParallel() for name, kind in plan.items()}
+    return Wrapped(model, parallelize_module(model, mesh, styles))
+
+
+# Feed-forward layers by their names in cs336_basics, Llama, GPT-2 and torch's own Transformer.
+_PAIRS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"), ("linear1", "linear2"), ("up", "down"))
+
+
+def _tensor_plan(workload: VerifiedWorkload, model: nn.Module, ranks: int) -> dict[str, str]:
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        for *columns, rows in _PAIRS:
+            if all(one in children for one in (*columns, rows)):
+                width = children[rows].weight.shape[-1]
+                if isinstance(width, int) and width % ranks == 0:
+                    plan |= {f"{name}.{one}".lstrip("."): "columns" for one in columns}
+                    plan[f"{name}.{rows}".lstrip(".")] = "rows"
+    if not plan:
+        listed = "; ".join(", ".join(pair) for pair in _PAIRS)
+        raise CapabilityError(
+            f"tensor-parallel: the model has no feed-forward layers of the names {listed} whose width {ranks} ranks "
+            "divide; give a wrap of yours"
+        )
+    return plan
+
+
+def _use_torch_layers(model: nn.Module, names: list[str]) -> None:
+    """Put torch's linear layers, which torch's styles know, in the places of others."""
+    for name in names:
+        module = model.get_submodule(name)
+        weight: Any = module.weight
+        if not isinstance(module, nn.Linear) and isinstance(weight, nn.Parameter):
+            with torch.device("meta"):
+                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            layer.weight = weight
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, layer)
+
+
+def _ours(class_name: str, *arguments: Any) -> Ready:
+    def prepare(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+        from cs336sys.parallel import ddp
+
+        module = getattr(ddp, class_name)(model, *arguments)
+        return Wrapped(module, module, finish=module.finish_gradient_synchronization)
+
+    return prepare
+
+
+def _optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from cs336sys.parallel.ddp import BucketedDDP
+    from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+    module = BucketedDDP(model, "block")
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **_settings(learning_rate))
+    return Wrapped(module, module, optimizer, module.finish_gradient_synchronization)
+
+
+def _flat_optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, flat=True, module=model, **_settings(learning_rate)
+    )
+    finish = optimizer.finish_gradient_synchronization
+    return Wrapped(model, model, optimizer, finish, scaler_class=ShardedGradScaler)
+
+
+def _fsdp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from cs336sys.parallel.fsdp import FSDP
+
+    training = workload.training
+    blocks = None if training.is_ours else list(blocks_of(training, model).values()) or None
+    module = FSDP(model, unit_modules=blocks)
+    finish = module.finish_gradient_synchronization
+    return Wrapped(module, module, finish=finish, scaler_class=ShardedGradScaler)
+
+
+def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    from cs336sys.parallel.tensor_parallel import TensorParallel
+
+    module = TensorParallel(model, mesh)
+    finish = module.finish_gradient_synchronization
+    return Wrapped(module, module, finish=finish, loss=module.loss, scaler_class=ShardedGradScaler)
+
+
+def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise CapabilityError("--wrap accelerate needs accelerate: pip install accelerate") from error
+    ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
+    os.environ.update({name: str(value) for name, value in ranks.items() if name not in os.environ})
+    accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+    module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), learning_rate))
+    return Wrapped(module, module, optimizer, backward=accelerator.backward)
+
+
+def _deepspeed(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise CapabilityError("--wrap deepspeed needs deepspeed: pip install deepspeed") from error
+    raise NotImplementedError
+
+
+READY: dict[str, Ready] = {
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "zero": _zero,
+    "tensor-parallel": _tensor_parallel,
+    "naive": _ours("NaiveDDP"),
+    "flat": _ours("FlatDDP"),
+    "overlap": _ours("OverlappedDDP"),
+    "bucketed": _ours("BucketedDDP", "block"),
+    "optimizer": _optimizer,
+    "optimizer-flat": _flat_optimizer,
+    "fsdp": _fsdp,
+    "tensor": _tensor,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+}
+
+
+def line_of_wrap(workload: VerifiedWorkload) -> str:
+    """``mine.py, line 12``, where a user's wrap begins; empty where Python does not know."""
+    function = inspect.unwrap(user_models.load(workload.wrap))
+    try:
+        _, line = inspect.getsourcelines(function)
+        file = inspect.getsourcefile(function) or ""
+    except (OSError, TypeError):
+        return ""
+    return f"{os.path.basename(file)}, line {line}"

@@ -1,0 +1,137 @@
+"""One case of ``verify``: a user's way of training in parallel, and what it is put through."""
+
+import math
+from dataclasses import dataclass
+
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.workload.parallel import BACKENDS
+from cs336sys.workload.training import Configured, Workload, check_choices
+from cs336sys.workload.user_code import is_user_code
+
+# The cases in the order of the table: name, and what happens in it.
+CASES = {
+    "step": "three steps, each on a batch of its own",
+    "accumulation": "two micro-batches a step, gradients synchronized after each",
+    "no-sync": "two micro-batches a step, the first under no_sync",
+    "clipping": "gradients clipped to half of their norm",
+    "scaling": "loss scaled, overflow on one rank in the second step",
+    "uneven": "the last rank has fewer sequences",
+    "unused": "a parameter is unused on one rank",
+    "frozen": "a parameter is frozen before the model is wrapped",
+    "tied": "two weights are one parameter",
+    "evaluation": "an evaluation between steps",
+    "checkpoint": "activation checkpoints around blocks",
+    "compile": "compiled blocks",
+    "late": "one rank is late by 100 ms before its collectives, then another",
+    "start": "the ranks start with different weights",
+    "dropout": "dropout masks of the ranks",
+    "save": "state dicts saved and loaded after two steps",
+    "save-dcp": "torch.distributed.checkpoint, saved and loaded after two steps",
+    "save-ranks": "saved, and loaded by another number of ranks",
+    "run": "twenty steps",
+}
+
+# Ready wraps by name, with how their ranks share the work.
+WRAPS = {
+    "ddp": "data",
+    "fsdp2": "data",
+    "zero": "data",
+    "tensor-parallel": "tensor",
+    "naive": "data",
+    "flat": "data",
+    "overlap": "data",
+    "bucketed": "data",
+    "optimizer": "data",
+    "optimizer-flat": "data",
+    "fsdp": "data",
+    "tensor": "tensor",
+    "accelerate": "data",
+    "deepspeed": "data",
+}
+
+# What the ranks along a dimension of the mesh share: sequences of the batch, tokens of each sequence, or the model.
+DIMENSIONS = ("data", "context", "tensor", "pipeline")
+
+GRADIENTS = ("mean", "sum")
+
+
+def read_verified_mesh(text: str, world_size: int) -> dict[str, int]:
+    """Sizes of dimensions by name: ``data=2,tensor=2``; one dimension may be without its size.
+
+    Raises:
+        UsageError: a dimension is unknown or repeated, or the sizes do not make the world size.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in DIMENSIONS:
+            raise UsageError(f"--mesh {text}: unknown dimension '{name}': {choose_from(name, DIMENSIONS)}")
+        if name in sizes or (size and not size.isdecimal()):
+            raise UsageError(f"--mesh {text}: write each dimension once, with its size: data=2,tensor=2")
+        sizes[name] = int(size) if size else 0
+    known = math.prod(size for size in sizes.values() if size)
+    open_ones = [name for name, size in sizes.items() if not size]
+    if len(open_ones) == 1 and world_size % known == 0:
+        sizes[open_ones[0]] = world_size // known
+    if math.prod(sizes.values()) != world_size:
+        raise UsageError(f"--mesh {text}: its sizes multiply to {math.prod(sizes.values())}, not to {world_size} ranks")
+    return sizes
+
+
+@dataclass(frozen=True)
+class VerifiedWorkload(Configured):
+    """A wrap of somebody's, and one case that its training is compared in with one process.
+
+    Attributes:
+        training: its batch is that of all ranks together.
+        wrap: one of :data:`WRAPS`, or a function of the user.
+        case: one of :data:`CASES`.
+        mesh: what ranks share, see :func:`read_verified_mesh`.
+        finish: the method that finishes gradients; None: ``finish_gradient_synchronization`` where there is one.
+        gradients: whether ranks' gradients are averaged or summed.
+        timeout_s: how long a rank waits for the others before the case counts as a hang.
+        wrap_digest: of the files of the wrap.
+    """
+
+    training: Workload
+    wrap: str
+    world_size: int = 2
+    case: str = "step"
+    mesh: str = "data"
+    backend: str = "auto"
+    finish: str | None = None
+    gradients: str = "mean"
+    timeout_s: float = 20.0
+    wrap_digest: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"case": CASES, "backend": BACKENDS, "gradients": GRADIENTS})
+        if not is_user_code(self.wrap) and self.wrap not in WRAPS:
+            raise UsageError(
+                f"--wrap {self.wrap}: {choose_from(self.wrap, WRAPS)}; or yours: FILE.py:NAME, package.module:NAME"
+            )
+        if self.backend == "nccl" and self.training.device == "cpu":
+            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+        sizes = self.dimensions
+        context = sizes.get("context", 1)
+        if self.training.size.context % context:
+            raise UsageError(f"--context {self.training.size.context}: must be a multiple of the {context} ranks")
+        if self.training.size.batch_size < 4 * self.data_ranks:
+            raise UsageError(
+                f"--batch-size {self.training.size.batch_size}: must be at least {4 * self.data_ranks}, so that each of "
+                f"{self.data_ranks} ranks has several sequences in each of two micro-batches"
+            )
+        if self.training.size.batch_size % (2 * self.data_ranks):
+            raise UsageError(
+                f"--batch-size {self.training.size.batch_size}: must be a multiple of {2 * self.data_ranks}, so that "
+                f"{self.data_ranks} ranks have equal micro-batches"
+            )
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Sizes of the mesh by name."""
+        return read_verified_mesh(self.mesh, self.world_size)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dimensions.get("data", 1)
